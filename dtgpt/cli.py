@@ -1,0 +1,113 @@
+"""The `dtgpt` command and the entry point of recipe files."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from dtgpt.errors import UserError
+
+USAGE = """usage: dtgpt COMMAND ...
+
+  dtgpt train RECIPE.py [--option value ...]    train; `torchrun RECIPE.py` does the same (--help lists the options)
+  dtgpt generate RUN [--prompt TEXT ...]        continue a text with a run's newest checkpoint
+  dtgpt plot RUN [RUN ...] [--output FILE.png]  draw the loss curves of runs into one picture
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `dtgpt` command."""
+    words = sys.argv[1:] if arguments is None else arguments
+    commands = {"train": _train, "generate": _generate, "plot": _plot}
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return
+    if words[0] not in commands:
+        import difflib
+
+        near = difflib.get_close_matches(words[0], commands, n=1, cutoff=0)
+        _exit(lambda: _fail(f"there is no command {words[0]!r}; did you mean dtgpt {near[0]}?"))
+    _exit(lambda: commands[words[0]](words[1:]))
+
+
+def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None = None) -> None:
+    """What a recipe file calls at its end: train `recipe_function()` with the overrides of the command line."""
+    _exit(lambda: _run(recipe_function, doc, sys.argv[1:] if arguments is None else arguments))
+
+
+def _exit(work: Callable[[], int]) -> None:
+    """Exit with the code that `work` returns; a UserError is one sentence on stderr and exit code 2."""
+    try:
+        sys.exit(work())
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dtgpt: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _fail(sentence: str) -> int:
+    raise UserError(sentence)
+
+
+def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
+    from dtgpt.overrides import apply_overrides, help_text
+
+    recipe = recipe_function()
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
+        return 0
+    recipe = apply_overrides(recipe, arguments)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        raise UserError(f"torchrun started {world} processes, but training runs on one device; use --nproc-per-node 1")
+    from dtgpt.train import train
+
+    return train(recipe)
+
+
+def _train(words: list[str]) -> int:
+    if not words or words[0].startswith("-"):
+        raise UserError("dtgpt train needs a recipe file, such as dtgpt train recipes/gpt2_tiny.py")
+    module = _load_module(Path(words[0]))
+    if not callable(getattr(module, "recipe", None)):
+        raise UserError(f"{words[0]} is not a recipe: it defines no function recipe()")
+    return _run(module.recipe, module.__doc__ or "", words[1:])
+
+
+def _load_module(path: Path) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _generate(words: list[str]) -> int:
+    from dtgpt.generate import GenerateConfig, generate_from_run
+    from dtgpt.overrides import apply_overrides, help_text
+
+    if not words or words[0].startswith("-"):
+        print(help_text(GenerateConfig(), generate_from_run.__doc__, "dtgpt generate RUN"))
+        return 0 if words and words[0] in ("-h", "--help") else _fail("dtgpt generate needs a run folder")
+    print(generate_from_run(Path(words[0]), apply_overrides(GenerateConfig(), words[1:])))
+    return 0
+
+
+def _plot(words: list[str]) -> int:
+    from dtgpt.plot import plot_runs
+
+    runs, output = list(words), "loss.png"
+    if "--output" in runs:
+        place = runs.index("--output")
+        if len(runs) == place + 1:
+            raise UserError("--output needs a file name that ends in .png")
+        output = runs.pop(place + 1)
+        runs.pop(place)
+    if not runs or any(word.startswith("-") for word in runs):
+        raise UserError("dtgpt plot needs run folders, such as dtgpt plot runs/gpt2_tiny-001 runs/gpt2_tiny-002")
+    plot_runs([Path(run) for run in runs], Path(output))
+    print(output)
+    return 0

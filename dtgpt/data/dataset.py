@@ -1,0 +1,126 @@
+"""Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
+
+Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
+number of devices, any micro-batch size and after a resume. Held-out windows lie side by side and never change.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtgpt.data.text import EMBEDDED, read_documents, split_documents
+from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.errors import UserError
+from dtgpt.ops.random import fold
+
+CACHE_FORMAT = 1  # raise when the same settings would give other tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens of both splits, memory-mapped, and the tokenizer that made them."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    valid: np.ndarray
+    source: str
+    digest: str
+
+    def bytes_per_token(self) -> float:
+        """Mean over the training split, with which a training loss is told in bits per byte."""
+        counts = np.bincount(self.train, minlength=self.tokenizer.vocab_size)
+        return float(counts @ self.tokenizer.token_bytes()) / len(self.train)
+
+    def check(self, seq_length: int, vocab_size: int) -> None:
+        """Raise UserError where a model of this shape cannot be trained on these tokens."""
+        if self.tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"model.vocab_size={vocab_size} is smaller than the tokenizer's {self.tokenizer.vocab_size} tokens; "
+                f"use --model.vocab_size {self.tokenizer.vocab_size} or more, or a smaller --data.bpe_vocab_size"
+            )
+        for name, tokens in (("training", self.train), ("held-out", self.valid)):
+            if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
+                raise UserError(
+                    f"the {name} text has {len(tokens)} tokens, but model.seq_length={seq_length} needs at least "
+                    f"{seq_length + 1}; use more text, a shorter --model.seq_length"
+                    + (", or another --data.held_out (0 for none)" if name == "held-out" else "")
+                )
+
+
+def load_dataset(
+    path: str | None, json_key: str, tokenizer: str, bpe_vocab_size: int, held_out: float, cache: Path
+) -> Dataset:
+    """Tokens of the text at `path`, made once per content. None: the embedded text, always with a BPE trained on it."""
+    documents = read_documents(path, json_key)
+    kind = tokenizer if path else "bpe"
+    settings = {"format": CACHE_FORMAT, "tokenizer": kind, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
+    digest = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
+    folder = cache / f"text-{digest[:16]}"
+    if not folder.exists():
+        train, valid = split_documents(documents, held_out)
+        made = make_tokenizer(kind, train, bpe_vocab_size)
+        _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
+    return Dataset(
+        tokenizer=Tokenizer.load(folder / "tokenizer.json"),
+        train=np.load(folder / "train.npy", mmap_mode="r"),
+        valid=np.load(folder / "valid.npy", mmap_mode="r"),
+        source=path or EMBEDDED,
+        digest=digest,
+    )
+
+
+def default_cache() -> Path:
+    """`$DTGPT_CACHE`, or a folder in the user's cache directory (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
+
+
+def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
+    """Write beside `folder` and rename, so that a folder of that name is always whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix="partial-"))
+    try:
+        tokenizer.save(partial / "tokenizer.json")
+        np.save(partial / "train.npy", train)
+        np.save(partial / "valid.npy", valid)
+        partial.rename(folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.exists():  # otherwise another process was faster with the same content
+            raise
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int) -> Tensor:
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(seq_length + 1)].astype(np.int64))
+
+
+def training_batch(tokens: np.ndarray, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
+    """Windows int64 `[B, seq_length + 1]` of the samples `sample_ids [B]` on the CPU; the `key [2]` is a run's."""
+    low, high = fold(key, sample_ids).unbind(-1)
+    draw = (high << 31) ^ low  # 63 bits: uniform over any text to far better than the eye of a test
+    return _windows(tokens, (draw % (len(tokens) - seq_length)).numpy(), seq_length)
+
+
+def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+    """The first `max_samples` windows side by side, int64 `[batch_size, seq_length + 1]`, whole batches only
+    (one smaller batch where there are fewer windows than that)."""
+    count = min((len(tokens) - 1) // seq_length, max_samples)
+    batch_size = min(batch_size, count)
+    for batch in range(count // batch_size if count else 0):
+        starts = (np.arange(batch_size) + batch * batch_size) * seq_length
+        yield _windows(tokens, starts, seq_length)
+
+
+def bits_per_byte(nats: float, bytes_: float) -> float:
+    """Loss in a unit that does not depend on the tokenizer."""
+    return nats / math.log(2) / bytes_ if bytes_ else math.nan

@@ -1,0 +1,110 @@
+"""Byte-level BPE tokenizers, encoded by tiktoken, saved as plain JSON.
+
+* `bpe`: trained on the text at hand with Hugging Face's `tokenizers`, then handed to tiktoken (same ids, faster).
+* `gpt2`: GPT-2's own 50257 tokens, as tiktoken carries them (from its cache, or fetched by it once).
+* `bytes`: the 256 bytes.
+Each has one special token, `<|endoftext|>`, that ends a document. The same string inside a text is plain text.
+"""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from dtgpt.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+SMALLEST = 257  # 256 bytes and the end of text
+
+
+class Tokenizer:
+    """Text <-> ids. `ranks`: the bytes of each token by id; the id after the last is END_OF_TEXT."""
+
+    def __init__(self, name: str, pattern: str, ranks: list[bytes]):
+        self.name, self.pattern, self.ranks = name, pattern, ranks
+        self.end_of_text = len(ranks)
+        self.vocab_size = len(ranks) + 1
+        self._encoding = tiktoken.Encoding(
+            name,
+            pat_str=pattern,
+            mergeable_ranks={token: i for i, token in enumerate(ranks)},
+            special_tokens={END_OF_TEXT: self.end_of_text},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        return self._encoding.decode(ids, errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 `[vocab_size]`; the end of text stands for none."""
+        return np.array([len(token) for token in self.ranks] + [0])
+
+    def encode_documents(self, documents: list[str]) -> np.ndarray:
+        """All documents, END_OF_TEXT after each, as one uint16 or int32 array."""
+        ids = [np.array([*self.encode(d), self.end_of_text]) for d in documents]
+        return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def save(self, path: Path) -> None:
+        ranks = [base64.b64encode(token).decode() for token in self.ranks]
+        path.write_text(json.dumps({"name": self.name, "pattern": self.pattern, "ranks": ranks}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        saved = json.loads(path.read_text())
+        return cls(saved["name"], saved["pattern"], [base64.b64decode(token) for token in saved["ranks"]])
+
+
+def make_tokenizer(kind: str, documents: list[str], bpe_vocab_size: int) -> Tokenizer:
+    """The tokenizer `kind` ("bpe", "gpt2" or "bytes"); only "bpe" looks at the documents."""
+    if kind == "gpt2":
+        return _gpt2()
+    if kind == "bytes":
+        return Tokenizer("bytes", PATTERN, [bytes([b]) for b in range(256)])
+    return _train_bpe(documents, bpe_vocab_size)
+
+
+def _gpt2() -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken passes on whatever its download raised
+        raise UserError(
+            f"GPT-2's vocabulary is not in tiktoken's cache and could not be fetched ({type(error).__name__}); connect "
+            "once, set TIKTOKEN_CACHE_DIR to a filled cache, or use --data.tokenizer bpe"
+        ) from None
+    return Tokenizer("gpt2", PATTERN, [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)])
+
+
+def _train_bpe(documents: list[str], vocab_size: int) -> Tokenizer:
+    if vocab_size < SMALLEST:
+        raise UserError(f"data.bpe_vocab_size={vocab_size} is too small; a byte-level BPE needs {SMALLEST} or more")
+    try:
+        from tokenizers import Tokenizer as Trainable
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise UserError(
+            "training a BPE needs the package tokenizers; run pip install 'dtgpt[data]', or use --data.tokenizer bytes"
+        ) from None
+    trainable = Trainable(models.BPE())
+    trainable.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainable.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    trainable.train_from_iterator(documents, trainer)
+    # tokenizers numbers the 256 byte letters first and then the merges in their order: just tiktoken's ranks.
+    letters = _letter_bytes()
+    by_id = sorted(trainable.get_vocab().items(), key=lambda item: item[1])
+    return Tokenizer("bpe", PATTERN, [bytes(letters[c] for c in token) for token, _ in by_id])
+
+
+def _letter_bytes() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

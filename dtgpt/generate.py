@@ -1,0 +1,97 @@
+"""Sampling text from a model. The draw for position i is a function of (key, i): samples can be repeated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dtgpt.checkpoint import load_weights, newest_checkpoint, read_state
+from dtgpt.data.tokenizer import Tokenizer
+from dtgpt.errors import UserError
+from dtgpt.model import GPT, GPTConfig, build_model
+from dtgpt.ops.random import root_key, uniform
+from dtgpt.run import open_run
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt: list[int],
+    new_tokens: int,
+    key: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    vocab_size: int | None = None,
+    stop: Callable[[int], bool] = lambda token: False,
+) -> list[int]:
+    """Up to `new_tokens` ids after the non-empty `prompt`; ends after a token for which `stop` is true.
+
+    temperature 0 takes the likeliest token. Ids stay below `vocab_size` (default: the model's).
+    The model sees the last `seq_length` tokens, in a window of fixed shape whose unused end is filled up: causal
+    attention never looks there, and nothing is compiled anew.
+    """
+    device, config = key.device, model.config
+    draws = uniform(key, (new_tokens,)).tolist()
+    vocab_size = vocab_size or config.vocab_size
+    ids = list(prompt)
+    for draw in draws:
+        context = ids[-config.seq_length :]
+        window = torch.tensor([context + [0] * (config.seq_length - len(context))], device=device)
+        logits = model(window)[0, len(context) - 1, :vocab_size]
+        ids.append(choose(logits.double(), draw, temperature, top_k))
+        if stop(ids[-1]):
+            break
+    return ids[len(prompt) :]
+
+
+def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
+    """The id whose share of the distribution holds `draw` (in (0, 1)); logits float64 `[V]`."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, candidates = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
+    shares = torch.softmax(values / temperature, dim=-1).cumsum(dim=-1)
+    place = int(torch.searchsorted(shares, draw * shares[-1]))
+    return int(candidates[min(place, len(candidates) - 1)])
+
+
+def sample_text(
+    model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens: int, key: Tensor, temperature: float, top_k: int,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> str:  # fmt: skip
+    """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    end = tokenizer.end_of_text
+
+    def stop(token: int) -> bool:
+        return token == end or interrupted()
+
+    new = generate(model, ids, new_tokens, key, temperature, top_k, tokenizer.vocab_size, stop)
+    return prompt + tokenizer.decode([token for token in new if token != end])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
+    tokens: Annotated[int, "tokens to add, at most"] = 200
+    temperature: Annotated[float, "0: always the likeliest token"] = 0.8
+    top_k: Annotated[int, "choose among this many likeliest tokens; 0: all"] = 50
+    seed: Annotated[int, "another seed, another text"] = 0
+
+
+def generate_from_run(run: Path, config: GenerateConfig) -> str:
+    """Continue a text with the newest checkpoint of a run folder."""
+    for name in ("tokens", "temperature", "top_k"):
+        if getattr(config, name) < 0:
+            raise UserError(f"{name}={getattr(config, name)} is negative; use 0 or more")
+    checkpoint = newest_checkpoint(open_run(str(run)))
+    key = root_key(config.seed)
+    model = build_model(GPTConfig(**read_state(checkpoint)["model"]), key, torch.device("cpu"), torch.float32)
+    load_weights(checkpoint, model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    return sample_text(
+        model.to(device), tokenizer, config.prompt, config.tokens, key.to(device), config.temperature, config.top_k
+    )

@@ -1,0 +1,118 @@
+"""Records of a run: metrics.jsonl, Weights & Biases, and their form on the console."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtgpt.errors import UserError
+from dtgpt.recipe import Recipe, to_dict
+
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, flushed at once. After a resume, records past `keep_until_step` are dropped first."""
+
+    def __init__(self, path: Path, keep_until_step: int | None = None):
+        kept = [r for r in read_records(path) if keep_until_step is not None and r["step"] <= keep_until_step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that a killed process left half written is ignored."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class Wandb:
+    """Weights & Biases, imported only when asked for. A resumed run goes on under the id kept in `wandb-id`."""
+
+    def __init__(self, recipe: Recipe, run: Path):
+        wandb, id_file = import_wandb(), run / "wandb-id"
+        known = id_file.read_text() if id_file.exists() else None
+        self._run = wandb.init(
+            project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
+            mode=recipe.log.wandb, config=to_dict(recipe),
+        )  # fmt: skip
+        id_file.write_text(self._run.id)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish(quiet=True)
+
+
+def import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "log.wandb needs the package wandb; run pip install 'dtgpt[wandb]', or use --log.wandb off"
+        ) from None
+    return wandb
+
+
+def progress_line(record: dict[str, Any], steps: int) -> str:
+    """`step 120/1000  loss 3.214  ...` from a record; what is not known is left out."""
+    digits = len(str(steps))
+    parts = [
+        f"step {record['step']:>{digits}}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"bits/byte {record['bits_per_byte']:.3f}",
+        f"gnorm {record['grad_norm']:.2f}",
+        f"lr {record['lr']:.2e}",
+    ]
+    if record.get("tokens_per_second"):
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if record.get("mfu"):
+        parts.append(f"mfu {record['mfu']:.1%}")
+    total = record.get("memory_total_gib")
+    parts.append(f"mem {record['memory_gib']:.1f}" + (f"/{total:.0f}" if total else "") + " GiB")
+    if record.get("eta_seconds") is not None:
+        parts.append(f"eta {duration(record['eta_seconds'])}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `14m`, `3h05m`, `2d04h`."""
+    seconds = round(seconds)
+    if seconds < 100:
+        return f"{seconds}s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 100:
+        return f"{minutes}m"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 48 else f"{days}d{hours % 24:02d}h"
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """A curve in one line of text, `width` characters at most; each character is the mean of its share of values."""
+    values = [v for v in values if v is not None and math.isfinite(v)]
+    if not values:
+        return ""
+    width = min(width, len(values))
+    cuts = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round((m - low) / (high - low) * 7) if high > low else 0] for m in means)

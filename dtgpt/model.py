@@ -1,0 +1,235 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") as plain modules.
+
+Learned positions, pre-LayerNorm, tanh-GELU, biases, tied embeddings, dropout at GPT-2's three sites (embeddings,
+attention probabilities, the end of each residual branch). Nothing here knows of devices, meshes or training.
+
+Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dtgpt.errors import UserError
+from dtgpt.ops.attention import causal_attention
+from dtgpt.ops.dropout import Dropout
+from dtgpt.ops.random import fold, normal, row_chunks
+
+VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
+BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention output, MLP output
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT-2. The named sizes are `GPT2_124M` ... `GPT3_175B` below."""
+
+    num_layers: Annotated[int, "transformer blocks"]
+    hidden_size: Annotated[int, "width of the residual stream"]
+    num_heads: Annotated[int, "attention heads; divides hidden_size"]
+    seq_length: Annotated[int, "positions of the model and length T of a training sample, in tokens"] = 1024
+    vocab_size: Annotated[int, "tokens that the model can tell apart; padded to a multiple of 128 in memory"] = 50257
+    dropout: Annotated[float, "probability at GPT-2's three sites, in [0, 1)"] = 0.0
+    init_std: Annotated[float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)"] = 0.02
+    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm"] = 1e-5
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def num_sites(self) -> int:
+        """Dropout sites: the embedding, then BLOCK_SITES for each block."""
+        return 1 + BLOCK_SITES * self.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        h, positions = self.hidden_size, self.seq_length
+        return self.num_layers * (12 * h * h + 13 * h) + (self.padded_vocab_size + positions) * h + 2 * h
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward: 6 N + 12 L H T, N without position embeddings (Chowdhery et al. 2022, PaLM, app. B)."""
+        weights = self.num_parameters - self.seq_length * self.hidden_size
+        return 6 * weights + 12 * self.num_layers * self.hidden_size * self.seq_length
+
+    def validate(self) -> None:
+        """Raise UserError, one sentence, when no model has this shape."""
+        for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name}={getattr(self, name)} is not positive; use 1 or more")
+        if self.hidden_size % self.num_heads:
+            heads = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
+            raise UserError(
+                f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
+                f"use a divisor such as {', '.join(map(str, near))}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout={self.dropout} is not a probability; use 0 or more and less than 1")
+
+
+GPT2_124M = GPTConfig(num_layers=12, hidden_size=768, num_heads=12)
+GPT2_345M = GPTConfig(num_layers=24, hidden_size=1024, num_heads=16)
+GPT2_774M = GPTConfig(num_layers=36, hidden_size=1280, num_heads=20)
+GPT2_1558M = GPTConfig(num_layers=48, hidden_size=1600, num_heads=25)
+GPT3_175B = GPTConfig(num_layers=96, hidden_size=12288, num_heads=96, seq_length=2048)
+
+
+class Linear(nn.Linear):
+    """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over the last dimension; statistics in fp32, result in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention. The fused QKV projection is stored per head, [N, 3, D] along its output dimension, so
+    that a cut between heads keeps each head's q, k and v together."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dropout = Dropout(config.dropout)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (n three d) -> three b n t d", three=3, d=self.head_dim)
+        y = causal_attention(q, k, v, self.dropout, key)
+        return self.proj(rearrange(y, "b n t d -> b t (n d)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.fc = Linear(config.hidden_size, 4 * config.hidden_size)
+        self.proj = Linear(4 * config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x: [B, T, H] -> [B, T, H]. keys: [BLOCK_SITES, B, 2] or None (no dropout)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attn = Attention(config)
+        self.drop_1 = Dropout(config.dropout)
+        self.ln_2 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config)
+        self.drop_2 = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(0)
+        x = x + self.drop_1(self.attn(self.ln_1(x), core), attended)
+        return x + self.drop_2(self.mlp(self.ln_2(x)), expanded)
+
+
+class Embedding(nn.Module):
+    """tokens [B, T] -> activations [B, T, H] of the given dtype: token plus learned position."""
+
+    def __init__(self, config: GPTConfig, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.wte = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.seq_length, config.hidden_size)
+        self.drop = Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, key: Tensor | None) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), key)
+
+
+class Head(nn.Module):
+    """[B, T, H] -> logits [B, T, V]."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_f = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.ln_f(x))
+
+
+class GPT(nn.Module):
+    """tokens [B, T] (and dropout keys [num_sites, B, 2], or None for evaluation) -> logits [B, T, V].
+
+    Logits of the padding, `[..., config.vocab_size:]`, mean nothing: loss and sampling leave them out.
+    Blocks are keyed by their global index, so a parameter keeps its name when a plan removes other blocks.
+    `dtype` is that of activations; parameters are fp32, the master weights.
+    """
+
+    def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config, dtype)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.head = Head(config)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output projection the token embedding. To be called again after whatever replaces parameters."""
+        self.head.lm_head.weight = self.embedding.wte.weight
+
+    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens, None if keys is None else keys[0])
+        for index, block in self.blocks.items():
+            first = 1 + BLOCK_SITES * int(index)
+            x = block(x, None if keys is None else keys[first : first + BLOCK_SITES])
+        return self.head(x)
+
+
+def dropout_keys(key: Tensor, sample_ids: Tensor, num_sites: int) -> Tensor:
+    """Keys int64 `[num_sites, B, 2]` of every dropout site for the samples `sample_ids [B]`; `key [2]` is of a step.
+
+    A mask depends on which sample of the run it belongs to, never on its place in a micro-batch.
+    """
+    sites = torch.arange(num_sites, device=key.device)
+    return fold(key, sample_ids, sites[:, None])
+
+
+@torch.no_grad()
+def init_weights(model: GPT, key: Tensor) -> None:
+    """Fill every parameter in place, on its device: N(0, init_std) for weights, with the outputs of residual branches
+    scaled by 1 / sqrt(2 num_layers); zero biases; unit LayerNorms (Radford et al. 2019, section 2.3).
+
+    A weight's values are a function of (key, parameter name, index), so a part of the model gets its part of them.
+    """
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif ".ln_" in f".{name}":
+            parameter.fill_(1)
+        else:
+            residual = name.endswith("proj.weight")
+            std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+            weight_key = fold(key, name).to(parameter.device)
+            for rows, part in row_chunks(parameter.shape):
+                parameter[rows] = std * normal(weight_key, part)
+
+
+def build_model(config: GPTConfig, key: Tensor, device: torch.device, dtype: torch.dtype) -> GPT:
+    """A GPT with initial weights from `key [2]`: laid out on the meta device first, then allocated once on `device`."""
+    with torch.device("meta"):
+        model = GPT(config, dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    init_weights(model, key)
+    return model

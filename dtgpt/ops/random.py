@@ -1,0 +1,140 @@
+"""Functional randomness: every random number is a pure function of (key, global element index).
+
+There is no generator state. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC'11): it turns a 64-bit key and a 128-bit counter into four words of 32 bits,
+and is the one that CUDA (cuRAND) and Triton carry, so that a fused kernel can draw the same words.
+
+* A *key* is an int64 tensor `[..., 2]`, each entry a word of 32 bits; leading dimensions are a batch of keys.
+* A *part* names elements of a global tensor: one `range` per dimension (an int `n` means `range(n)`).
+* The element (a, b, c, d) draws lane `d % lanes` of the evaluation with counter (d // lanes, c, b, a). The
+  counter is the index itself, so the shape of the global tensor never matters, and a shard that asks for its
+  part gets exactly its part of the whole: `bits(key, part) == bits(key, whole)[part]`.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Part = Sequence[int | range]
+
+ROUNDS = 10
+MASK = 0xFFFFFFFF
+WORDS = 4  # words that one evaluation yields
+# Philox's multipliers, less 2^32. A word times these stays inside int64, so that neither eager nor compiled C++
+# ever overflows; `_multiply` adds the missing word * 2^32 to the high half.
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32)
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+# Folding a key uses counters whose last word is this; a tensor's index never reaches it (dimensions < 2^31).
+FOLD = MASK
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    product = word * multiplier
+    return ((product >> 32) + word) & MASK, product & MASK
+
+
+def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10. The two key words and four counter words (int64, each below 2^32) broadcast; so do the results."""
+    k0, k1 = key
+    # The `& MASK` also hides an arange from Inductor's index algebra, which would multiply it in 32 bits.
+    c0, c1, c2, c3 = (torch.as_tensor(c, device=k0.device) & MASK for c in counter)
+    for _ in range(ROUNDS):
+        (high0, low0), (high1, low1) = _multiply(c0, MULTIPLIER_0), _multiply(c2, MULTIPLIER_1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0, c1, c2, c3
+
+
+def root_key(seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """The key `[2]` of a run's seed (64 bits)."""
+    return torch.tensor([seed & MASK, (seed >> 32) & MASK], dtype=torch.int64, device=device)
+
+
+def fold(key: Tensor, *data: int | str | Tensor) -> Tensor:
+    """Derive a new key from `key [..., 2]` and each of `data` in turn; shapes broadcast, the last dimension stays 2.
+
+    An int or an int64 tensor counts with its 64 bits, a string with a 64-bit BLAKE2b digest.
+    """
+    for item in data:
+        if isinstance(item, str):
+            item = int.from_bytes(hashlib.blake2b(item.encode(), digest_size=8).digest(), "little")
+        words = philox(key.unbind(-1), (item & MASK, (item >> 32) & MASK, 0, FOLD))
+        key = torch.stack(torch.broadcast_tensors(*words[:2]), dim=-1)
+    return key
+
+
+def _ranges(part: Part) -> list[range]:
+    return [p if isinstance(p, range) else range(p) for p in part]
+
+
+def _indices(r: range, device: torch.device) -> Tensor:
+    return torch.arange(r.start, r.stop, r.step, dtype=torch.int64, device=device)
+
+
+def block_words(key: Tensor, leading: Sequence[range], blocks: range) -> tuple[Tensor, ...]:
+    """Four words for every (leading index, block of the last dimension), int64 `[*key batch, *leading, blocks]`."""
+    if len(leading) > 3:
+        raise ValueError(f"a part of {len(leading) + 1} dimensions was asked for; a counter holds at most 4")
+    dims = len(leading) + 1
+    counter: list[Tensor | int] = [_indices(blocks, key.device)]
+    for axis, r in enumerate(reversed(leading), start=2):
+        counter.append(_indices(r, key.device).reshape(-1, *[1] * (axis - 1)))
+    counter += [0] * (WORDS - len(counter))
+    k0, k1 = (k.reshape(*k.shape, *[1] * dims) for k in key.unbind(-1))
+    words = philox((k0, k1), counter)
+    shape = (*key.shape[:-1], *map(len, leading), len(blocks))
+    return tuple(w.expand(shape) for w in words)
+
+
+def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:
+    """The blocks of `lanes` elements that cover the non-empty `r`, and the slice that cuts `r` out of them."""
+    if r.step < 1:
+        raise ValueError(f"a part may not run backwards, but its step is {r.step}")
+    first, last = r[0] // lanes, r[-1] // lanes
+    start = r[0] - first * lanes
+    return range(first, last + 1), slice(start, start + (len(r) - 1) * r.step + 1, r.step)
+
+
+def bits(key: Tensor, part: Part) -> Tensor:
+    """32 random bits for every element of `part`: int64 `[*key batch, *part]` with values in [0, 2^32).
+
+    All four words of an evaluation are used, one for each of four neighbours of the last dimension.
+    """
+    *leading, last = _ranges(part)
+    if len(last) == 0:
+        return torch.empty(*key.shape[:-1], *map(len, leading), 0, dtype=torch.int64, device=key.device)
+    blocks, cut = covering_blocks(last, WORDS)
+    return torch.stack(block_words(key, leading, blocks), dim=-1).flatten(-2)[..., cut]
+
+
+def uniform(key: Tensor, part: Part) -> Tensor:
+    """Uniform float64 in the open interval (0, 1) for every element of `part`: the centres of 2^32 equal cells."""
+    return (bits(key, part).double() + 0.5) * 2.0**-32
+
+
+def normal(key: Tensor, part: Part) -> Tensor:
+    """Standard normal float64 for every element of `part` (Box and Muller 1958: two words make two normals).
+
+    Computed in float64, so that the float32 value that a weight takes is the same on every kind of device.
+    """
+    *leading, last = _ranges(part)
+    if len(last) == 0:
+        return torch.empty(*key.shape[:-1], *map(len, leading), 0, dtype=torch.float64, device=key.device)
+    blocks, cut = covering_blocks(last, WORDS)
+    u = [(w.double() + 0.5) * 2.0**-32 for w in block_words(key, leading, blocks)]
+    lanes = []
+    for radius, angle in ((u[0], u[1]), (u[2], u[3])):
+        radius, angle = torch.sqrt(-2 * torch.log(radius)), 2 * math.pi * angle
+        lanes += [radius * torch.cos(angle), radius * torch.sin(angle)]
+    return torch.stack(lanes, dim=-1).flatten(-2)[..., cut]
+
+
+def row_chunks(part: Part, elements: int = 1 << 20) -> Iterator[tuple[slice, list[range]]]:
+    """Cut `part` along its first dimension into pieces of about `elements`: (where in the result, the piece)."""
+    first, *rest = _ranges(part)
+    rows = max(1, elements // max(1, math.prod(map(len, rest))))
+    for begin in range(0, len(first), rows):
+        yield slice(begin, begin + rows), [first[begin : begin + rows], *rest]

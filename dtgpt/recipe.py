@@ -1,0 +1,139 @@
+"""A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
+
+Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.overrides`.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+from dtgpt.errors import UserError
+from dtgpt.model import GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: Annotated[str | None, ".txt or .jsonl file; none: the embedded text, with a BPE trained on it"] = None
+    json_key: Annotated[str, "field of a .jsonl line that holds the text"] = "text"
+    tokenizer: Annotated[Literal["bpe", "gpt2", "bytes"], "of a path: a BPE trained on it, GPT-2's, or bytes"] = "bpe"
+    bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024
+    held_out: Annotated[float, "share of the text kept for validation, in [0, 1)"] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms."""
+
+    lr: Annotated[float, "peak learning rate"]
+    min_lr: Annotated[float, "learning rate at the end of the schedule"] = 0.0
+    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "shape after the warmup"] = "cosine"
+    warmup: Annotated[float, "warmup steps; below 1, a share of decay_steps"] = 0.01
+    decay_steps: Annotated[int | None, "step at which min_lr is reached; none: steps"] = None
+    wsd_decay: Annotated[float, "share of decay_steps over which wsd falls, linearly"] = 0.2
+    weight_decay: Annotated[float, "decoupled weight decay"] = 0.1
+    beta1: Annotated[float, "decay of the first moment"] = 0.9
+    beta2: Annotated[float, "decay of the second moment"] = 0.95
+    eps: Annotated[float, "added to the root of the second moment"] = 1e-8
+    clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    interval: Annotated[int, "steps between progress lines"] = 10
+    eval_interval: Annotated[int, "steps between evaluations on held-out text; 0: at the end only"] = 250
+    eval_samples: Annotated[int, "held-out windows per evaluation, at most"] = 512
+    sample_interval: Annotated[int, "steps between generated samples; 0: at the end only"] = 0
+    sample_tokens: Annotated[int, "tokens of a generated sample; 0: no samples"] = 200
+    prompt: Annotated[str, "beginning of the samples; empty: the model begins a document"] = ""
+    temperature: Annotated[float, "of the samples; 0: always the likeliest token"] = 0.8
+    top_k: Annotated[int, "samples choose among this many likeliest tokens; 0: all"] = 50
+    wandb: Annotated[Literal["off", "online", "offline"], "Weights & Biases (extra `wandb`)"] = "off"
+    wandb_project: Annotated[str, "project name there"] = "dtgpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    interval: Annotated[int, "steps between checkpoints; 0: at the end only"] = 1000
+    keep_last: Annotated[int, "newest checkpoints kept; 0: all"] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: Annotated[str, "names the run folder"]
+    model: GPTConfig
+    optimizer: OptimizerConfig
+    steps: Annotated[int, "optimizer steps"]
+    micro_batch_size: Annotated[int, "samples per forward and backward pass on a device"]
+    global_batch_size: Annotated[int, "samples per optimizer step"]
+    seed: Annotated[int, "of weights, batches, dropout masks and samples"] = 1234
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: cuda where there is one"] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "bf16"], "of activations; auto: bf16 on cuda, else fp32"] = "auto"
+    compile: Annotated[Literal["auto", "on", "off"], "torch.compile of each block; auto: on cuda"] = "auto"
+    runs: Annotated[str, "folder in which the run folder is made"] = "runs"
+    resume: Annotated[str | None, "run folder to go on with, from its newest checkpoint"] = None
+    data: DataConfig = field(default_factory=DataConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def decay_steps(self) -> int:
+        return self.optimizer.decay_steps or self.steps
+
+    @property
+    def warmup_steps(self) -> int:
+        warmup = self.optimizer.warmup
+        return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
+
+    @property
+    def micro_batches(self) -> int:
+        """Gradient accumulation: forward and backward passes per optimizer step."""
+        return self.global_batch_size // self.micro_batch_size
+
+    def validate(self) -> None:
+        """Raise UserError, one sentence, on the first value that cannot be trained with."""
+        self.model.validate()
+        for name in POSITIVE:
+            if not value_of(self, name) > 0:
+                raise UserError(f"{name}={value_of(self, name)} is not positive; use more than 0")
+        for name in NOT_NEGATIVE:
+            if not value_of(self, name) >= 0:
+                raise UserError(f"{name}={value_of(self, name)} is negative; use 0 or more")
+        for name in SHARES:
+            if not 0 <= value_of(self, name) < 1:
+                raise UserError(f"{name}={value_of(self, name)} is out of range; use 0 or more and less than 1")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name={self.name!r} cannot name a folder; use letters, digits, '_' and '-'")
+        if self.global_batch_size % self.micro_batch_size:
+            whole = self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
+            raise UserError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size="
+                f"{self.micro_batch_size}; use --global_batch_size {whole} or a micro_batch_size that divides it"
+            )
+        if self.optimizer.min_lr > self.optimizer.lr:
+            raise UserError(
+                f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}; lower min_lr"
+            )
+
+
+POSITIVE = (
+    "steps", "micro_batch_size", "global_batch_size", "optimizer.lr", "optimizer.eps", "log.interval",
+    "log.eval_samples",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "seed", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "log.eval_interval",
+    "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k", "checkpoint.interval",
+    "checkpoint.keep_last",
+)  # fmt: skip
+SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a dotted field name: `value_of(recipe, "optimizer.lr")`."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested plain dictionaries, in the order of its fields, for JSON."""
+    values = ((f.name, getattr(config, f.name)) for f in fields(config))
+    return {name: to_dict(value) if is_dataclass(value) else value for name, value in values}

@@ -1,0 +1,118 @@
+"""How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
+
+import math
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtgpt.data.dataset import Dataset, bits_per_byte
+from dtgpt.device import device_name, peak_flops, peak_memory
+from dtgpt.errors import UserError
+from dtgpt.metrics import JsonLines, Wandb, progress_line, read_records, sparkline
+from dtgpt.plot import plot_runs
+from dtgpt.recipe import Recipe
+from dtgpt.run import describe_run
+
+
+class Report:
+    """The voice of one run. Rates leave out the first step (it compiles, allocates and warms caches) and all that
+    happens inside `paused()`."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, data: Dataset, run: Path, step: int):
+        self.recipe, self.device, self.run = recipe, device, run
+        self.peak = peak_flops(device, dtype)
+        self.bytes_per_token = data.bytes_per_token()
+        self.sinks = [JsonLines(run / "metrics.jsonl", keep_until_step=step)]
+        if recipe.log.wandb != "off":
+            self.sinks.append(Wandb(recipe, run))
+        describe_run(run, recipe, device, {"source": data.source, "digest": data.digest})
+        data.tokenizer.save(run / "tokenizer.json")
+        self._lap_begin, self._lap_step = time.perf_counter(), None
+        print(
+            f"model   {recipe.model.num_parameters / 1e6:,.1f} M parameters; {recipe.steps:,} steps of "
+            f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
+            f"data    {data.source}: {len(data.train):,} tokens to train on, {len(data.valid):,} held out, "
+            f"{self.bytes_per_token:.2f} bytes per token\n"
+            f"device  {device_name(device)}, {str(dtype).removeprefix('torch.')}\n"
+            f"run     {run}" + (f", from step {step}" if step else ""),
+            flush=True,
+        )
+
+    def step(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> None:
+        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run.
+
+        Raises UserError where the loss or the gradient norm is no number: such a run cannot recover.
+        """
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise UserError(
+                f"step {step}: loss {loss}, gradient norm {norm}; start again with a lower optimizer.lr or a longer "
+                f"optimizer.warmup, or --resume {self.run} if it holds a checkpoint"
+            )
+        memory, memory_total = peak_memory(self.device)
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "bits_per_byte": bits_per_byte(loss, self.bytes_per_token),
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": tokens,
+            "memory_gib": memory,
+            "memory_total_gib": memory_total,
+            **self._rates(step),
+        }
+        self._write(record)
+        print(progress_line(record, self.recipe.steps), flush=True)
+
+    def held_out(self, step: int, loss: float, bits: float) -> None:
+        self._write({"step": step, "valid_loss": loss, "valid_bits_per_byte": bits})
+        print(f"step {step}: held out: loss {loss:.4f}  bits/byte {bits:.3f}", flush=True)
+
+    def sample(self, step: int, text: str) -> None:
+        folder = self.run / "samples"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+        print(f"---- sample at step {step}\n{text}\n----", flush=True)
+
+    def finish(self) -> None:
+        """Close the sinks, draw the loss plot and say where everything is."""
+        for sink in self.sinks:
+            sink.close()
+        losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
+        try:
+            plot_runs([self.run], self.run / "loss.png")
+        except UserError as reason:
+            print(f"no loss.png: {reason}")
+        print(f"loss    {sparkline(losses)}\nrun     {self.run}", flush=True)
+
+    @contextmanager
+    def paused(self):
+        """Time that is not training: first the device finishes what it has queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self._lap_begin += time.perf_counter() - begin
+
+    def _rates(self, step: int) -> dict[str, float]:
+        """Since the last progress line; nothing on the first."""
+        now, last = time.perf_counter(), self._lap_step
+        seconds, self._lap_begin, self._lap_step = now - self._lap_begin, now, step
+        if last is None or step == last:
+            return {}
+        per_step = seconds / (step - last)
+        tokens_per_second = self.recipe.global_batch_size * self.recipe.model.seq_length / per_step
+        rates = {
+            "tokens_per_second": tokens_per_second,
+            "seconds_per_step": per_step,
+            "eta_seconds": (self.recipe.steps - step) * per_step,
+        }
+        if self.peak:
+            rates["mfu"] = self.recipe.model.flops_per_token * tokens_per_second / self.peak
+        return rates
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(record)

@@ -1,0 +1,225 @@
+"""Training on one device, from recipe to sample. Read it from top to bottom.
+
+recipe -> device -> data -> model -> optimizer -> loop -> run folder
+"""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dtgpt.checkpoint import check_same_model, load_checkpoint, newest_checkpoint, save_checkpoint
+from dtgpt.data.dataset import Dataset, bits_per_byte, default_cache, held_out_batches, load_dataset, training_batch
+from dtgpt.data.tokenizer import Tokenizer
+from dtgpt.device import choose_device, choose_dtype
+from dtgpt.errors import UserError
+from dtgpt.generate import sample_text
+from dtgpt.metrics import import_wandb
+from dtgpt.model import build_model, dropout_keys
+from dtgpt.ops.cross_entropy import cross_entropy
+from dtgpt.ops.random import fold, root_key
+from dtgpt.optim import clip_gradients, learning_rate, make_optimizer
+from dtgpt.recipe import Recipe
+from dtgpt.report import Report
+from dtgpt.run import create_run, open_run
+from dtgpt.signals import StopRequest
+
+
+def train(recipe: Recipe) -> int:
+    """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
+
+    Whatever is wrong with the recipe or the data raises UserError before a run folder is made.
+    """
+    recipe.validate()
+    if recipe.log.wandb != "off":
+        import_wandb()
+    device = choose_device(recipe)
+    checkpoint = newest_checkpoint(open_run(recipe.resume)) if recipe.resume else None
+    if checkpoint:
+        check_same_model(checkpoint, recipe.model)
+    dataset = read_dataset(recipe)
+    run = open_run(recipe.resume) if recipe.resume else create_run(Path(recipe.runs), recipe.name)
+    with StopRequest() as stop:
+        return Training(recipe, device, dataset, run, checkpoint, stop).run_to_end()
+
+
+def read_dataset(recipe: Recipe) -> Dataset:
+    """The recipe's text as tokens, checked against the recipe's model."""
+    data = recipe.data
+    settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
+    dataset = load_dataset(*settings, cache=default_cache())
+    dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
+    return dataset
+
+
+class Training:
+    """A run: what it needs, in the order in which it is made, then its steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        dataset: Dataset,
+        run: Path,
+        checkpoint: Path | None,
+        stop: StopRequest,
+    ):
+        self.recipe, self.device, self.dataset, self.run, self.stop = recipe, device, dataset, run, stop
+        self.dtype = choose_dtype(recipe, device)
+
+        # Every random number of the run follows from these four keys.
+        root = root_key(recipe.seed)
+        weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
+        self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
+
+        self.model = build_model(recipe.model, weights_key, device, self.dtype)
+        self.optimizer = make_optimizer(self.model, recipe.optimizer)
+        self.step, self.consumed_samples = 0, 0
+        if checkpoint:
+            self._resume(checkpoint)
+        self.loss_fn, self.dropout_keys = cross_entropy, dropout_keys
+        if recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda"):
+            self._compile()
+
+    def run_to_end(self) -> int:
+        """The loop. Returns the exit code of `train`."""
+        recipe, log = self.recipe, self.recipe.log
+        report = Report(recipe, self.device, self.dtype, self.dataset, self.run, self.step)
+        first = saved = self.step
+        while self.step < recipe.steps and not self.stop:
+            lr = learning_rate(self.step, recipe)
+            loss, norm = self.train_step(lr)
+            last = self.step == recipe.steps
+
+            if self.step == first + 1 or last or due(self.step, log.interval):
+                tokens = self.consumed_samples * recipe.model.seq_length
+                report.step(self.step, tokens, loss.item(), norm.item(), lr)  # the one wait for the device
+            with report.paused() if last or self._pause_due() else nullcontext():
+                if (last or due(self.step, log.eval_interval)) and (losses := self.held_out_loss()):
+                    report.held_out(self.step, *losses)
+                if (last or due(self.step, log.sample_interval)) and (text := self.sample()):
+                    report.sample(self.step, text)
+                if due(self.step, recipe.checkpoint.interval) and not last:
+                    saved = self._save_or_warn(saved)
+        if saved != self.step:
+            self.save()
+        report.finish()
+        if not self.stop:
+            return 0
+        print(f"stopped at step {self.step}/{recipe.steps}; to go on, add --resume {self.run}", flush=True)
+        return 128 + self.stop.requested
+
+    def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step at learning rate `lr`. Returns loss and gradient norm as device scalars: nothing here
+        waits for the device."""
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        step_key = fold(self.dropout_key, self.step)
+        sample_ids = self.consumed_samples + torch.arange(recipe.global_batch_size)
+        windows = training_batch(self.dataset.train, self.data_key, sample_ids, recipe.model.seq_length)
+
+        size = recipe.micro_batch_size
+        losses = [
+            self.backward(micro_windows, micro_ids, step_key)
+            for micro_windows, micro_ids in zip(windows.split(size), sample_ids.split(size), strict=True)
+        ]
+
+        norm = clip_gradients(list(self.model.parameters()), recipe.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.consumed_samples += recipe.global_batch_size
+        return torch.stack(losses).mean(), norm
+
+    def backward(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Tensor:
+        """Add one micro-batch's share of the gradient; returns its mean loss, detached.
+
+        windows: int64 `[B, T + 1]`; sample_ids: int64 `[B]`; step_key: int64 `[2]`; all on the CPU.
+        """
+        windows, sample_ids, step_key = (to_device(t, self.device) for t in (windows, sample_ids, step_key))
+        keys = None
+        if self.recipe.model.dropout > 0:
+            keys = self.dropout_keys(step_key, sample_ids, self.recipe.model.num_sites)
+        logits = self.model(windows[:, :-1], keys)
+        loss = self.loss_fn(logits, windows[:, 1:], self.recipe.model.vocab_size)
+        (loss / self.recipe.micro_batches).backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> tuple[float, float] | None:
+        """(mean loss in nats per token, bits per byte) over the fixed held-out windows; None where there are none, or
+        when a signal came in between."""
+        recipe, nats, tokens, text_bytes = self.recipe, 0.0, 0, 0
+        token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
+        seq_length, samples = recipe.model.seq_length, recipe.log.eval_samples
+        for windows in held_out_batches(self.dataset.valid, seq_length, recipe.micro_batch_size, samples):
+            if self.stop:
+                return None
+            on_device = to_device(windows, self.device)
+            loss = self.loss_fn(self.model(on_device[:, :-1]), on_device[:, 1:], recipe.model.vocab_size)
+            count = windows[:, 1:].numel()
+            nats, tokens = nats + loss.item() * count, tokens + count
+            text_bytes += int(token_bytes[windows[:, 1:]].sum())
+        return (nats / tokens, bits_per_byte(nats, text_bytes)) if tokens else None
+
+    def sample(self) -> str | None:
+        """A text from the model as it is now; None where none is wanted."""
+        log = self.recipe.log
+        if not log.sample_tokens or self.stop:
+            return None
+        key = fold(self.sample_key, self.step).to(self.device)
+        return sample_text(
+            self.model, self.dataset.tokenizer, log.prompt, log.sample_tokens, key, log.temperature, log.top_k,
+            interrupted=lambda: bool(self.stop),
+        )  # fmt: skip
+
+    def save(self) -> None:
+        checkpoints = self.run / "checkpoints"
+        state = {"consumed_samples": self.consumed_samples, "data_digest": self.dataset.digest}
+        keep_last = self.recipe.checkpoint.keep_last
+        save_checkpoint(checkpoints, self.step, self.model, self.optimizer, state, keep_last)
+
+    def _save_or_warn(self, saved: int) -> int:
+        """The step last saved: a checkpoint that cannot be written (disk full) does not end the run."""
+        try:
+            self.save()
+            return self.step
+        except (OSError, SafetensorError) as error:
+            print(f"warning: no checkpoint at step {self.step} ({error}); training goes on", file=sys.stderr)
+            return saved
+
+    def _pause_due(self) -> bool:
+        log, checkpoint = self.recipe.log, self.recipe.checkpoint
+        return any(due(self.step, i) for i in (log.eval_interval, log.sample_interval, checkpoint.interval))
+
+    def _resume(self, checkpoint: Path) -> None:
+        saved_tokenizer = Tokenizer.load(self.run / "tokenizer.json")
+        if saved_tokenizer.ranks != self.dataset.tokenizer.ranks:
+            raise UserError(f"{self.run} was trained with another tokenizer; give the --data values that it began with")
+        state = load_checkpoint(checkpoint, self.model, self.optimizer)
+        self.step, self.consumed_samples = state["step"], state["consumed_samples"]
+        if state["data_digest"] != self.dataset.digest:
+            print(f"warning: the text differs from the one that {self.run} began with", file=sys.stderr)
+        if self.step >= self.recipe.steps:
+            raise UserError(f"{self.run} has already done {self.step} steps; raise --steps to go on")
+
+    def _compile(self) -> None:
+        """Blocks share their code, so all are compiled once; shapes are static."""
+        options = {"fullgraph": True, "dynamic": False}
+        for module in (self.model.embedding, *self.model.blocks.values(), self.model.head):
+            module.compile(**options)
+        self.loss_fn = torch.compile(cross_entropy, **options)
+        self.dropout_keys = torch.compile(dropout_keys, **options)
+
+
+def due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting: through pinned memory where the device is CUDA."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

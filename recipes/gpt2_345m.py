@@ -1,0 +1,40 @@
+"""GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh.
+
+hardware   one GPU of 24 GB or more
+command    torchrun recipes/gpt2_345m.py --data.path your.jsonl
+expect     a falling loss from about 11.0; a quick look: --steps 50 --optimizer.decay_steps 50 --log.interval 5
+"""
+
+from dataclasses import replace
+
+from dtgpt.cli import run_recipe
+from dtgpt.model import GPT2_345M
+from dtgpt.recipe import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig, Recipe
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        name="gpt2_345m",
+        model=replace(GPT2_345M, dropout=0.1),
+        optimizer=OptimizerConfig(
+            lr=1.5e-4,
+            min_lr=1e-5,
+            schedule="cosine",
+            warmup=0.01,
+            decay_steps=320_000,
+            weight_decay=0.01,
+            beta1=0.9,
+            beta2=0.999,
+            clip=1.0,
+        ),
+        steps=500_000,
+        micro_batch_size=4,
+        global_batch_size=8,
+        data=DataConfig(tokenizer="gpt2"),
+        log=LogConfig(interval=100, eval_interval=1000, eval_samples=80, sample_interval=10_000),
+        checkpoint=CheckpointConfig(interval=10_000),
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(recipe, __doc__)
