@@ -1,0 +1,53 @@
+"""Every test: one thread (two pytest workers share two cores), a cache of its own, no network."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_SILENT"] = "true"
+
+import pytest
+import torch
+
+from dtgpt.model import GPTConfig
+from dtgpt.recipe import DataConfig, LogConfig, OptimizerConfig, Recipe
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory):
+    """Tokens and vocabularies made in tests stay out of the user's cache."""
+    os.environ["DTGPT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A .txt file that a tiny model can learn."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path, text):
+    """A run of a few seconds, dropout and accumulation on."""
+    return Recipe(
+        name="test",
+        model=GPTConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257, dropout=0.1),
+        optimizer=OptimizerConfig(lr=3e-3, warmup=2),
+        steps=10,
+        micro_batch_size=4,
+        global_batch_size=8,
+        device="cpu",
+        runs=str(tmp_path / "runs"),
+        data=DataConfig(path=str(text), tokenizer="bytes"),
+        log=LogConfig(interval=1, eval_interval=5, eval_samples=8, sample_tokens=5),
+    )
