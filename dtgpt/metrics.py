@@ -61,7 +61,7 @@ class Wandb:
         self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def import_wandb() -> Any:

@@ -18,8 +18,8 @@ from dtgpt.run import describe_run
 
 
 class Report:
-    """The voice of one run. Rates leave out the first step (it compiles, allocates and warms caches) and all that
-    happens inside `paused()`."""
+    """The voice of one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
+    and warms caches) and all that happens inside `paused()`."""
 
     def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, data: Dataset, run: Path, step: int):
         self.recipe, self.device, self.run = recipe, device, run
@@ -76,10 +76,15 @@ class Report:
         (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
         print(f"---- sample at step {step}\n{text}\n----", flush=True)
 
-    def finish(self) -> None:
-        """Close the sinks, draw the loss plot and say where everything is."""
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *exception) -> None:
         for sink in self.sinks:
             sink.close()
+
+    def finish(self) -> None:
+        """Draw the loss plot and say where everything is."""
         losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
         try:
             plot_runs([self.run], self.run / "loss.png")

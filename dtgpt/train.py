@@ -85,9 +85,17 @@ class Training:
             self._compile()
 
     def run_to_end(self) -> int:
-        """The loop. Returns the exit code of `train`."""
+        """Train, and return the exit code of `train`."""
+        with Report(self.recipe, self.device, self.dtype, self.dataset, self.run, self.step) as report:
+            self._loop(report)
+            report.finish()
+        if not self.stop:
+            return 0
+        print(f"stopped at step {self.step}/{self.recipe.steps}; to go on, add --resume {self.run}", flush=True)
+        return 128 + self.stop.requested
+
+    def _loop(self, report: Report) -> None:
         recipe, log = self.recipe, self.recipe.log
-        report = Report(recipe, self.device, self.dtype, self.dataset, self.run, self.step)
         first = saved = self.step
         while self.step < recipe.steps and not self.stop:
             lr = learning_rate(self.step, recipe)
@@ -106,11 +114,6 @@ class Training:
                     saved = self._save_or_warn(saved)
         if saved != self.step:
             self.save()
-        report.finish()
-        if not self.stop:
-            return 0
-        print(f"stopped at step {self.step}/{recipe.steps}; to go on, add --resume {self.run}", flush=True)
-        return 128 + self.stop.requested
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at learning rate `lr`. Returns loss and gradient norm as device scalars: nothing here

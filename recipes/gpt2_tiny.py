@@ -15,7 +15,7 @@ def recipe() -> Recipe:
         name="gpt2_tiny",
         model=GPTConfig(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
         # The text is short: the strong weight decay is what keeps the model from learning it by heart.
-        optimizer=OptimizerConfig(lr=4e-3, min_lr=2e-4, warmup=0.05, weight_decay=1.0),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup=0.05, weight_decay=1.0),
         steps=1000,
         micro_batch_size=32,
         global_batch_size=32,

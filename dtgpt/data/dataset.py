@@ -114,9 +114,9 @@ def training_batch(tokens: np.ndarray, key: Tensor, sample_ids: Tensor, seq_leng
 def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
     """The first `max_samples` windows side by side, int64 `[batch_size, seq_length + 1]`, whole batches only
     (one smaller batch where there are fewer windows than that)."""
-    count = min((len(tokens) - 1) // seq_length, max_samples)
-    batch_size = min(batch_size, count)
-    for batch in range(count // batch_size if count else 0):
+    count = min(max(len(tokens) - 1, 0) // seq_length, max_samples)
+    batch_size = max(min(batch_size, count), 1)
+    for batch in range(count // batch_size):
         starts = (np.arange(batch_size) + batch * batch_size) * seq_length
         yield _windows(tokens, starts, seq_length)
 

@@ -28,8 +28,11 @@ def _embedded() -> Iterator[str]:
 
     seen = set()
     for _, topic in sorted(topics.items()):
-        fresh = [p for p in topic.split("\n\n") if p.strip() not in seen]
-        seen.update(p.strip() for p in fresh)
+        fresh = []
+        for paragraph in topic.split("\n\n"):
+            if paragraph.strip() not in seen:
+                seen.add(paragraph.strip())
+                fresh.append(paragraph)
         yield "\n\n".join(fresh)
 
 

@@ -1,0 +1,169 @@
+"""The program from outside: commands, exit codes, sentences, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtgpt.cli import main
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "recipes" / "gpt2_tiny.py"
+SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
+
+
+def run(arguments, cwd, **options):
+    """The finished process; Python's own modules are found as in a user's shell, not through pytest."""
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+
+
+def in_process(arguments, capsys) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run([*torchrun, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("pydoc_data.topics", "step 3/3", "held out", "sample at step 3", "runs/gpt2_tiny-001"):
+        assert words in done.stdout
+
+
+def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
+    done = run([sys.executable, TINY, "--help"], tmp_path)
+    assert done.returncode == 0
+    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate  [0.003]" in done.stdout
+    assert "2 CPU cores" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--data.path", "missing.txt"], ["missing.txt does not exist", "leave data.path out"]),
+        (["--data.path", "empty.txt"], ["empty.txt holds no text"]),
+        (["--data.path", "short.txt", "--data.tokenizer", "bytes"], ["training text has", "seq_length=64"]),
+        (["--data.path", "short.txt", "--data.bpe_vocab_size", "99"], ["bpe_vocab_size=99", "257"]),
+        (["--model.vocab_size", "512"], ["model.vocab_size=512", "1024 tokens"]),
+        (["--model.seq_length", "1000000"], ["training text has", "seq_length=1000000"]),
+        (["--optimizer.lrr", "1"], ["did you mean --optimizer.lr?"]),
+        (["--steps", "ten"], ["--steps ten", "whole number"]),
+        (["--steps", "-3"], ["steps=-3", "more than 0"]),
+        (["--model.num_heads", "5"], ["num_heads=5"]),
+        (["--global_batch_size", "33"], ["global_batch_size=33", "--global_batch_size 32"]),
+        (["--resume", "runs/none"], ["runs/none is not a run folder"]),
+        (["--runs", "short.txt/runs"], ["short.txt/runs", "--runs"]),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_leaves_nothing(here, capsys, options, words):
+    (here / "empty.txt").write_text("")
+    (here / "short.txt").write_text("too short\n")
+    before = sorted(here.iterdir())
+    code, out, err = in_process(["train", TINY, *options], capsys)
+    assert code == 2 and out == ""
+    assert err.startswith("dtgpt: ") and err.count("\n") == 1 and all(word in err for word in words), err
+    assert sorted(here.iterdir()) == before
+
+
+def test_wrong_use_from_a_shell_shows_no_traceback(tmp_path):
+    done = run([sys.executable, TINY, "--data.path", "missing.txt"], tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_more_processes_than_devices_are_refused(here, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, _, err = in_process(["train", TINY], capsys)
+    assert code == 2 and "4 processes" in err and "--nproc-per-node 1" in err
+    monkeypatch.setenv("RANK", "1")
+    assert in_process(["train", TINY], capsys) == (2, "", "")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["trian", "x"], ["'trian'", "dtgpt train"]),
+        (["train"], ["needs a recipe file"]),
+        (["train", "nothing.py"], ["no recipe file nothing.py"]),
+        (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
+        (["plot"], ["needs run folders"]),
+        (["plot", "nothing"], ["no losses to draw", "nothing"]),
+        (["plot", "x", "--output"], ["--output needs a file name"]),
+        (["generate"], ["needs a run folder"]),
+        (["generate", "nothing"], ["nothing is not a run folder"]),
+    ],
+)
+def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
+    code, _, err = in_process(arguments, capsys)
+    assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+
+
+def test_usage_is_printed_without_arguments(capsys):
+    main([])
+    assert "dtgpt train RECIPE.py" in capsys.readouterr().out
+
+
+def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
+    code, _, _ = in_process(["train", TINY, *SMALL, "--steps", 2, "--log.sample_tokens", 0], capsys)
+    assert code == 0
+    texts = []
+    for seed in (0, 0, 1):
+        code, out, _ = in_process(
+            ["generate", "runs/gpt2_tiny-001", "--prompt", "The ünicode", "--tokens", 9, "--seed", seed], capsys
+        )
+        assert code == 0 and out.startswith("The ünicode")
+        texts.append(out)
+    assert texts[0] == texts[1] != texts[2]
+    code, _, err = in_process(["generate", "runs/gpt2_tiny-001", "--tokens", "-1"], capsys)
+    assert code == 2 and "tokens=-1" in err
+    assert in_process(["plot", "runs/gpt2_tiny-001", "--output", "both.png"], capsys)[0] == 0
+    assert (here / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("launcher, number", [("torchrun", signal.SIGTERM), ("python", signal.SIGINT)])
+def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher, number):
+    program = [sys.executable] + (["-m", "torch.distributed.run", "--standalone"] if launcher == "torchrun" else [])
+    command = [*program, str(TINY), *SMALL, "--steps", "100000", "--log.interval", "5"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 10:
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "stopped at step" in out, out + err
+    if launcher == "python":
+        assert process.returncode == 128 + number and "Traceback" not in err
+    folder = tmp_path / "runs" / "gpt2_tiny-001"
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    stopped = int(checkpoint.name.removeprefix("step_"))
+    resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(stopped + 2), "--log.sample_tokens", "0"]
+    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    assert done.returncode == 0 and f"from step {stopped}" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path):
+    """SIGKILL at an arbitrary moment, with a checkpoint at every step: the newest one resumes."""
+    command = [sys.executable, str(TINY), *SMALL, "--steps", "100000", "--checkpoint.interval", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (checkpoints.exists() and len(list(checkpoints.glob("step_*"))) >= 2):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    newest = int(max(checkpoints.glob("step_*")).name.removeprefix("step_"))
+    resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(newest + 1), "--log.sample_tokens", "0"]
+    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    assert done.returncode == 0, done.stderr

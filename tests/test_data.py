@@ -1,0 +1,169 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
+from dtgpt.data.text import read_documents, split_documents
+from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.errors import UserError
+from dtgpt.ops.random import fold, root_key
+
+UNICODE = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces <|endoftext|> '’ don't\n\n\n"
+KEY = fold(root_key(1), "data")
+
+
+def load(path, tmp_path, **changes) -> Dataset:
+    settings = {"json_key": "text", "tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.1, **changes}
+    return load_dataset(str(path) if path else None, **settings, cache=tmp_path / "cache")
+
+
+def test_the_embedded_text_is_real_and_repeats_no_paragraph():
+    documents = read_documents(None, "text")
+    assert 300_000 < sum(map(len, documents)) < 600_000
+    paragraphs = [p.strip() for d in documents for p in d.split("\n\n") if p.strip()]
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_a_jsonl_file_is_one_document_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [{"text": UNICODE}, {"text": " "}, {"text": "b", "url": "x"}]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines) + "\n", encoding="utf-8")
+    assert read_documents(str(path), "text") == [UNICODE, "b"]
+
+
+def test_a_txt_file_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(UNICODE.encode())
+    assert read_documents(str(path), "text")[0].split() == UNICODE.split()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("missing.txt", None, ["missing.txt does not exist", "leave data.path out"]),
+        ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]),
+        ("empty.txt", b"", ["empty.txt holds no text"]),
+        ("blank.txt", b" \n\n", ["holds no text"]),
+        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 3)", "iconv"]),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
+        ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
+        ("c.jsonl", b'["text"]\n', ["line 1", "'text'"]),
+        ("d.jsonl", b"", ["holds no text"]),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_documents(str(tmp_path / name), "text")
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.01, 0.3, 0.5, 0.99])
+@pytest.mark.parametrize("documents", [["one line\n" * 50], ["a\n" * 9, "b" * 40, "c\nd\n" * 30, "e"]])
+def test_splitting_loses_no_text_and_keeps_its_order(documents, held_out):
+    train, valid = split_documents(documents, held_out)
+    assert "".join(train + valid) == "".join(documents)
+    share = sum(map(len, valid)) / sum(map(len, documents))
+    assert share <= held_out + 0.02 and share >= held_out - 0.1
+
+
+@pytest.mark.parametrize("kind, size", [("bytes", 257), ("bpe", 300)])
+def test_any_text_survives_a_tokenizer_and_its_file(tmp_path, kind, size):
+    tokenizer = make_tokenizer(kind, ["some text to learn merges from, some more text\n" * 20, UNICODE], 300)
+    assert tokenizer.vocab_size == size or (kind == "bpe" and tokenizer.vocab_size <= 300)
+    tokenizer.save(tmp_path / "t.json")
+    again = Tokenizer.load(tmp_path / "t.json")
+    ids = tokenizer.encode(UNICODE)
+    assert again.decode(ids) == UNICODE and again.encode(UNICODE) == ids
+    assert tokenizer.end_of_text not in ids  # the special token's spelling inside a text is text
+    assert tokenizer.token_bytes()[ids].sum() == len(UNICODE.encode())
+    array = tokenizer.encode_documents([UNICODE, "b"])
+    assert list(array) == [*ids, tokenizer.end_of_text, *tokenizer.encode("b"), tokenizer.end_of_text]
+    assert array.dtype == np.uint16
+
+
+def test_ids_of_a_trained_bpe_are_those_of_the_library_that_trained_it():
+    from tokenizers import Tokenizer as Trainable
+    from tokenizers import models, pre_tokenizers, trainers
+
+    documents = read_documents(None, "text")[:20]
+    theirs = Trainable(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=599, initial_alphabet=alphabet, show_progress=False)
+    theirs.train_from_iterator(documents, trainer)
+    ours = make_tokenizer("bpe", documents, 600)
+    assert ours.vocab_size == 600
+    for text in (*documents[:5], UNICODE):
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_a_bpe_too_small_for_the_bytes_is_refused():
+    with pytest.raises(UserError, match=r"bpe_vocab_size=256 is too small.*257"):
+        make_tokenizer("bpe", ["x"], 256)
+
+
+def test_tokens_are_made_once_per_content_and_settings(tmp_path, text):
+    first = load(text, tmp_path)
+    folders = sorted((tmp_path / "cache").iterdir())
+    stamps = [f.stat().st_mtime_ns for f in folders[0].iterdir()]
+    again = load(text, tmp_path)
+    assert sorted((tmp_path / "cache").iterdir()) == folders and first.digest == again.digest
+    assert [f.stat().st_mtime_ns for f in folders[0].iterdir()] == stamps
+    assert load(text, tmp_path, held_out=0.2).digest != first.digest
+    text.write_text(text.read_text() + "more")
+    assert load(text, tmp_path).digest != first.digest
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(tmp_path, text, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", fail)
+    with pytest.raises(OSError):
+        load(text, tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_sample_is_a_function_of_its_id_alone():
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = training_batch(tokens, KEY, torch.arange(64), 16)
+    assert whole.shape == (64, 17) and whole.dtype == torch.int64
+    assert torch.equal(training_batch(tokens, KEY, torch.tensor([41, 7]), 16), whole[[41, 7]])
+    assert (whole[:, 1:] - whole[:, :-1] == 1).all()  # windows are cut, never joined
+    assert not torch.equal(training_batch(tokens, fold(root_key(2), "data"), torch.arange(64), 16), whole)
+
+
+def test_samples_cover_the_text_evenly():
+    tokens = np.arange(132, dtype=np.uint16)
+    starts = training_batch(tokens, KEY, torch.arange(32_000), 32)[:, 0].numpy()
+    counts = np.bincount(starts, minlength=100)
+    assert len(counts) == 100 and abs(counts - 320).max() < 5 * 320**0.5
+
+
+def test_held_out_windows_lie_side_by_side_and_never_change():
+    tokens = np.arange(100, dtype=np.uint16)
+    batches = list(held_out_batches(tokens, 8, 4, 512))
+    assert [b.shape for b in batches] == [(4, 9)] * 3
+    assert torch.cat(batches)[:, 0].tolist() == list(range(0, 96, 8))
+    assert torch.equal(torch.cat(list(held_out_batches(tokens, 8, 2, 512))), torch.cat(batches))
+    assert [b.shape for b in held_out_batches(tokens, 8, 64, 512)] == [(12, 9)]
+    assert [b.shape for b in held_out_batches(tokens, 8, 2, 5)] == [(2, 9)] * 2
+    assert list(held_out_batches(tokens[:0], 8, 4, 512)) == []
+
+
+@pytest.mark.parametrize(
+    "seq_length, vocab_size, words",
+    [
+        (10_000, 300, ["training text has", "model.seq_length=10000", "10001"]),
+        (700, 300, ["held-out text has", "--data.held_out"]),
+        (16, 200, ["model.vocab_size=200", "300", "--data.bpe_vocab_size"]),
+    ],
+)
+def test_a_model_that_does_not_fit_the_text_is_refused(tmp_path, text, seq_length, vocab_size, words):
+    with pytest.raises(UserError) as error:
+        load(text, tmp_path).check(seq_length, vocab_size)
+    assert all(word in str(error.value) for word in words)

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from dtgpt.errors import UserError
+from dtgpt.metrics import JsonLines, duration, progress_line, read_records, sparkline
+from dtgpt.plot import plot_runs
+
+RECORD = {
+    "step": 120, "loss": 3.2141, "bits_per_byte": 1.234, "grad_norm": 0.812, "lr": 5.9e-4, "memory_gib": 61.2,
+    "memory_total_gib": 139.0, "tokens_per_second": 412_300.0, "mfu": 0.481, "eta_seconds": 840,
+}  # fmt: skip
+
+
+def test_a_progress_line_names_all_that_is_known():
+    assert progress_line(RECORD, 1000) == (
+        "step  120/1000  loss 3.2141  bits/byte 1.234  gnorm 0.81  lr 5.90e-04  412,300 tok/s  mfu 48.1%  "
+        "mem 61.2/139 GiB  eta 14m"
+    )
+    known = {k: v for k, v in RECORD.items() if k not in ("mfu", "tokens_per_second", "eta_seconds")}
+    line = progress_line({**known, "memory_total_gib": None}, 1000)
+    assert line.endswith("lr 5.90e-04  mem 61.2 GiB")
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0s"), (45.4, "45s"), (840, "14m"), (11_100, "3h05m"), (187_200, "2d04h")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_sparkline_falls_with_the_loss():
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert len(sparkline(list(range(1000)))) == 60
+    assert sparkline([]) == "" and sparkline([2.0, None, float("nan")]) == "▁"
+
+
+def test_records_survive_a_killed_process_and_a_resume_drops_what_is_done_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    for step in range(1, 6):
+        sink.write({"step": step, "loss": float("nan") if step == 2 else 1.0 / step})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert read_records(path)[1]["loss"] is None
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed here
+    assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4, 5]
+    sink = JsonLines(path, keep_until_step=3)
+    sink.write({"step": 4, "loss": 0.5})
+    sink.close()
+    assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4]
+
+
+def test_runs_are_overlaid_in_one_png(tmp_path):
+    runs = [tmp_path / "runs" / name for name in ("a-001", "b-001")]
+    for run in runs:
+        run.mkdir(parents=True)
+        sink = JsonLines(run / "metrics.jsonl")
+        for step in range(1, 6):
+            sink.write({"step": step, "loss": 5 / step})
+            sink.write({"step": step, "valid_loss": 6 / step})
+        sink.close()
+    plot_runs(runs, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="no losses to draw"):
+        plot_runs([tmp_path], tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()

@@ -1,0 +1,115 @@
+import importlib.util
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from dtgpt.errors import UserError
+from dtgpt.overrides import apply_overrides, help_text, leaves
+from dtgpt.recipe import NOT_NEGATIVE, POSITIVE, SHARES, Recipe, to_dict, value_of
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_is_valid_named_as_its_file_and_says_how_to_run_it(path):
+    module = load(path)
+    recipe = module.recipe()
+    recipe.validate()
+    assert recipe.name == path.stem
+    assert f"torchrun recipes/{path.name}" in module.__doc__
+    assert "hardware" in module.__doc__ and "expect" in module.__doc__
+    assert len(path.read_text().splitlines()) < 50
+
+
+def test_gpt2_345m_has_megatron_lms_settings():
+    recipe = load(Path(__file__).parent.parent / "recipes" / "gpt2_345m.py").recipe()
+    model, optimizer = recipe.model, recipe.optimizer
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.seq_length) == (24, 1024, 16, 1024)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.schedule, optimizer.warmup) == (1.5e-4, 1e-5, "cosine", 0.01)
+    assert (optimizer.weight_decay, optimizer.clip, model.dropout) == (0.01, 1.0, 0.1)
+    assert (recipe.micro_batch_size, recipe.global_batch_size) == (4, 8)
+
+
+def test_a_recipe_is_frozen(recipe):
+    with pytest.raises(FrozenInstanceError):
+        recipe.steps = 3
+
+
+def test_every_field_can_be_overridden_and_shows_in_help(recipe):
+    text = help_text(recipe, "doc", "torchrun x.py")
+    names = {name for name, *_ in leaves(recipe)}
+    assert len(names) > 40 and len(json.dumps(to_dict(recipe))) > 500
+    for name, type_, description, value in leaves(recipe):
+        assert f"--{name} " in text and description in text
+        if value is not None:
+            assert value_of(apply_overrides(recipe, [f"--{name}", str(value)]), name) == value, (name, type_)
+    assert set(POSITIVE + NOT_NEGATIVE + SHARES) <= names
+
+
+def test_overrides_take_both_forms_and_both_dashes(recipe):
+    changed = apply_overrides(
+        recipe,
+        ["--micro-batch-size", "2", "--optimizer.lr=3e-4", "--steps=1_000", "--data.path", "none", "--seed", "7"],
+    )
+    assert (changed.micro_batch_size, changed.optimizer.lr, changed.steps) == (2, 3e-4, 1000)
+    assert changed.data.path is None and changed.seed == 7
+    assert apply_overrides(recipe, ["--log.prompt=a = --b"]).log.prompt == "a = --b"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--optimizer.lrr", "1"], ["--optimizer.lrr", "did you mean --optimizer.lr?"]),
+        (["--lr", "1"], ["did you mean --optimizer.lr?"]),
+        (["--micro-batch", "1"], ["did you mean --micro_batch_size?"]),
+        (["--num_layer", "1"], ["did you mean --model.num_layers?"]),
+        (["--zzz", "1"], ["no option --zzz", "--help"]),
+        (["--steps", "many"], ["--steps many", "whole number"]),
+        (["--steps", "1.5"], ["--steps 1.5", "whole number"]),
+        (["--optimizer.lr", "fast"], ["--optimizer.lr fast", "a number"]),
+        (["--optimizer.lr", "nan"], ["finite"]),
+        (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
+        (["--steps"], ["--steps needs a value"]),
+        (["--steps", "--seed", "1"], ["--steps needs a value"]),
+        (["steps=3"], ["'steps=3' is not an option"]),
+        (["--model", "3"], ["no option --model"]),
+    ],
+)
+def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
+    with pytest.raises(UserError) as error:
+        apply_overrides(recipe, arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--steps", "0"], ["steps=0", "more than 0"]),
+        (["--optimizer.weight_decay", "-1"], ["optimizer.weight_decay=-1.0", "0 or more"]),
+        (["--data.held_out", "1"], ["data.held_out=1.0", "less than 1"]),
+        (["--global_batch_size", "6"], ["global_batch_size=6", "micro_batch_size=4", "--global_batch_size 4"]),
+        (["--global_batch_size", "3"], ["global_batch_size=3", "--global_batch_size 4"]),
+        (["--optimizer.min_lr", "1"], ["optimizer.min_lr=1.0", "lower"]),
+        (["--name", "../x"], ["name='../x'", "folder"]),
+        (["--model.num_heads", "3"], ["model.num_heads=3", "divisor"]),
+    ],
+)
+def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words):
+    with pytest.raises(UserError) as error:
+        apply_overrides(recipe, arguments).validate()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_validation_accepts_a_good_recipe(recipe):
+    recipe.validate()
+    replace(recipe, global_batch_size=12).validate()
+    assert isinstance(recipe, Recipe)

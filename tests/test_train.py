@@ -1,0 +1,214 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtgpt.checkpoint
+from dtgpt.checkpoint import list_checkpoints
+from dtgpt.errors import UserError
+from dtgpt.metrics import read_records
+from dtgpt.ops.random import fold
+from dtgpt.signals import StopRequest
+from dtgpt.train import Training, read_dataset, train
+
+
+def newest_run(recipe) -> Path:
+    return max(Path(recipe.runs).iterdir())
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_records(run / "metrics.jsonl") if "loss" in r}
+
+
+def training(recipe, tmp_path) -> Training:
+    return Training(recipe, torch.device("cpu"), read_dataset(recipe), tmp_path, None, StopRequest())
+
+
+def change(recipe, **groups):
+    """`change(recipe, steps=3, log={"interval": 2})`."""
+    return replace(
+        recipe, **{k: replace(getattr(recipe, k), **v) if isinstance(v, dict) else v for k, v in groups.items()}
+    )
+
+
+def test_a_run_folder_holds_all_that_happened(recipe):
+    assert train(recipe) == 0
+    run = newest_run(recipe)
+    assert run.name == "test-001"
+    assert json.loads((run / "recipe.json").read_text())["model"]["hidden_size"] == 32
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["data"]["digest"]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (run / "samples").iterdir()] == ["step_00000010.txt"]
+    records = read_records(run / "metrics.jsonl")
+    assert list(losses(run)) == list(range(1, 11))
+    assert [r["step"] for r in records if "valid_loss" in r] == [5, 10]
+    assert {"bits_per_byte", "grad_norm", "lr", "tokens", "memory_gib", "tokens_per_second", "eta_seconds"} <= set(
+        [r for r in records if "loss" in r][-1]
+    )
+    checkpoint = run / "checkpoints" / "step_00000010"
+    assert {p.name for p in checkpoint.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+    assert train(recipe) == 0
+    assert newest_run(recipe).name == "test-002"
+    assert losses(newest_run(recipe)) == losses(run)  # the same recipe, the same numbers
+
+
+def test_the_loss_falls(recipe):
+    train(change(recipe, steps=60, optimizer={"lr": 1e-2}, log={"interval": 10}))
+    run = newest_run(recipe)
+    curve = losses(run)
+    assert curve[60] < 0.6 * curve[1]
+    held_out = [r["valid_loss"] for r in read_records(run / "metrics.jsonl") if "valid_loss" in r]
+    assert held_out[-1] < 0.7 * held_out[0]
+
+
+def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
+    recipe = change(recipe, optimizer={"decay_steps": 10})
+    train(recipe)
+    whole = newest_run(recipe)
+    train(change(recipe, steps=5, runs=str(tmp_path / "halves")))
+    half = tmp_path / "halves" / "test-001"
+    assert list(losses(half)) == [1, 2, 3, 4, 5]
+    train(change(recipe, resume=str(half)))
+    assert losses(half) == losses(whole)
+    for name in ("weights", "optimizer"):
+        file = f"checkpoints/step_00000010/{name}.safetensors"
+        assert (half / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
+    state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["consumed_samples"] == 5 * 8 + 16
+
+
+def test_a_single_batch_is_learnt_by_heart(recipe, tmp_path):
+    """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
+    shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
+    run = training(change(recipe, optimizer={"weight_decay": 0.0}, model=shape), tmp_path)
+    for _ in range(200):
+        run.consumed_samples = 0
+        loss, _ = run.train_step(lr=3e-3)
+    assert loss.item() < 0.05
+
+
+def test_the_curve_does_not_depend_on_the_micro_batch_size(recipe, tmp_path):
+    curves = []
+    for size in (1, 2, 8):
+        run = training(change(recipe, micro_batch_size=size), tmp_path)
+        curves.append(torch.stack([run.train_step(lr=1e-3)[0] for _ in range(5)]))
+    for curve in curves[1:]:
+        torch.testing.assert_close(curve, curves[0], rtol=1e-6, atol=0)
+
+
+def test_dropout_masks_change_with_step_and_seed(recipe, tmp_path):
+    """The loss of the same batch on the same weights moves only through its masks."""
+    run = training(recipe, tmp_path)
+    windows, ids = torch.randint(257, (4, 17)), torch.arange(4)
+    values = [run.backward(windows, ids, fold(run.dropout_key, step)).item() for step in (0, 1, 0)]
+    values.append(run.backward(windows, ids + 4, fold(run.dropout_key, 0)).item())
+    assert values[0] == values[2] and len(set(values)) == 3
+
+
+def test_compiled_training_follows_eager_training(recipe, tmp_path):
+    curves = []
+    for mode in ("off", "on"):
+        run = training(change(recipe, compile=mode), tmp_path)
+        curves.append([run.train_step(lr=1e-3)[0].item() for _ in range(3)])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_a_stop_request_ends_the_run_with_a_checkpoint(recipe, monkeypatch, capsys):
+    done = Training.train_step
+
+    def step_then_signal(self, lr):
+        result = done(self, lr)
+        if self.step == 3:
+            os.kill(os.getpid(), 15)
+        return result
+
+    monkeypatch.setattr(Training, "train_step", step_then_signal)
+    assert train(recipe) == 128 + 15
+    run = newest_run(recipe)
+    assert [c.name for c in list_checkpoints(run / "checkpoints")] == ["step_00000003"]
+    assert f"--resume {run}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert train(change(recipe, resume=str(run))) == 0
+    assert list(losses(run)) == list(range(1, 11))
+
+
+def test_checkpoints_are_kept_as_told(recipe):
+    train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
+    names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]
+    assert names == ["step_00000006", "step_00000008", "step_00000010"]
+
+
+def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
+    save, calls = dtgpt.checkpoint.save_file, []
+
+    def sometimes_full(tensors, path):
+        calls.append(path)
+        if len(calls) == 3:  # the second checkpoint's weights
+            raise OSError(28, "No space left on device")
+        save(tensors, path)
+
+    monkeypatch.setattr(dtgpt.checkpoint, "save_file", sometimes_full)
+    assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
+    folder = newest_run(recipe) / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step_00000003", "step_00000009", "step_00000010"]
+    assert "no checkpoint at step 6" in capsys.readouterr().err
+
+
+def test_a_diverged_run_says_so_and_keeps_its_checkpoint(recipe):
+    wild = change(recipe, optimizer={"lr": 1e30, "clip": 0.0}, checkpoint={"interval": 1, "keep_last": 0})
+    with pytest.raises(UserError, match=r"step \d+: loss (nan|inf).*lower optimizer\.lr"):
+        train(wild)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.1])
+def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
+    train(change(recipe, steps=2, data={"held_out": held_out}, log={"sample_tokens": 0}))
+    records = read_records(newest_run(recipe) / "metrics.jsonl")
+    assert any("valid_loss" in r for r in records) == (held_out > 0)
+    assert not (newest_run(recipe) / "samples").exists()
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "groups, damage, words",
+    [
+        ({"resume": "nowhere"}, None, ["nowhere is not a run folder"]),
+        ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
+        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
+        ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
+        ({}, "weights.safetensors", ["weights.safetensors cannot be read", "another checkpoint"]),
+        ({}, "state.json", ["state.json cannot be read"]),
+    ],
+)
+def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, groups, damage, words):
+    text.write_text(text.read_text() + "éé" * 200)  # so that a BPE differs from bytes
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    if damage:
+        damaged(run / "checkpoints" / "step_00000005" / damage)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UserError) as error:
+        train(change(recipe, **{"resume": str(run), **groups}))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_wandb_offline_gets_the_same_records(recipe):
+    pytest.importorskip("wandb")
+    assert train(change(recipe, steps=3, log={"wandb": "offline"})) == 0
+    run = newest_run(recipe)
+    assert list((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert (run / "wandb-id").read_text()
