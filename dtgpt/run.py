@@ -59,7 +59,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__},
         "cuda": torch.version.cuda,
         "device": device_name(device),
         "git": _git_revision(),

@@ -79,8 +79,8 @@ def test_compiled_dropout_equals_eager_and_saves_nothing():
     def layer(x, weight, keys):
         return dropout(F.gelu(x @ weight), keys, 0.25) + x
 
-    compiled = torch.compile(layer, fullgraph=True)
-    weight = torch.randn(16, 16, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    weight = torch.linspace(-1, 1, 256).cos().reshape(16, 16).requires_grad_()
     results = []
     for function in (layer, compiled):
         x = torch.linspace(-2, 2, 6 * 40 * 16).reshape(6, 40, 16).requires_grad_()
@@ -88,9 +88,9 @@ def test_compiled_dropout_equals_eager_and_saves_nothing():
         y.square().sum().backward()
         results.append((y.detach(), x.grad))
     for eager, fast in zip(*results, strict=True):
-        torch.testing.assert_close(fast, eager)
+        assert (fast - eager).norm() < 1e-5 * eager.norm()
 
     x = torch.randn(6, 40, 16, requires_grad=True)
-    without = torch.compile(lambda x, weight: F.gelu(x @ weight) + x, fullgraph=True)
+    without = torch.compile(lambda x, weight: F.gelu(x @ weight) + x, fullgraph=True, dynamic=False)
     extra = sum(saved_sizes(compiled, x, weight, KEYS)) - sum(saved_sizes(without, x, weight))
     assert extra <= KEYS.nbytes

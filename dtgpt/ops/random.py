@@ -31,16 +31,17 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 FOLD = MASK
 
 
-def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+def _multiply(word: Tensor | int, multiplier: int) -> tuple[Tensor | int, Tensor | int]:
     product = word * multiplier
     return ((product >> 32) + word) & MASK, product & MASK
 
 
 def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10. The two key words and four counter words (int64, each below 2^32) broadcast; so do the results."""
+    """Philox4x32-10 of two key words and four counter words, int64 tensors (a counter word may be an int) that
+    broadcast to the shape of the four results."""
     k0, k1 = key
     # The `& MASK` also hides an arange from Inductor's index algebra, which would multiply it in 32 bits.
-    c0, c1, c2, c3 = (torch.as_tensor(c, device=k0.device) & MASK for c in counter)
+    c0, c1, c2, c3 = (c & MASK for c in counter)
     for _ in range(ROUNDS):
         (high0, low0), (high1, low1) = _multiply(c0, MULTIPLIER_0), _multiply(c2, MULTIPLIER_1)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
