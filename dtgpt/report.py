@@ -1,6 +1,5 @@
 """How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
-import math
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,15 +41,7 @@ class Report:
         )
 
     def step(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> None:
-        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run.
-
-        Raises UserError where the loss or the gradient norm is no number: such a run cannot recover.
-        """
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise UserError(
-                f"step {step}: loss {loss}, gradient norm {norm}; start again with a lower optimizer.lr or a longer "
-                f"optimizer.warmup, or --resume {self.run} if it holds a checkpoint"
-            )
+        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run."""
         memory, memory_total = peak_memory(self.device)
         record: dict[str, Any] = {
             "step": step,

@@ -4,7 +4,6 @@ recipe -> device -> data -> model -> optimizer -> loop -> run folder
 """
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -86,12 +85,14 @@ class Training:
 
     def run_to_end(self) -> int:
         """Train, and return the exit code of `train`."""
-        with Report(self.recipe, self.device, self.dtype, self.dataset, self.run, self.step) as report:
+        recipe = self.recipe
+        with Report(recipe, self.device, self.dtype, self.dataset, self.run, self.step) as report:
             self._loop(report)
             report.finish()
-        if not self.stop:
+        if self.step == recipe.steps:
             return 0
-        print(f"stopped at step {self.step}/{self.recipe.steps}; to go on, add --resume {self.run}", flush=True)
+        hint = f"; to go on, add --resume {self.run}" if self.step else ""
+        print(f"stopped at step {self.step}/{recipe.steps}{hint}", flush=True)
         return 128 + self.stop.requested
 
     def _loop(self, report: Report) -> None:
@@ -100,20 +101,27 @@ class Training:
         while self.step < recipe.steps and not self.stop:
             lr = learning_rate(self.step, recipe)
             loss, norm = self.train_step(lr)
-            last = self.step == recipe.steps
 
-            if self.step == first + 1 or last or due(self.step, log.interval):
+            last = self.step == recipe.steps
+            save_due = last or self.stop or due(self.step, recipe.checkpoint.interval)
+            eval_due = last or due(self.step, log.eval_interval)
+            sample_due = last or due(self.step, log.sample_interval)
+            report_due = last or due(self.step, log.interval) or self.step == first + 1
+            if not (save_due or eval_due or sample_due or report_due):
+                continue
+            self._check_finite(loss, norm)  # from here on the program waits for the device
+            if report_due:
                 tokens = self.consumed_samples * recipe.model.seq_length
-                report.step(self.step, tokens, loss.item(), norm.item(), lr)  # the one wait for the device
-            with report.paused() if last or self._pause_due() else nullcontext():
-                if (last or due(self.step, log.eval_interval)) and (losses := self.held_out_loss()):
+                report.step(self.step, tokens, loss.item(), norm.item(), lr)
+            with report.paused():
+                if save_due and self._try_to_save(must=last or bool(self.stop)):
+                    saved = self.step
+                if eval_due and (losses := self.held_out_loss()):
                     report.held_out(self.step, *losses)
-                if (last or due(self.step, log.sample_interval)) and (text := self.sample()):
+                if sample_due and (text := self.sample()):
                     report.sample(self.step, text)
-                if due(self.step, recipe.checkpoint.interval) and not last:
-                    saved = self._save_or_warn(saved)
-        if saved != self.step:
-            self.save()
+        if saved != self.step:  # the signal came after the last step had its chance to save
+            self._try_to_save(must=True)
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at learning rate `lr`. Returns loss and gradient norm as device scalars: nothing here
@@ -180,24 +188,27 @@ class Training:
             interrupted=lambda: bool(self.stop),
         )  # fmt: skip
 
-    def save(self) -> None:
-        checkpoints = self.run / "checkpoints"
+    def _check_finite(self, loss: Tensor, norm: Tensor) -> None:
+        """Raise UserError where the run has diverged, before its weights could replace a checkpoint."""
+        if not torch.isfinite(loss + norm):
+            raise UserError(
+                f"step {self.step}: loss {loss.item()}, gradient norm {norm.item()}; start again with a lower "
+                f"optimizer.lr or a longer optimizer.warmup (checkpoints in {self.run} are from before)"
+            )
+
+    def _try_to_save(self, must: bool) -> bool:
+        """Save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must` save."""
+        checkpoints, keep_last = self.run / "checkpoints", self.recipe.checkpoint.keep_last
         state = {"consumed_samples": self.consumed_samples, "data_digest": self.dataset.digest}
-        keep_last = self.recipe.checkpoint.keep_last
-        save_checkpoint(checkpoints, self.step, self.model, self.optimizer, state, keep_last)
-
-    def _save_or_warn(self, saved: int) -> int:
-        """The step last saved: a checkpoint that cannot be written (disk full) does not end the run."""
         try:
-            self.save()
-            return self.step
+            save_checkpoint(checkpoints, self.step, self.model, self.optimizer, state, keep_last)
+            return True
         except (OSError, SafetensorError) as error:
-            print(f"warning: no checkpoint at step {self.step} ({error}); training goes on", file=sys.stderr)
-            return saved
-
-    def _pause_due(self) -> bool:
-        log, checkpoint = self.recipe.log, self.recipe.checkpoint
-        return any(due(self.step, i) for i in (log.eval_interval, log.sample_interval, checkpoint.interval))
+            sentence = f"no checkpoint of step {self.step} could be written to {checkpoints} ({error})"
+            if must:
+                raise UserError(f"{sentence}; older ones are whole: free space and --resume {self.run}") from None
+            print(f"warning: {sentence}; training goes on", file=sys.stderr)
+            return False
 
     def _resume(self, checkpoint: Path) -> None:
         saved_tokenizer = Tokenizer.load(self.run / "tokenizer.json")

@@ -33,10 +33,27 @@ def test_a_jsonl_file_is_one_document_a_line(tmp_path):
     assert read_documents(str(path), "text") == [UNICODE, "b"]
 
 
-def test_a_txt_file_is_one_document(tmp_path):
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_txt_file_is_one_document_kept_as_it_is(tmp_path, mark):
     path = tmp_path / "a.txt"
-    path.write_bytes(UNICODE.encode())
-    assert read_documents(str(path), "text")[0].split() == UNICODE.split()
+    path.write_bytes(mark + UNICODE.encode())
+    assert read_documents(str(path), "text") == [UNICODE]
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a \\ud83d b \\ud83c\\udf88"}\n')
+    assert read_documents(str(path), "text") == ["a \ufffd b 🎈"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "train.npy", "valid.npy"])
+@pytest.mark.parametrize("keep", [0, 40])
+def test_damaged_tokens_are_named(tmp_path, text, name, keep):
+    load(text, tmp_path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / name).write_bytes((folder / name).read_bytes()[:keep])
+    with pytest.raises(UserError, match=f"{name} is damaged.*delete its folder"):
+        load(text, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +140,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(tmp_path, te
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", fail)
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match=r"cannot be cached in .*No space left.*DTGPT_CACHE"):
         load(text, tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
 

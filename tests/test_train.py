@@ -161,13 +161,29 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys)
     assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
     folder = newest_run(recipe) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000003", "step_00000009", "step_00000010"]
-    assert "no checkpoint at step 6" in capsys.readouterr().err
+    assert "no checkpoint of step 6" in capsys.readouterr().err
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    monkeypatch.setattr(dtgpt.checkpoint, "save_file", full)
+    with pytest.raises(UserError, match=r"no checkpoint of step 10.*No space left.*free space and --resume"):
+        train(change(recipe, resume=str(run)))
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_00000005"]
 
 
 def test_a_diverged_run_says_so_and_keeps_its_checkpoint(recipe):
-    wild = change(recipe, optimizer={"lr": 1e30, "clip": 0.0}, checkpoint={"interval": 1, "keep_last": 0})
+    """Also where no progress line is due: weights that are no numbers must not replace good ones."""
+    train(change(recipe, steps=2))
+    run = newest_run(recipe)
+    wild = {"optimizer": {"lr": 1e30, "clip": 0.0, "warmup": 0}, "checkpoint": {"interval": 4, "keep_last": 1}}
     with pytest.raises(UserError, match=r"step \d+: loss (nan|inf).*lower optimizer\.lr"):
-        train(wild)
+        train(change(recipe, resume=str(run), steps=100, log={"interval": 100}, **wild))
+    assert [c.name for c in list_checkpoints(run / "checkpoints")] == ["step_00000002"]
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.1])

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +69,9 @@ def load_dataset(
         train, valid = split_documents(documents, held_out)
         made = make_tokenizer(kind, train, bpe_vocab_size)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
-    return Dataset(
-        tokenizer=Tokenizer.load(folder / "tokenizer.json"),
-        train=np.load(folder / "train.npy", mmap_mode="r"),
-        valid=np.load(folder / "valid.npy", mmap_mode="r"),
-        source=path or EMBEDDED,
-        digest=digest,
-    )
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    train, valid = (_load_tokens(folder / f"{split}.npy") for split in ("train", "valid"))
+    return Dataset(tokenizer=tokenizer, train=train, valid=valid, source=path or EMBEDDED, digest=digest)
 
 
 def default_cache() -> Path:
@@ -87,17 +82,27 @@ def default_cache() -> Path:
 
 def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
     """Write beside `folder` and rename, so that a folder of that name is always whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix="partial-"))
+    partial = folder.with_name(f"partial-{folder.name}-{os.getpid()}")
     try:
+        partial.mkdir(parents=True, exist_ok=True)
         tokenizer.save(partial / "tokenizer.json")
         np.save(partial / "train.npy", train)
         np.save(partial / "valid.npy", valid)
         partial.rename(folder)
-    except OSError:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         if not folder.exists():  # otherwise another process was faster with the same content
-            raise
+            raise UserError(
+                f"the tokens cannot be cached in {folder.parent} ({error.strerror}); free space there, or set "
+                "DTGPT_CACHE to another folder"
+            ) from None
+
+
+def _load_tokens(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete its folder") from None
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int) -> Tensor:

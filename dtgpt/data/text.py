@@ -45,7 +45,7 @@ def _read_file(path: Path, json_key: str) -> Iterator[str]:
     if not path.is_file() or path.suffix not in SUFFIXES:
         raise UserError(f"data.path={path} is not a text file that dtgpt reads; give a {' or '.join(SUFFIXES)} file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"data.path={path} is not UTF-8 (byte {error.start}); convert it, as with iconv -t UTF-8"
@@ -68,7 +68,8 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
             ) from None
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
             raise UserError(f"{path}, line {number}: no text under {key!r}; name the right field with --data.json_key")
-        yield document[key]
+        # A JSON string may escape half of a surrogate pair, which is no text: U+FFFD takes its place.
+        yield document[key].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

@@ -57,8 +57,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        saved = json.loads(path.read_text())
-        return cls(saved["name"], saved["pattern"], [base64.b64decode(token) for token in saved["ranks"]])
+        """The tokenizer that `save` wrote; raises UserError where the file is not that."""
+        try:
+            saved = json.loads(path.read_text())
+            return cls(saved["name"], saved["pattern"], [base64.b64decode(token) for token in saved["ranks"]])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete its folder") from None
 
 
 def make_tokenizer(kind: str, documents: list[str], bpe_vocab_size: int) -> Tokenizer:
