@@ -1,5 +1,7 @@
 """The `dtgpt` command and the entry point of recipe files."""
 
+import difflib
+import errno
 import importlib.util
 import os
 import sys
@@ -25,8 +27,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(USAGE, end="")
         return
     if words[0] not in commands:
-        import difflib
-
         near = difflib.get_close_matches(words[0], commands, n=1, cutoff=0)
         _exit(lambda: _fail(f"there is no command {words[0]!r}; did you mean dtgpt {near[0]}?"))
     _exit(lambda: commands[words[0]](words[1:]))
@@ -38,13 +38,18 @@ def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None 
 
 
 def _exit(work: Callable[[], int]) -> None:
-    """Exit with the code that `work` returns; a UserError is one sentence on stderr and exit code 2."""
+    """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
     try:
         sys.exit(work())
     except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dtgpt: {error}", file=sys.stderr)
-        sys.exit(2)
+        sentence = str(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        sentence = f"{error}; free space there, or choose another folder"
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"dtgpt: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _fail(sentence: str) -> int:

@@ -23,25 +23,24 @@ class JsonLines:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
         partial.replace(path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)  # a record is in the file, or lost, at once
 
     def write(self, record: dict[str, Any]) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(finite) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a killed process left half written is ignored."""
+    """The records of a metrics.jsonl; a line that a killed process or a full disk left half written is ignored."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            break
+            continue
     return records
 
 

@@ -1,5 +1,6 @@
 """How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,10 +63,13 @@ class Report:
         print(f"step {step}: held out: loss {loss:.4f}  bits/byte {bits:.3f}", flush=True)
 
     def sample(self, step: int, text: str) -> None:
-        folder = self.run / "samples"
-        folder.mkdir(exist_ok=True)
-        (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
         print(f"---- sample at step {step}\n{text}\n----", flush=True)
+        folder = self.run / "samples"
+        try:
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"warning: this sample is not in {folder} ({error})", file=sys.stderr)
 
     def __enter__(self) -> "Report":
         return self
@@ -79,7 +83,7 @@ class Report:
         losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
         try:
             plot_runs([self.run], self.run / "loss.png")
-        except UserError as reason:
+        except (UserError, OSError) as reason:
             print(f"no loss.png: {reason}")
         print(f"loss    {sparkline(losses)}\nrun     {self.run}", flush=True)
 
@@ -111,4 +115,7 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self.sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except OSError as error:  # a full disk costs a record, not the run
+                print(f"warning: step {record['step']} is missing from the metrics ({error})", file=sys.stderr)

@@ -10,7 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dtgpt.checkpoint import check_same_model, load_checkpoint, newest_checkpoint, save_checkpoint
+from dtgpt.checkpoint import (
+    check_same_model,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from dtgpt.data.dataset import Dataset, bits_per_byte, default_cache, held_out_batches, load_dataset, training_batch
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import choose_device, choose_dtype
@@ -206,7 +212,8 @@ class Training:
         except (OSError, SafetensorError) as error:
             sentence = f"no checkpoint of step {self.step} could be written to {checkpoints} ({error})"
             if must:
-                raise UserError(f"{sentence}; older ones are whole: free space and --resume {self.run}") from None
+                again = f"--resume {self.run}" if list_checkpoints(checkpoints) else "start again"
+                raise UserError(f"{sentence}; free space and {again}") from None
             print(f"warning: {sentence}; training goes on", file=sys.stderr)
             return False
 

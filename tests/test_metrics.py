@@ -44,8 +44,8 @@ def test_records_survive_a_killed_process_and_a_resume_drops_what_is_done_again(
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_records(path)[1]["loss"] is None
-    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed here
-    assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4, 5]
+    path.write_text(path.read_text() + '{"step": 6, "lo\n{"step": 7}\n{"st')  # a full disk, and killed here
+    assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4, 5, 7]
     sink = JsonLines(path, keep_until_step=3)
     sink.write({"step": 4, "loss": 0.5})
     sink.close()

@@ -93,7 +93,7 @@ def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: n
         shutil.rmtree(partial, ignore_errors=True)
         if not folder.exists():  # otherwise another process was faster with the same content
             raise UserError(
-                f"the tokens cannot be cached in {folder.parent} ({error.strerror}); free space there, or set "
+                f"the tokens cannot be cached in {folder.parent} ({error}); free space there, or set "
                 "DTGPT_CACHE to another folder"
             ) from None
 
