@@ -7,6 +7,7 @@ name and renamed when whole.
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig
+from dtgpt.model import GPT, GPTConfig, unique_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,14 +40,15 @@ def save_checkpoint(
     `keep_last` (0: none)."""
     folder = step_folder(checkpoints, step)
     partial = checkpoints / f".partial-{folder.name}-{os.getpid()}"
-    names = dict(model.named_parameters())
+    names = unique_parameters(model)
     moments = {
         f"{name}.{moment}": optimizer.state[parameter][moment]
         for name, parameter in names.items()
         for moment in MOMENTS
         if parameter in optimizer.state
     }
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in checkpoints.glob(".partial-*"):  # of a process that was killed while it saved
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         save_file({name: parameter.detach() for name, parameter in names.items()}, partial / "weights.safetensors")
@@ -59,13 +61,14 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for old in list_checkpoints(checkpoints)[:-keep_last] if keep_last else []:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted(checkpoints.glob("step_*"))
+    """Oldest first; what has another name, or is no folder, is not ours."""
+    ours = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    return sorted(ours, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -77,10 +80,21 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `state.json` says: step, consumed_samples, data_digest and the model's config."""
+    path = checkpoint / "state.json"
     try:
-        return json.loads((checkpoint / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint}/state.json cannot be read ({error}); resume from another checkpoint") from None
+        state = json.loads(path.read_text())
+        GPTConfig(**state["model"]).validate()
+        if not all(isinstance(state[name], int) and state[name] >= 0 for name in ("step", "consumed_samples")):
+            raise ValueError("step and consumed_samples must be whole numbers")
+        return state
+    except (OSError, ValueError, TypeError, KeyError, UserError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    reason = f"{type(error).__name__}: {error}"
+    return UserError(f"{path} cannot be read ({reason}); move {path.parent} away to go on from the checkpoint before")
 
 
 def check_same_model(checkpoint: Path, config: GPTConfig) -> None:
@@ -95,14 +109,14 @@ def check_same_model(checkpoint: Path, config: GPTConfig) -> None:
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """Copy the checkpoint's weights into `model`, whose shape must agree (`check_same_model`)."""
-    _copy(_read(checkpoint / "weights.safetensors"), dict(model.named_parameters()), checkpoint)
+    _copy(_read(checkpoint / "weights.safetensors"), unique_parameters(model), checkpoint)
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Give `model` its weights and `optimizer` its moments and step count; returns the saved state."""
     load_weights(checkpoint, model)
     saved, state = _read(checkpoint / "optimizer.safetensors"), read_state(checkpoint)
-    for name, parameter in model.named_parameters():
+    for name, parameter in unique_parameters(model).items():
         moments = {moment: torch.empty_like(parameter, requires_grad=False) for moment in MOMENTS}
         _copy(saved, {f"{name}.{moment}": tensor for moment, tensor in moments.items()}, checkpoint)
         step = torch.tensor(float(state["step"]), device=parameter.device)
@@ -114,7 +128,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint") from None
+        raise _unreadable(path, error) from None
 
 
 @torch.no_grad()

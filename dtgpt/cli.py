@@ -9,8 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from dtgpt.console import accept_any_text, say, say_error
 from dtgpt.errors import UserError
 
+REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.EACCES: "choose a place that can be read and written",
+    errno.EPERM: "choose a place that can be read and written",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ENOTDIR: "choose another path",
+    errno.EISDIR: "choose another path",
+}
+HELP = ("-h", "--help")
 USAGE = """usage: dtgpt COMMAND ...
 
   dtgpt train RECIPE.py [--option value ...]    train; `torchrun RECIPE.py` does the same (--help lists the options)
@@ -23,8 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     """The `dtgpt` command."""
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"train": _train, "generate": _generate, "plot": _plot}
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
+    if not words or words[0] in (*HELP, "help"):
+        say(USAGE.rstrip())
         return
     if words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, n=1, cutoff=0)
@@ -39,17 +51,26 @@ def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None 
 
 def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
+    accept_any_text()
     try:
         sys.exit(work())
     except UserError as error:
         sentence = str(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno not in REMEDIES:
             raise
-        sentence = f"{error}; free space there, or choose another folder"
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"dtgpt: {sentence}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        sentence = f"{place}{error.strerror}; {REMEDIES[error.errno]}"
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if _number_from_environment("RANK", 0) == 0:
+        say_error(f"dtgpt: {sentence}")
     sys.exit(2)
+
+
+def _number_from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    return int(text) if text.isdigit() else default
 
 
 def _fail(sentence: str) -> int:
@@ -60,11 +81,11 @@ def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.overrides import apply_overrides, help_text
 
     recipe = recipe_function()
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
+    if any(word in HELP for word in arguments):
+        say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
     recipe = apply_overrides(recipe, arguments)
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = _number_from_environment("WORLD_SIZE", 1)
     if world > 1:
         raise UserError(f"torchrun started {world} processes, but training runs on one device; use --nproc-per-node 1")
     from dtgpt.train import train
@@ -73,6 +94,9 @@ def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
+    if words and words[0] in HELP:
+        say(USAGE.rstrip())
+        return 0
     if not words or words[0].startswith("-"):
         raise UserError("dtgpt train needs a recipe file, such as dtgpt train recipes/gpt2_tiny.py")
     module = _load_module(Path(words[0]))
@@ -94,25 +118,32 @@ def _generate(words: list[str]) -> int:
     from dtgpt.generate import GenerateConfig, generate_from_run
     from dtgpt.overrides import apply_overrides, help_text
 
+    if any(word in HELP for word in words):
+        say(help_text(GenerateConfig(), generate_from_run.__doc__, "dtgpt generate RUN"))
+        return 0
     if not words or words[0].startswith("-"):
-        print(help_text(GenerateConfig(), generate_from_run.__doc__, "dtgpt generate RUN"))
-        return 0 if words and words[0] in ("-h", "--help") else _fail("dtgpt generate needs a run folder")
-    print(generate_from_run(Path(words[0]), apply_overrides(GenerateConfig(), words[1:])))
+        raise UserError("dtgpt generate needs a run folder, such as dtgpt generate runs/gpt2_tiny-001 --prompt Hello")
+    say(generate_from_run(Path(words[0]), apply_overrides(GenerateConfig(), words[1:])))
     return 0
 
 
 def _plot(words: list[str]) -> int:
     from dtgpt.plot import plot_runs
 
-    runs, output = list(words), "loss.png"
-    if "--output" in runs:
-        place = runs.index("--output")
-        if len(runs) == place + 1:
-            raise UserError("--output needs a file name that ends in .png")
-        output = runs.pop(place + 1)
-        runs.pop(place)
-    if not runs or any(word.startswith("-") for word in runs):
+    if any(word in HELP for word in words):
+        say(USAGE.rstrip())
+        return 0
+    runs, output = [], "loss.png"
+    rest = iter(words)
+    for word in rest:
+        if word.partition("=")[0] == "--output":
+            output = word.partition("=")[2] if "=" in word else next(rest, "")
+        elif word.startswith("-"):
+            raise UserError(f"dtgpt plot has no option {word}; it takes run folders and --output FILE.png")
+        else:
+            runs.append(word)
+    if not runs:
         raise UserError("dtgpt plot needs run folders, such as dtgpt plot runs/gpt2_tiny-001 runs/gpt2_tiny-002")
     plot_runs([Path(run) for run in runs], Path(output))
-    print(output)
+    say(output)
     return 0

@@ -1,18 +1,25 @@
 """What the program runs on: the device, its peak and its memory."""
 
+import importlib.util
+import os
+import re
 import resource
+import shutil
 import sys
+from contextlib import contextmanager
 
 import torch
 
+from dtgpt.console import say
 from dtgpt.errors import UserError
+from dtgpt.model import GPTConfig
 from dtgpt.recipe import Recipe
 
-# Dense bf16 peak in FLOP/s by the vendors' data sheets, by a part of the name that CUDA reports; first match counts.
+# Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
+    "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+    "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -41,8 +48,63 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense FLOP/s at bf16, or None where it is not known (and in fp32, whose peak depends on the TF32 setting)."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return peak_of_name(torch.cuda.get_device_name(device))
+
+
+def peak_of_name(name: str) -> float | None:
+    if "Laptop" in name:  # other chips under the desktop cards' names
+        return None
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def check_memory(model: GPTConfig, device: torch.device) -> None:
+    """Raise UserError where weights, gradients and AdamW's two moments alone, all fp32, cannot fit."""
+    needed = 16 * model.num_parameters / 2**30
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if needed > total:
+        raise UserError(
+            f"a model of {model.num_parameters / 1e6:,.0f} M parameters needs {needed:,.0f} GiB with gradients and "
+            f"optimizer, but {device_name(device)} has {total:,.0f} GiB; use a smaller one"
+        )
+
+
+@contextmanager
+def memory_errors_as_sentences():
+    """What PyTorch raises when memory runs out becomes a UserError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError("the device ran out of memory; lower micro_batch_size (the curve stays the same)") from None
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
+            raise
+        raise UserError("the machine ran out of memory; lower micro_batch_size (the curve stays the same)") from None
+
+
+def use_compiler(recipe: Recipe, device: torch.device) -> bool:
+    """Whether to compile. Where the recipe asks for it and it cannot work, UserError; where it is only the default, a
+    line says that training runs eagerly."""
+    if recipe.compile == "off" or (recipe.compile == "auto" and device.type == "cpu"):
+        return False
+    reason = why_no_compiler(device)
+    if reason and recipe.compile == "on":
+        raise UserError(f"compile=on, but {reason}; install it, or use --compile off")
+    if reason:
+        say(f"{reason}: training runs without torch.compile, slower", warning=True)
+    return reason is None
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """What torch.compile misses here: a C++ compiler for the CPU, a C compiler and Triton for CUDA; None: nothing."""
+    variable, programs = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
+    if not any(shutil.which(p) for p in (*programs, os.environ.get(variable) or "")):
+        return f"no compiler ({' or '.join(programs)}) was found"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is missing"
+    return None
 
 
 def peak_memory(device: torch.device) -> tuple[float, float | None]:

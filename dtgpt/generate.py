@@ -52,7 +52,7 @@ def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
     if temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-    shares = torch.softmax(values / temperature, dim=-1).cumsum(dim=-1)
+    shares = torch.softmax((values - values[0]) / temperature, dim=-1).cumsum(dim=-1)
     place = int(torch.searchsorted(shares, draw * shares[-1]))
     return int(candidates[min(place, len(candidates) - 1)])
 
@@ -86,12 +86,10 @@ def generate_from_run(run: Path, config: GenerateConfig) -> str:
     for name in ("tokens", "temperature", "top_k"):
         if getattr(config, name) < 0:
             raise UserError(f"{name}={getattr(config, name)} is negative; use 0 or more")
-    checkpoint = newest_checkpoint(open_run(str(run)))
-    key = root_key(config.seed)
-    model = build_model(GPTConfig(**read_state(checkpoint)["model"]), key, torch.device("cpu"), torch.float32)
-    load_weights(checkpoint, model)
+    checkpoint = newest_checkpoint(open_run(run))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = Tokenizer.load(run / "tokenizer.json")
-    return sample_text(
-        model.to(device), tokenizer, config.prompt, config.tokens, key.to(device), config.temperature, config.top_k
-    )
+    model = build_model(GPTConfig(**read_state(checkpoint)["model"]), device, torch.float32, key=None)
+    load_weights(checkpoint, model)
+    tokenizer = Tokenizer.load(run / "tokenizer.json", remedy="copy it from another run on the same data")
+    key = root_key(config.seed, device)
+    return sample_text(model, tokenizer, config.prompt, config.tokens, key, config.temperature, config.top_k)

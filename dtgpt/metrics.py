@@ -1,5 +1,6 @@
 """Records of a run: metrics.jsonl, Weights & Biases, and their form on the console."""
 
+import errno
 import json
 import math
 from itertools import pairwise
@@ -23,11 +24,16 @@ class JsonLines:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
         partial.replace(path)
-        self._file = path.open("ab", buffering=0)  # a record is in the file, or lost, at once
+        self._file = path.open("ab", buffering=0)  # a record is in the file at once
+        self._torn = False  # the file ends within a record, so the next one begins a new line
 
     def write(self, record: dict[str, Any]) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
-        self._file.write((json.dumps(finite) + "\n").encode())
+        line = (json.dumps(finite) + "\n").encode()
+        written = self._file.write(b"\n" * self._torn + line)
+        self._torn = written < len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, "only part of a record was written")
 
     def close(self) -> None:
         self._file.close()
@@ -36,11 +42,13 @@ class JsonLines:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a line that a killed process or a full disk left half written is ignored."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 
@@ -50,10 +58,15 @@ class Wandb:
     def __init__(self, recipe: Recipe, run: Path):
         wandb, id_file = import_wandb(), run / "wandb-id"
         known = id_file.read_text() if id_file.exists() else None
-        self._run = wandb.init(
-            project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
-            mode=recipe.log.wandb, config=to_dict(recipe),
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
+                mode=recipe.log.wandb, config=to_dict(recipe),
+            )  # fmt: skip
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"wandb cannot start ({error}); use --log.wandb offline, or off, and --resume {run}"
+            ) from None
         id_file.write_text(self._run.id)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -71,6 +84,17 @@ def import_wandb() -> Any:
             "log.wandb needs the package wandb; run pip install 'dtgpt[wandb]', or use --log.wandb off"
         ) from None
     return wandb
+
+
+def check_wandb(mode: str) -> None:
+    """Raise UserError, before a run is made, where wandb is asked for and cannot serve."""
+    if mode == "off":
+        return
+    wandb = import_wandb()
+    if mode == "online" and not wandb.login(prompt=False):
+        raise UserError(
+            "log.wandb=online needs a login; run wandb login, set WANDB_API_KEY, or use --log.wandb offline"
+        )
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:

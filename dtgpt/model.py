@@ -21,6 +21,7 @@ from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.random import fold, normal, row_chunks
 
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
+LARGEST_SIZE = 1_000_000  # of any one dimension
 BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention output, MLP output
 
 
@@ -60,10 +61,10 @@ class GPTConfig:
     def validate(self) -> None:
         """Raise UserError, one sentence, when no model has this shape."""
         for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name}={getattr(self, name)} is not positive; use 1 or more")
+            if not 1 <= getattr(self, name) <= LARGEST_SIZE:
+                raise UserError(f"model.{name}={getattr(self, name)} is no size of a model; use 1 to {LARGEST_SIZE}")
         if self.hidden_size % self.num_heads:
-            heads = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
             near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
             raise UserError(
                 f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
@@ -89,7 +90,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm over the last dimension; statistics in fp32, result in the dtype of its input."""
+    """LayerNorm over the last dimension, in the dtype of its input (CUDA's kernels keep the statistics in fp32)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -151,7 +152,7 @@ class Embedding(nn.Module):
         self.drop = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, key: Tensor | None) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), key)
 
 
@@ -204,6 +205,13 @@ def dropout_keys(key: Tensor, sample_ids: Tensor, num_sites: int) -> Tensor:
     return fold(key, sample_ids, sites[:, None])
 
 
+def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name, each once. The tied table is always `embedding.wte.weight`, also in a part of the model that
+    holds the head without the embedding: initial weights and checkpoints know one name for it."""
+    tied = {"head.lm_head.weight": "embedding.wte.weight"}
+    return {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
+
+
 @torch.no_grad()
 def init_weights(model: GPT, key: Tensor) -> None:
     """Fill every parameter in place, on its device: N(0, init_std) for weights, with the outputs of residual branches
@@ -212,7 +220,7 @@ def init_weights(model: GPT, key: Tensor) -> None:
     A weight's values are a function of (key, parameter name, index), so a part of the model gets its part of them.
     """
     config = model.config
-    for name, parameter in model.named_parameters():
+    for name, parameter in unique_parameters(model).items():
         if name.endswith("bias"):
             parameter.zero_()
         elif ".ln_" in f".{name}":
@@ -225,11 +233,13 @@ def init_weights(model: GPT, key: Tensor) -> None:
                 parameter[rows] = std * normal(weight_key, part)
 
 
-def build_model(config: GPTConfig, key: Tensor, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A GPT with initial weights from `key [2]`: laid out on the meta device first, then allocated once on `device`."""
+def build_model(config: GPTConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> GPT:
+    """A GPT laid out on the meta device, then allocated once on `device`, with initial weights from `key [2]`. No key:
+    the memory is left as it is, for a checkpoint to fill."""
     with torch.device("meta"):
         model = GPT(config, dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    init_weights(model, key)
+    if key is not None:
+        init_weights(model, key)
     return model

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from dtgpt.errors import UserError
 
+LARGEST = 1 << 53  # far beyond any sensible size, and far from where products of sizes overflow
+
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
     """(dotted name, type, description, value) of every field that is not itself a config."""
@@ -86,6 +88,8 @@ def _parse(name: str, text: str, type_: Any) -> Any:
         raise UserError(f"--{name} {text}: not {kind}") from None
     if type_ is float and not math.isfinite(value):
         raise UserError(f"--{name} {text}: not a finite number")
+    if type_ is int and abs(value) > LARGEST:
+        raise UserError(f"--{name} {text}: too large; use {LARGEST} or less")
     return value
 
 

@@ -8,28 +8,36 @@ from dtgpt.metrics import read_records
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Draw training and held-out loss of each run folder over its steps into `output` (.png)."""
+    """Draw training and held-out loss of each run folder over its steps into `output` (.png).
+
+    Raises UserError where a run has no losses or `output` cannot be such a file.
+    """
+    if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
+        raise UserError(f"{output} cannot be the picture; give a file name that ends in .png, in a folder that exists")
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
         records = read_records(run / "metrics.jsonl")
-        color = None
-        for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o--")):
+        color, label = None, run.name.replace("$", r"\$").lstrip("_")
+        if not any("loss" in r or "valid_loss" in r for r in records):
+            pyplot.close(figure)
+            raise UserError(f"{run} has no losses to draw; give run folders such as runs/gpt2_tiny-001")
+        for name, kind, style in (("loss", "training", "-"), ("valid_loss", "held out", "o--")):
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
                 (line,) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-                line.set_label(f"{run.name}, {label}")
+                line.set_label(f"{label}, {kind}")
                 color = line.get_color()
-    if not axes.lines:
-        pyplot.close(figure)
-        raise UserError(f"no losses to draw in {', '.join(map(str, runs))}; give run folders with a metrics.jsonl")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     partial = output.with_name(f".{output.name}.partial")
-    figure.savefig(partial, format="png", dpi=120)
-    partial.replace(output)
-    pyplot.close(figure)
+    try:
+        figure.savefig(partial, format="png", dpi=120)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+        pyplot.close(figure)
 
 
 def import_pyplot() -> Any:

@@ -3,18 +3,22 @@
 Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.overrides`.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
+import re
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPTConfig
+from dtgpt.model import GPT2_124M, GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: Annotated[str | None, ".txt or .jsonl file; none: the embedded text, with a BPE trained on it"] = None
+    path: Annotated[str | None, ".txt or .jsonl file; none: the text that Python carries"] = None
     json_key: Annotated[str, "field of a .jsonl line that holds the text"] = "text"
-    tokenizer: Annotated[Literal["bpe", "gpt2", "bytes"], "of a path: a BPE trained on it, GPT-2's, or bytes"] = "bpe"
+    tokenizer: Annotated[
+        Literal["auto", "gpt2", "bpe", "bytes"],
+        "auto: gpt2 for a path where the model has its 50257 tokens, else a bpe trained on the text",
+    ] = "auto"
     bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024
     held_out: Annotated[float, "share of the text kept for validation, in [0, 1)"] = 0.05
 
@@ -76,7 +80,7 @@ class Recipe:
 
     @property
     def decay_steps(self) -> int:
-        return self.optimizer.decay_steps or self.steps
+        return self.steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
 
     @property
     def warmup_steps(self) -> int:
@@ -87,6 +91,17 @@ class Recipe:
     def micro_batches(self) -> int:
         """Gradient accumulation: forward and backward passes per optimizer step."""
         return self.global_batch_size // self.micro_batch_size
+
+    def resolved(self) -> "Recipe":
+        """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
+        tokenizer = self.data.tokenizer
+        if tokenizer == "auto":
+            tokenizer = "gpt2" if self.data.path and self.model.vocab_size == GPT2_124M.vocab_size else "bpe"
+        return replace(
+            self,
+            data=replace(self.data, tokenizer=tokenizer),
+            optimizer=replace(self.optimizer, decay_steps=self.decay_steps),
+        )
 
     def validate(self) -> None:
         """Raise UserError, one sentence, on the first value that cannot be trained with."""
@@ -100,29 +115,50 @@ class Recipe:
         for name in SHARES:
             if not 0 <= value_of(self, name) < 1:
                 raise UserError(f"{name}={value_of(self, name)} is out of range; use 0 or more and less than 1")
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name={self.name!r} cannot name a folder; use letters, digits, '_' and '-'")
-        if self.global_batch_size % self.micro_batch_size:
-            whole = self.global_batch_size // self.micro_batch_size * self.micro_batch_size or self.micro_batch_size
+        for name in PATHS:
+            if value_of(self, name) == "":
+                raise UserError(f"{name} is empty; give a path, or leave it out")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
+            raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+        self._validate_batch()
+        self._validate_schedule()
+        vocab_size, bpe_size = self.model.vocab_size, self.data.bpe_vocab_size
+        if self.resolved().data.tokenizer == "bpe" and bpe_size > vocab_size:
             raise UserError(
-                f"global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size="
-                f"{self.micro_batch_size}; use --global_batch_size {whole} or a micro_batch_size that divides it"
+                f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
+                f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
             )
-        if self.optimizer.min_lr > self.optimizer.lr:
+
+    def _validate_batch(self) -> None:
+        micro, whole = self.micro_batch_size, self.global_batch_size
+        if whole % micro:
             raise UserError(
-                f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}; lower min_lr"
+                f"global_batch_size={whole} is not a multiple of micro_batch_size={micro}; "
+                f"use --global_batch_size {whole // micro * micro or micro} or a micro_batch_size that divides it"
             )
+
+    def _validate_schedule(self) -> None:
+        config = self.optimizer
+        if self.decay_steps < 1:
+            raise UserError(
+                f"optimizer.decay_steps={self.decay_steps} is not positive; use 1 or more, or none for steps"
+            )
+        if config.min_lr > config.lr:
+            raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
+        if config.wsd_decay > 1:
+            raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
 
 
 POSITIVE = (
     "steps", "micro_batch_size", "global_batch_size", "optimizer.lr", "optimizer.eps", "log.interval",
-    "log.eval_samples",
+    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "seed", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "log.eval_interval",
-    "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k", "checkpoint.interval",
-    "checkpoint.keep_last",
+    "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
+    "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
+    "checkpoint.interval", "checkpoint.keep_last",
 )  # fmt: skip
+PATHS = ("data.path", "runs", "resume")
 SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
 
 

@@ -1,6 +1,5 @@
 """How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import Any
 
 import torch
 
+from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, bits_per_byte
 from dtgpt.device import device_name, peak_flops, peak_memory
-from dtgpt.errors import UserError
-from dtgpt.metrics import JsonLines, Wandb, progress_line, read_records, sparkline
+from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
 from dtgpt.plot import plot_runs
 from dtgpt.recipe import Recipe
 from dtgpt.run import describe_run
@@ -25,20 +24,20 @@ class Report:
         self.recipe, self.device, self.run = recipe, device, run
         self.peak = peak_flops(device, dtype)
         self.bytes_per_token = data.bytes_per_token()
-        self.sinks = [JsonLines(run / "metrics.jsonl", keep_until_step=step)]
-        if recipe.log.wandb != "off":
-            self.sinks.append(Wandb(recipe, run))
-        describe_run(run, recipe, device, {"source": data.source, "digest": data.digest})
-        data.tokenizer.save(run / "tokenizer.json")
+        tokenizer = data.tokenizer
+        described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
+        describe_run(run, recipe, device, {**described, "tokens": tokenizer.vocab_size})
+        tokenizer.save(run / "tokenizer.json")
+        self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
+        self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step = time.perf_counter(), None
-        print(
+        say(
             f"model   {recipe.model.num_parameters / 1e6:,.1f} M parameters; {recipe.steps:,} steps of "
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
             f"data    {data.source}: {len(data.train):,} tokens to train on, {len(data.valid):,} held out, "
-            f"{self.bytes_per_token:.2f} bytes per token\n"
+            f"{self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
             f"device  {device_name(device)}, {str(dtype).removeprefix('torch.')}\n"
-            f"run     {run}" + (f", from step {step}" if step else ""),
-            flush=True,
+            f"run     {run}" + (f", from step {step}" if step else "")
         )
 
     def step(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> None:
@@ -56,20 +55,20 @@ class Report:
             **self._rates(step),
         }
         self._write(record)
-        print(progress_line(record, self.recipe.steps), flush=True)
+        say(progress_line(record, self.recipe.steps))
 
     def held_out(self, step: int, loss: float, bits: float) -> None:
         self._write({"step": step, "valid_loss": loss, "valid_bits_per_byte": bits})
-        print(f"step {step}: held out: loss {loss:.4f}  bits/byte {bits:.3f}", flush=True)
+        say(f"step {step}: held out: loss {loss:.4f}  bits/byte {bits:.3f}")
 
     def sample(self, step: int, text: str) -> None:
-        print(f"---- sample at step {step}\n{text}\n----", flush=True)
+        say(f"---- sample at step {step}\n{text}\n----")
         folder = self.run / "samples"
         try:
             folder.mkdir(exist_ok=True)
-            (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+            (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
-            print(f"warning: this sample is not in {folder} ({error})", file=sys.stderr)
+            say(f"this sample is not in {folder} ({error})", warning=True)
 
     def __enter__(self) -> "Report":
         return self
@@ -83,9 +82,9 @@ class Report:
         losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
         try:
             plot_runs([self.run], self.run / "loss.png")
-        except (UserError, OSError) as reason:
-            print(f"no loss.png: {reason}")
-        print(f"loss    {sparkline(losses)}\nrun     {self.run}", flush=True)
+        except Exception as reason:  # a picture is never worth a run
+            say(f"no loss.png: {reason}")
+        say(f"loss    {sparkline(losses)}\nrun     {self.run}")
 
     @contextmanager
     def paused(self):
@@ -118,4 +117,4 @@ class Report:
             try:
                 sink.write(record)
             except OSError as error:  # a full disk costs a record, not the run
-                print(f"warning: step {record['step']} is missing from the metrics ({error})", file=sys.stderr)
+                say(f"step {record['step']} is missing from the metrics ({error})", warning=True)

@@ -4,18 +4,20 @@ runs/gpt2_tiny-001/
   recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  samples/  checkpoints/
 """
 
+import fcntl
 import json
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from dtgpt.device import device_name
 from dtgpt.errors import UserError
+from dtgpt.overrides import leaves
 from dtgpt.recipe import Recipe, to_dict
 
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
@@ -39,12 +41,37 @@ def create_run(runs: Path, name: str) -> Path:
         ) from None
 
 
-def open_run(path: str) -> Path:
-    """The existing run folder at `path`; raises UserError where it is none."""
-    folder = Path(path)
+def open_run(folder: Path) -> Path:
+    """The run folder itself; raises UserError where it is none."""
     if not (folder / "recipe.json").is_file():
-        raise UserError(f"{path} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
+        raise UserError(f"{folder} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
     return folder
+
+
+def lock_run(folder: Path) -> TextIO:
+    """Claim the run for as long as the returned file is open; raises UserError where another process has it."""
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder} is being trained by another process; wait for it, or leave --resume out") from None
+    return file
+
+
+def changes_since(folder: Path, recipe: Recipe) -> list[str]:
+    """What differs between the recipe that a run began with and the one that it goes on with: `steps 10 -> 20`."""
+    try:
+        saved = json.loads((folder / "recipe.json").read_text())
+    except (OSError, ValueError):
+        return []
+    changes = []
+    for name, _, _, value in leaves(recipe):
+        before: Any = saved
+        for part in name.split("."):
+            before = before.get(part) if isinstance(before, dict) else None
+        if before != value and name not in ("resume", "runs"):
+            changes.append(f"{name} {before} -> {value}")
+    return changes
 
 
 def describe_run(folder: Path, recipe: Recipe, device: torch.device, data: dict[str, Any]) -> None:
@@ -67,7 +94,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _version(package: str) -> str | None:

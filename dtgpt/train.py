@@ -3,7 +3,8 @@
 recipe -> device -> data -> model -> optimizer -> loop -> run folder
 """
 
-import sys
+import math
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,38 +18,49 @@ from dtgpt.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
+from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, bits_per_byte, default_cache, held_out_batches, load_dataset, training_batch
 from dtgpt.data.tokenizer import Tokenizer
-from dtgpt.device import choose_device, choose_dtype
+from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences, use_compiler
 from dtgpt.errors import UserError
 from dtgpt.generate import sample_text
-from dtgpt.metrics import import_wandb
+from dtgpt.metrics import check_wandb
 from dtgpt.model import build_model, dropout_keys
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import clip_gradients, learning_rate, make_optimizer
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report
-from dtgpt.run import create_run, open_run
+from dtgpt.run import changes_since, create_run, lock_run, open_run
 from dtgpt.signals import StopRequest
 
 
 def train(recipe: Recipe) -> int:
     """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
 
-    Whatever is wrong with the recipe or the data raises UserError before a run folder is made.
+    Whatever is wrong with the recipe, the data or the machine raises UserError before a run folder is made or changed.
     """
     recipe.validate()
-    if recipe.log.wandb != "off":
-        import_wandb()
+    recipe = recipe.resolved()
+    check_wandb(recipe.log.wandb)
     device = choose_device(recipe)
-    checkpoint = newest_checkpoint(open_run(recipe.resume)) if recipe.resume else None
-    if checkpoint:
-        check_same_model(checkpoint, recipe.model)
-    dataset = read_dataset(recipe)
-    run = open_run(recipe.resume) if recipe.resume else create_run(Path(recipe.runs), recipe.name)
-    with StopRequest() as stop:
-        return Training(recipe, device, dataset, run, checkpoint, stop).run_to_end()
+    check_memory(recipe.model, device)
+    with ExitStack() as stack:
+        run, checkpoint = Path(recipe.resume) if recipe.resume else None, None
+        if run:
+            stack.enter_context(lock_run(open_run(run)))
+            checkpoint = newest_checkpoint(run)
+            check_same_model(checkpoint, recipe.model)
+        dataset = read_dataset(recipe)
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(memory_errors_as_sentences())
+        training = Training(recipe, device, dataset, checkpoint, stop)
+        if run:
+            say("; ".join(["resuming", *changes_since(run, recipe)]))
+        else:
+            run = create_run(Path(recipe.runs), recipe.name)
+            stack.enter_context(lock_run(run))
+        return training.run_to_end(run)
 
 
 def read_dataset(recipe: Recipe) -> Dataset:
@@ -61,18 +73,12 @@ def read_dataset(recipe: Recipe) -> Dataset:
 
 
 class Training:
-    """A run: what it needs, in the order in which it is made, then its steps."""
+    """What a run needs, in the order in which it is made, then its steps."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        device: torch.device,
-        dataset: Dataset,
-        run: Path,
-        checkpoint: Path | None,
-        stop: StopRequest,
+        self, recipe: Recipe, device: torch.device, dataset: Dataset, checkpoint: Path | None, stop: StopRequest
     ):
-        self.recipe, self.device, self.dataset, self.run, self.stop = recipe, device, dataset, run, stop
+        self.recipe, self.device, self.dataset, self.stop = recipe, device, dataset, stop
         self.dtype = choose_dtype(recipe, device)
 
         # Every random number of the run follows from these four keys.
@@ -80,54 +86,53 @@ class Training:
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
         self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
 
-        self.model = build_model(recipe.model, weights_key, device, self.dtype)
+        self.model = build_model(recipe.model, device, self.dtype, None if checkpoint else weights_key)
         self.optimizer = make_optimizer(self.model, recipe.optimizer)
         self.step, self.consumed_samples = 0, 0
         if checkpoint:
             self._resume(checkpoint)
         self.loss_fn, self.dropout_keys = cross_entropy, dropout_keys
-        if recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda"):
+        if use_compiler(recipe, device):
             self._compile()
 
-    def run_to_end(self) -> int:
-        """Train, and return the exit code of `train`."""
-        recipe = self.recipe
-        with Report(recipe, self.device, self.dtype, self.dataset, self.run, self.step) as report:
-            self._loop(report)
+    def run_to_end(self, run: Path) -> int:
+        """Train, report into the folder `run`, and return the exit code of `train`."""
+        with Report(self.recipe, self.device, self.dtype, self.dataset, run, self.step) as report:
+            self._loop(report, run / "checkpoints")
             report.finish()
-        if self.step == recipe.steps:
+        if not self.stop:
             return 0
-        hint = f"; to go on, add --resume {self.run}" if self.step else ""
-        print(f"stopped at step {self.step}/{recipe.steps}{hint}", flush=True)
+        hint = f"; to go on, add --resume {run}" if 0 < self.step < self.recipe.steps else ""
+        say(f"stopped at step {self.step}/{self.recipe.steps}{hint}")
         return 128 + self.stop.requested
 
-    def _loop(self, report: Report) -> None:
+    def _loop(self, report: Report, checkpoints: Path) -> None:
         recipe, log = self.recipe, self.recipe.log
-        first = saved = self.step
-        while self.step < recipe.steps and not self.stop:
+        first, stopping = self.step, bool(self.stop)
+        while self.step < recipe.steps and not stopping:
             lr = learning_rate(self.step, recipe)
             loss, norm = self.train_step(lr)
 
-            last = self.step == recipe.steps
-            save_due = last or self.stop or due(self.step, recipe.checkpoint.interval)
-            eval_due = last or due(self.step, log.eval_interval)
-            sample_due = last or due(self.step, log.sample_interval)
+            # Read once, so that a signal from here on is met by the next step: the last step always saves.
+            stopping, last = bool(self.stop), self.step == recipe.steps
             report_due = last or due(self.step, log.interval) or self.step == first + 1
-            if not (save_due or eval_due or sample_due or report_due):
+            eval_due = last or due(self.step, log.eval_interval)
+            save_due = last or due(self.step, recipe.checkpoint.interval) or stopping
+            sample_due = last or due(self.step, log.sample_interval)
+            if not (report_due or eval_due or save_due or sample_due):
                 continue
-            self._check_finite(loss, norm)  # from here on the program waits for the device
+            self._check_finite(loss.item(), norm.item())  # from here on the program waits for the device
             if report_due:
                 tokens = self.consumed_samples * recipe.model.seq_length
                 report.step(self.step, tokens, loss.item(), norm.item(), lr)
             with report.paused():
-                if save_due and self._try_to_save(must=last or bool(self.stop)):
-                    saved = self.step
                 if eval_due and (losses := self.held_out_loss()):
+                    self._check_finite(*losses)
                     report.held_out(self.step, *losses)
-                if sample_due and (text := self.sample()):
+                if save_due:
+                    self._save(checkpoints, must=last or stopping)
+                if sample_due and (text := self.sample()) is not None:
                     report.sample(self.step, text)
-        if saved != self.step:  # the signal came after the last step had its chance to save
-            self._try_to_save(must=True)
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at learning rate `lr`. Returns loss and gradient norm as device scalars: nothing here
@@ -184,49 +189,50 @@ class Training:
         return (nats / tokens, bits_per_byte(nats, text_bytes)) if tokens else None
 
     def sample(self) -> str | None:
-        """A text from the model as it is now; None where none is wanted."""
+        """A text from the model as it is now; None where none is wanted, or when a signal cut it short."""
         log = self.recipe.log
         if not log.sample_tokens or self.stop:
             return None
         key = fold(self.sample_key, self.step).to(self.device)
-        return sample_text(
+        text = sample_text(
             self.model, self.dataset.tokenizer, log.prompt, log.sample_tokens, key, log.temperature, log.top_k,
             interrupted=lambda: bool(self.stop),
         )  # fmt: skip
+        return None if self.stop else text
 
-    def _check_finite(self, loss: Tensor, norm: Tensor) -> None:
-        """Raise UserError where the run has diverged, before its weights could replace a checkpoint."""
-        if not torch.isfinite(loss + norm):
+    def _check_finite(self, *values: float) -> None:
+        """Raise UserError where the run has diverged, before its weights could replace those of a checkpoint."""
+        if not all(math.isfinite(v) for v in values):
+            shown = " and ".join(f"{v:.4g}" for v in values)
             raise UserError(
-                f"step {self.step}: loss {loss.item()}, gradient norm {norm.item()}; start again with a lower "
-                f"optimizer.lr or a longer optimizer.warmup (checkpoints in {self.run} are from before)"
+                f"the run has diverged: loss and gradient norm at step {self.step} are {shown}; start again, or from "
+                "its newest checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
             )
 
-    def _try_to_save(self, must: bool) -> bool:
+    def _save(self, checkpoints: Path, must: bool) -> None:
         """Save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must` save."""
-        checkpoints, keep_last = self.run / "checkpoints", self.recipe.checkpoint.keep_last
+        keep_last = self.recipe.checkpoint.keep_last
         state = {"consumed_samples": self.consumed_samples, "data_digest": self.dataset.digest}
         try:
             save_checkpoint(checkpoints, self.step, self.model, self.optimizer, state, keep_last)
-            return True
         except (OSError, SafetensorError) as error:
             sentence = f"no checkpoint of step {self.step} could be written to {checkpoints} ({error})"
             if must:
-                again = f"--resume {self.run}" if list_checkpoints(checkpoints) else "start again"
+                again = f"--resume {checkpoints.parent}" if list_checkpoints(checkpoints) else "start again"
                 raise UserError(f"{sentence}; free space and {again}") from None
-            print(f"warning: {sentence}; training goes on", file=sys.stderr)
-            return False
+            say(f"{sentence}; training goes on", warning=True)
 
     def _resume(self, checkpoint: Path) -> None:
-        saved_tokenizer = Tokenizer.load(self.run / "tokenizer.json")
-        if saved_tokenizer.ranks != self.dataset.tokenizer.ranks:
-            raise UserError(f"{self.run} was trained with another tokenizer; give the --data values that it began with")
+        run = checkpoint.parents[1]
+        remedy = "copy it from another run on the same data"
+        if Tokenizer.load(run / "tokenizer.json", remedy).ranks != self.dataset.tokenizer.ranks:
+            raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
         state = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]
         if state["data_digest"] != self.dataset.digest:
-            print(f"warning: the text differs from the one that {self.run} began with", file=sys.stderr)
+            say(f"the text is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:
-            raise UserError(f"{self.run} has already done {self.step} steps; raise --steps to go on")
+            raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
 
     def _compile(self) -> None:
         """Blocks share their code, so all are compiled once; shapes are static."""

@@ -7,7 +7,7 @@ expect     llm.c reports a loss of about 3.28 on FineWeb after 18,865 steps; not
 
 from dtgpt.cli import run_recipe
 from dtgpt.model import GPT2_124M
-from dtgpt.recipe import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 
 def recipe() -> Recipe:
@@ -18,7 +18,6 @@ def recipe() -> Recipe:
         steps=18_865,
         micro_batch_size=64,
         global_batch_size=512,  # of 1024 tokens each: 524,288 tokens
-        data=DataConfig(tokenizer="gpt2"),
         log=LogConfig(eval_interval=250, sample_interval=5000),
         checkpoint=CheckpointConfig(interval=1000),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dtgpt.cli import run_recipe
 from dtgpt.model import GPT2_345M
-from dtgpt.recipe import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 
 def recipe() -> Recipe:
@@ -30,7 +30,6 @@ def recipe() -> Recipe:
         steps=500_000,
         micro_batch_size=4,
         global_batch_size=8,
-        data=DataConfig(tokenizer="gpt2"),
         log=LogConfig(interval=100, eval_interval=1000, eval_samples=80, sample_interval=10_000),
         checkpoint=CheckpointConfig(interval=10_000),
     )

@@ -1,6 +1,7 @@
-"""Every test: one thread (two pytest workers share two cores), a cache of its own, no network."""
+"""Every test: one thread (two pytest workers share two cores), a cache of its own, a fresh compiler."""
 
 import os
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -9,6 +10,7 @@ os.environ["WANDB_SILENT"] = "true"
 import pytest
 import torch
 
+from dtgpt.device import why_no_compiler
 from dtgpt.model import GPTConfig
 from dtgpt.recipe import DataConfig, LogConfig, OptimizerConfig, Recipe
 
@@ -16,10 +18,21 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
+    missing = {"compiler": why_no_compiler(torch.device("cpu"))}
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        missing["cuda"] = "needs a CUDA device"
+    for item in items:
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """torch.compile allows a function few variants in a process; tests of many shapes must not add up."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

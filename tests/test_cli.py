@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_len
 
 
 def run(arguments, cwd, **options):
-    """The finished process; Python's own modules are found as in a user's shell, not through pytest."""
+    """The finished process and what it printed."""
     return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
 
 
@@ -56,9 +57,11 @@ def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
         (["--data.path", "empty.txt"], ["empty.txt holds no text"]),
         (["--data.path", "short.txt", "--data.tokenizer", "bytes"], ["training text has", "seq_length=64"]),
         (["--data.path", "short.txt", "--data.bpe_vocab_size", "99"], ["bpe_vocab_size=99", "257"]),
-        (["--model.vocab_size", "512"], ["model.vocab_size=512", "1024 tokens"]),
+        (["--model.vocab_size", "512"], ["bpe_vocab_size=1024", "model.vocab_size=512"]),
         (["--model.seq_length", "1000000"], ["training text has", "seq_length=1000000"]),
         (["--optimizer.lrr", "1"], ["did you mean --optimizer.lr?"]),
+        (["--data.tokenizer", "bytes", "--model.vocab_size", "256"], ["model.vocab_size=256", "257 tokens"]),
+        (["--model.num_layers", "1000000"], ["GiB", "use a smaller one"]),
         (["--steps", "ten"], ["--steps ten", "whole number"]),
         (["--steps", "-3"], ["steps=-3", "more than 0"]),
         (["--model.num_heads", "5"], ["num_heads=5"]),
@@ -99,8 +102,12 @@ def test_more_processes_than_devices_are_refused(here, capsys, monkeypatch):
         (["train", "nothing.py"], ["no recipe file nothing.py"]),
         (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
         (["plot"], ["needs run folders"]),
-        (["plot", "nothing"], ["no losses to draw", "nothing"]),
-        (["plot", "x", "--output"], ["--output needs a file name"]),
+        (["plot", "nothing"], ["nothing has no losses to draw"]),
+        (["plot", "nothing", "--output"], ["ends in .png"]),
+        (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png cannot be the picture"]),
+        (["plot", "nothing", "--output", "x.jpg"], ["x.jpg cannot be the picture"]),
+        (["plot", "--size", "3"], ["no option --size"]),
+        (["generate", "x" * 300], ["File name too long", "shorter"]),
         (["generate"], ["needs a run folder"]),
         (["generate", "nothing"], ["nothing is not a run folder"]),
     ],
@@ -108,6 +115,21 @@ def test_more_processes_than_devices_are_refused(here, capsys, monkeypatch):
 def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
     code, _, err = in_process(arguments, capsys)
     assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--help"], ["generate", "x", "--help"], ["plot", "-h"], ["train", "-h"]]
+)
+def test_every_command_explains_itself(capsys, words):
+    code, out, _ = in_process(words, capsys)
+    assert code == 0 and "usage: dtgpt" in out
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):
+    command = f"{sys.executable} {TINY} {' '.join(SMALL)} --steps 20 --log.interval 1 --log.sample_tokens 0 | head -2"
+    done = run(["bash", "-c", command], tmp_path)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 2
+    assert (tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints" / "step_00000020").is_dir()
 
 
 def test_usage_is_printed_without_arguments(capsys):
@@ -135,13 +157,19 @@ def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
 @pytest.mark.parametrize("launcher, number", [("torchrun", signal.SIGTERM), ("python", signal.SIGINT)])
 def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher, number):
     program = [sys.executable] + (["-m", "torch.distributed.run", "--standalone"] if launcher == "torchrun" else [])
-    command = [*program, str(TINY), *SMALL, "--steps", "100000", "--log.interval", "5"]
+    command = [*program, str(TINY), *SMALL, "--steps", "100000", "--log.interval", "5", "--checkpoint.interval", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 10:
-            break
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 10:
+                break
+        process.send_signal(number)
+        out, err = process.communicate()
+    finally:
+        watchdog.cancel()
+        process.kill()
     assert process.returncode != 0 and "stopped at step" in out, out + err
     if launcher == "python":
         assert process.returncode == 128 + number and "Traceback" not in err

@@ -26,7 +26,7 @@ def test_bits_and_masks_are_those_of_the_cpu_eager_and_compiled():
 
 
 def test_initial_weights_are_those_of_the_cpu():
-    models = [build_model(CONFIG, root_key(1), device, torch.float32) for device in (CUDA, torch.device("cpu"))]
+    models = [build_model(CONFIG, device, torch.float32, root_key(1)) for device in (CUDA, torch.device("cpu"))]
     for (name, there), here in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(there.cpu(), here), name
 
@@ -34,7 +34,7 @@ def test_initial_weights_are_those_of_the_cpu():
 def test_gradients_with_dropout_are_those_of_the_cpu():
     tokens, gradients = torch.randint(300, (4, 65), generator=torch.Generator().manual_seed(0)), []
     for device in (CUDA, torch.device("cpu")):
-        model, t = build_model(CONFIG, root_key(1), device, torch.float32), tokens.to(device)
+        model, t = build_model(CONFIG, device, torch.float32, root_key(1)), tokens.to(device)
         keys = dropout_keys(root_key(2, device), torch.arange(4, device=device), CONFIG.num_sites)
         cross_entropy(model(t[:, :-1], keys), t[:, 1:], 300).backward()
         gradients.append({name: p.grad.cpu() for name, p in model.named_parameters()})
@@ -55,24 +55,24 @@ def test_a_cuda_graph_replays_with_new_keys():
         assert torch.equal(y, dropout(x, keys, 0.5))
 
 
-def cuda_training(recipe, tmp_path, **changes) -> Training:
+def cuda_training(recipe, **changes) -> Training:
     model = replace(recipe.model, hidden_size=128, seq_length=64)
     recipe = replace(recipe, device="cuda", model=model, **changes)
-    return Training(recipe, CUDA, read_dataset(recipe), tmp_path, None, StopRequest())
+    return Training(recipe, CUDA, read_dataset(recipe), None, StopRequest())
 
 
-def test_bf16_compiled_training_follows_fp32(recipe, tmp_path):
+def test_bf16_compiled_training_follows_fp32(recipe):
     curves = []
     for changes in ({"precision": "fp32", "compile": "off"}, {"precision": "fp32"}, {"precision": "bf16"}):
-        run = cuda_training(recipe, tmp_path, **changes)
+        run = cuda_training(recipe, **changes)
         curves.append([run.train_step(lr=1e-3)[0].item() for _ in range(10)])
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=2e-2)
     assert curves[2][-1] < curves[2][0]
 
 
-def test_a_step_never_waits_for_the_device(recipe, tmp_path):
-    run = cuda_training(recipe, tmp_path)
+def test_a_step_never_waits_for_the_device(recipe):
+    run = cuda_training(recipe)
     run.train_step(lr=1e-3)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -83,8 +83,8 @@ def test_a_step_never_waits_for_the_device(recipe, tmp_path):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_generated_text_needs_no_new_compilation_per_token(recipe, tmp_path):
-    run = cuda_training(recipe, tmp_path)
+def test_generated_text_needs_no_new_compilation_per_token(recipe):
+    run = cuda_training(recipe)
     run.train_step(lr=1e-3)
     with torch.compiler.set_stance("default"):
         assert run.sample() is not None

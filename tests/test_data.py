@@ -1,12 +1,14 @@
 import json
+import time
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
-from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.data.tokenizer import PATTERN, Tokenizer, make_tokenizer
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold, root_key
 
@@ -52,7 +54,7 @@ def test_damaged_tokens_are_named(tmp_path, text, name, keep):
     load(text, tmp_path)
     (folder,) = (tmp_path / "cache").iterdir()
     (folder / name).write_bytes((folder / name).read_bytes()[:keep])
-    with pytest.raises(UserError, match=f"{name} is damaged.*delete its folder"):
+    with pytest.raises(UserError, match=f"{name} cannot be read.*delete .*text-"):
         load(text, tmp_path)
 
 
@@ -92,7 +94,7 @@ def test_any_text_survives_a_tokenizer_and_its_file(tmp_path, kind, size):
     tokenizer = make_tokenizer(kind, ["some text to learn merges from, some more text\n" * 20, UNICODE], 300)
     assert tokenizer.vocab_size == size or (kind == "bpe" and tokenizer.vocab_size <= 300)
     tokenizer.save(tmp_path / "t.json")
-    again = Tokenizer.load(tmp_path / "t.json")
+    again = Tokenizer.load(tmp_path / "t.json", "")
     ids = tokenizer.encode(UNICODE)
     assert again.decode(ids) == UNICODE and again.encode(UNICODE) == ids
     assert tokenizer.end_of_text not in ids  # the special token's spelling inside a text is text
@@ -116,6 +118,31 @@ def test_ids_of_a_trained_bpe_are_those_of_the_library_that_trained_it():
     assert ours.vocab_size == 600
     for text in (*documents[:5], UNICODE):
         assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_one_endless_word_does_not_hold_up_the_training_of_a_bpe():
+    text = "some words " * 200 + "a" * 300_000 + " " * 300_000 + "some words " * 200
+    begin = time.monotonic()
+    tokenizer = make_tokenizer("bpe", [text], 300)
+    assert time.monotonic() - begin < 20
+    assert tokenizer.decode(tokenizer.encode(text[:5000])) == text[:5000]
+
+
+def test_gpt2_takes_the_ranks_of_tiktoken(monkeypatch):
+    ranks = {bytes([b]): b for b in range(256)} | {b"th": 256, b"the": 257}
+    small = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": small}[name])
+    tokenizer = make_tokenizer("gpt2", [], 0)
+    assert tokenizer.encode("the end") == small.encode_ordinary("the end") and tokenizer.end_of_text == 258
+
+
+def test_gpt2_without_cache_and_network_says_what_to_do(monkeypatch):
+    def offline(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR.*tokenizer bpe"):
+        make_tokenizer("gpt2", [], 0)
 
 
 def test_a_bpe_too_small_for_the_bytes_is_refused():
@@ -161,15 +188,14 @@ def test_samples_cover_the_text_evenly():
     assert len(counts) == 100 and abs(counts - 320).max() < 5 * 320**0.5
 
 
-def test_held_out_windows_lie_side_by_side_and_never_change():
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 12, 64])
+def test_held_out_windows_lie_side_by_side_under_any_batch_size(batch_size):
     tokens = np.arange(100, dtype=np.uint16)
-    batches = list(held_out_batches(tokens, 8, 4, 512))
-    assert [b.shape for b in batches] == [(4, 9)] * 3
+    batches = list(held_out_batches(tokens, 8, batch_size, 512))
     assert torch.cat(batches)[:, 0].tolist() == list(range(0, 96, 8))
-    assert torch.equal(torch.cat(list(held_out_batches(tokens, 8, 2, 512))), torch.cat(batches))
-    assert [b.shape for b in held_out_batches(tokens, 8, 64, 512)] == [(12, 9)]
-    assert [b.shape for b in held_out_batches(tokens, 8, 2, 5)] == [(2, 9)] * 2
-    assert list(held_out_batches(tokens[:0], 8, 4, 512)) == []
+    assert all(b.shape == (batch_size, 9) for b in batches[:-1])
+    assert len(torch.cat(list(held_out_batches(tokens, 8, batch_size, 7)))) == 7
+    assert list(held_out_batches(tokens[:0], 8, batch_size, 512)) == []
 
 
 @pytest.mark.parametrize(

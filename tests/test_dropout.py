@@ -75,6 +75,7 @@ def test_dropout_saves_nothing_but_the_keys():
     assert saved_sizes(lambda: dropout(x, KEYS, 0.5)) == [KEYS.nbytes]
 
 
+@pytest.mark.compiler
 def test_compiled_dropout_equals_eager_and_saves_nothing():
     def layer(x, weight, keys):
         return dropout(F.gelu(x @ weight), keys, 0.25) + x

@@ -12,7 +12,7 @@ KEY = root_key(4)
 
 @pytest.fixture(scope="module")
 def model():
-    return build_model(CONFIG, root_key(1), torch.device("cpu"), torch.float32)
+    return build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
 
 
 def test_a_draw_picks_the_token_whose_share_holds_it():
@@ -21,7 +21,7 @@ def test_a_draw_picks_the_token_whose_share_holds_it():
     chosen = [choose(logits, d.item(), 1.0, 0) for d in draws]
     assert [chosen.count(i) for i in range(3)] == pytest.approx([200, 500, 300], abs=2)
     assert {choose(logits, d.item(), 1.0, 2) for d in draws} == {1, 2}
-    assert {choose(logits, d.item(), 0.0, 0) for d in draws} == {1}
+    assert {choose(logits, d.item(), t, 0) for d in draws for t in (0.0, 1e-310, 1e-9)} == {1}
     assert {choose(logits, d.item(), 1.0, 99) for d in draws} == {0, 1, 2}
 
 

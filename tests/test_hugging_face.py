@@ -17,7 +17,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_logits_loss_and_every_gradient_agree_with_hugging_face(std):
     """init_std 0.2 drives GELU and softmax out of their linear range; biases and norms are moved off 0 and 1."""
     config = GPTConfig(num_layers=3, hidden_size=96, num_heads=4, seq_length=48, vocab_size=301, init_std=std)
-    model = build_model(config, root_key(5), torch.device("cpu"), torch.float32)
+    model = build_model(config, torch.device("cpu"), torch.float32, root_key(5))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

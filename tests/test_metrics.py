@@ -52,6 +52,29 @@ def test_records_survive_a_killed_process_and_a_resume_drops_what_is_done_again(
     assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4]
 
 
+def test_a_record_cut_by_a_full_disk_costs_no_other(tmp_path, monkeypatch):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    whole = sink._file
+
+    class Full:
+        def write(self, data):
+            return whole.write(data[:9])
+
+    sink.write({"step": 1})
+    sink._file = Full()
+    with pytest.raises(OSError, match="part of a record"):
+        sink.write({"step": 2})
+    sink._file = whole
+    sink.write({"step": 3})
+    sink.close()
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path):
+    (tmp_path / "m.jsonl").write_bytes(b'5\n{"loss": 1}\n\xff\n{"step": 2}\n[1]\nnull\n{"step": null}\n')
+    assert read_records(tmp_path / "m.jsonl") == [{"step": 2}]
+
+
 def test_runs_are_overlaid_in_one_png(tmp_path):
     runs = [tmp_path / "runs" / name for name in ("a-001", "b-001")]
     for run in runs:
@@ -63,6 +86,6 @@ def test_runs_are_overlaid_in_one_png(tmp_path):
         sink.close()
     plot_runs(runs, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="no losses to draw"):
-        plot_runs([tmp_path], tmp_path / "other.png")
+    with pytest.raises(UserError, match="has no losses to draw"):
+        plot_runs([*runs, tmp_path], tmp_path / "other.png")
     assert not (tmp_path / "other.png").exists()

@@ -51,7 +51,7 @@ def test_warmup_may_be_a_share_and_decay_may_end_before_the_run():
 
 def test_only_matrices_decay():
     config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=50)
-    model = build_model(config, root_key(0), torch.device("cpu"), torch.float32)
+    model = build_model(config, torch.device("cpu"), torch.float32, root_key(0))
     optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.1))
     names = {p: n for n, p in model.named_parameters()}
     decay, plain = ({names[p] for p in group["params"]} for group in optimizer.param_groups)

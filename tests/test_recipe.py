@@ -77,6 +77,7 @@ def test_overrides_take_both_forms_and_both_dashes(recipe):
         (["--steps", "1.5"], ["--steps 1.5", "whole number"]),
         (["--optimizer.lr", "fast"], ["--optimizer.lr fast", "a number"]),
         (["--optimizer.lr", "nan"], ["finite"]),
+        (["--seed", "9" * 30], ["too large"]),
         (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
         (["--steps"], ["--steps needs a value"]),
         (["--steps", "--seed", "1"], ["--steps needs a value"]),
@@ -99,7 +100,16 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--global_batch_size", "6"], ["global_batch_size=6", "micro_batch_size=4", "--global_batch_size 4"]),
         (["--global_batch_size", "3"], ["global_batch_size=3", "--global_batch_size 4"]),
         (["--optimizer.min_lr", "1"], ["optimizer.min_lr=1.0", "lower"]),
-        (["--name", "../x"], ["name='../x'", "folder"]),
+        (["--name", "../x"], ["name='../x'", "A-Z"]),
+        (["--name", "**"], ["name='**'"]),
+        (["--name", "x" * 101], ["up to 100"]),
+        (["--data.path", ""], ["data.path is empty"]),
+        (["--resume="], ["resume is empty"]),
+        (["--optimizer.decay_steps", "0"], ["decay_steps=0", "none for steps"]),
+        (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "1 or less"]),
+        (["--model.init_std", "-1"], ["init_std=-1.0"]),
+        (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "1 to 1000000"]),
+        (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),
         (["--model.num_heads", "3"], ["model.num_heads=3", "divisor"]),
     ],
 )
@@ -107,6 +117,17 @@ def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words
     with pytest.raises(UserError) as error:
         apply_overrides(recipe, arguments).validate()
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_resolved_recipe_names_the_tokenizer_and_the_schedule(recipe):
+    auto = replace(recipe, data=replace(recipe.data, tokenizer="auto"))
+    assert auto.resolved().data.tokenizer == "bpe"
+    gpt2 = replace(auto, model=replace(auto.model, vocab_size=50257))
+    assert gpt2.resolved().data.tokenizer == "gpt2"
+    embedded = replace(gpt2, data=replace(gpt2.data, path=None))
+    assert embedded.resolved().data.tokenizer == "bpe"
+    assert recipe.resolved().data.tokenizer == "bytes"
+    assert recipe.resolved().optimizer.decay_steps == recipe.steps
 
 
 def test_validation_accepts_a_good_recipe(recipe):

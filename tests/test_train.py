@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import dtgpt.checkpoint
+import dtgpt.train
 from dtgpt.checkpoint import list_checkpoints
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.random import fold
+from dtgpt.run import lock_run
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training, read_dataset, train
 
@@ -23,8 +25,8 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_records(run / "metrics.jsonl") if "loss" in r}
 
 
-def training(recipe, tmp_path) -> Training:
-    return Training(recipe, torch.device("cpu"), read_dataset(recipe), tmp_path, None, StopRequest())
+def training(recipe) -> Training:
+    return Training(recipe, torch.device("cpu"), read_dataset(recipe), None, StopRequest())
 
 
 def change(recipe, **groups):
@@ -87,38 +89,39 @@ def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
     assert state["consumed_samples"] == 5 * 8 + 16
 
 
-def test_a_single_batch_is_learnt_by_heart(recipe, tmp_path):
+def test_a_single_batch_is_learnt_by_heart(recipe):
     """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
     shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
-    run = training(change(recipe, optimizer={"weight_decay": 0.0}, model=shape), tmp_path)
+    run = training(change(recipe, optimizer={"weight_decay": 0.0}, model=shape))
     for _ in range(200):
         run.consumed_samples = 0
         loss, _ = run.train_step(lr=3e-3)
     assert loss.item() < 0.05
 
 
-def test_the_curve_does_not_depend_on_the_micro_batch_size(recipe, tmp_path):
+def test_the_curve_does_not_depend_on_the_micro_batch_size(recipe):
     curves = []
     for size in (1, 2, 8):
-        run = training(change(recipe, micro_batch_size=size), tmp_path)
+        run = training(change(recipe, micro_batch_size=size))
         curves.append(torch.stack([run.train_step(lr=1e-3)[0] for _ in range(5)]))
     for curve in curves[1:]:
         torch.testing.assert_close(curve, curves[0], rtol=1e-6, atol=0)
 
 
-def test_dropout_masks_change_with_step_and_seed(recipe, tmp_path):
+def test_dropout_masks_change_with_step_and_sample(recipe):
     """The loss of the same batch on the same weights moves only through its masks."""
-    run = training(recipe, tmp_path)
+    run = training(recipe)
     windows, ids = torch.randint(257, (4, 17)), torch.arange(4)
     values = [run.backward(windows, ids, fold(run.dropout_key, step)).item() for step in (0, 1, 0)]
     values.append(run.backward(windows, ids + 4, fold(run.dropout_key, 0)).item())
     assert values[0] == values[2] and len(set(values)) == 3
 
 
-def test_compiled_training_follows_eager_training(recipe, tmp_path):
+@pytest.mark.compiler
+def test_compiled_training_follows_eager_training(recipe):
     curves = []
     for mode in ("off", "on"):
-        run = training(change(recipe, compile=mode), tmp_path)
+        run = training(change(recipe, compile=mode))
         curves.append([run.train_step(lr=1e-3)[0].item() for _ in range(3)])
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
@@ -181,7 +184,7 @@ def test_a_diverged_run_says_so_and_keeps_its_checkpoint(recipe):
     train(change(recipe, steps=2))
     run = newest_run(recipe)
     wild = {"optimizer": {"lr": 1e30, "clip": 0.0, "warmup": 0}, "checkpoint": {"interval": 4, "keep_last": 1}}
-    with pytest.raises(UserError, match=r"step \d+: loss (nan|inf).*lower optimizer\.lr"):
+    with pytest.raises(UserError, match=r"has diverged: .* at step \d+ are .*(nan|inf).*lower optimizer\.lr"):
         train(change(recipe, resume=str(run), steps=100, log={"interval": 100}, **wild))
     assert [c.name for c in list_checkpoints(run / "checkpoints")] == ["step_00000002"]
 
@@ -194,7 +197,56 @@ def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
     assert not (newest_run(recipe) / "samples").exists()
 
 
-def damaged(path: Path) -> None:
+def test_an_interrupted_sample_is_not_kept(recipe, monkeypatch):
+    monkeypatch.setattr(dtgpt.train, "sample_text", lambda *_, **__: os.kill(os.getpid(), 15) or "half a te")
+    assert train(recipe) == 128 + 15
+    assert not (newest_run(recipe) / "samples").exists()
+    assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000010"]
+
+
+def test_a_run_belongs_to_one_process(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    with lock_run(run), pytest.raises(UserError, match="being trained by another process"):
+        train(change(recipe, resume=str(run)))
+    assert train(change(recipe, resume=str(run))) == 0
+
+
+def test_a_resume_says_what_has_changed(recipe, capsys):
+    train(change(recipe, steps=5))
+    capsys.readouterr()
+    train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
+    out = capsys.readouterr().out
+    assert "resuming; optimizer.decay_steps 5 -> 6" in out or "steps 5 -> 6" in out
+    assert "seed 1234 -> 7" in out and "hidden_size" not in out
+
+
+def test_only_our_own_checkpoints_are_read_and_removed(recipe):
+    train(change(recipe, steps=2, checkpoint={"interval": 1}))
+    run = newest_run(recipe)
+    folder = run / "checkpoints"
+    (folder / "step_00000001").rename(folder / "step_00000001-mine")
+    (folder / ".partial-step_00000009-1").mkdir()
+    (folder / "step_99").write_text("a file")
+    assert train(change(recipe, resume=str(run), checkpoint={"interval": 1, "keep_last": 1})) == 0
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"step_00000001-mine", "step_99", "step_00000010"}
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "5", '{"model": 5}', '{"model": {}, "step": 1}', '{"step": "x", "consumed_samples": 0}']
+)
+def test_a_state_that_is_no_state_is_refused(recipe, content):
+    train(change(recipe, steps=2))
+    run = newest_run(recipe)
+    state = run / "checkpoints" / "step_00000002" / "state.json"
+    merged = {**json.loads(state.read_text()), **json.loads(content)} if content.startswith('{"') else None
+    state.write_text(json.dumps(merged) if merged else content)
+    with pytest.raises(UserError, match=r"state\.json cannot be read"):
+        train(change(recipe, resume=str(run)))
+
+
+def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -205,7 +257,7 @@ def damaged(path: Path) -> None:
         ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
         ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
         ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
-        ({}, "weights.safetensors", ["weights.safetensors cannot be read", "another checkpoint"]),
+        ({}, "weights.safetensors", ["weights.safetensors cannot be read", "move", "the checkpoint before"]),
         ({}, "state.json", ["state.json cannot be read"]),
     ],
 )
@@ -214,7 +266,7 @@ def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, 
     train(change(recipe, steps=5))
     run = newest_run(recipe)
     if damage:
-        damaged(run / "checkpoints" / "step_00000005" / damage)
+        halve(run / "checkpoints" / "step_00000005" / damage)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(UserError) as error:
         train(change(recipe, **{"resume": str(run), **groups}))

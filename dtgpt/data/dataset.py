@@ -59,19 +59,22 @@ class Dataset:
 def load_dataset(
     path: str | None, json_key: str, tokenizer: str, bpe_vocab_size: int, held_out: float, cache: Path
 ) -> Dataset:
-    """Tokens of the text at `path`, made once per content. None: the embedded text, always with a BPE trained on it."""
+    """Tokens of the text at `path` (None: the embedded text), made once per content; `tokenizer`: its kind."""
     documents = read_documents(path, json_key)
-    kind = tokenizer if path else "bpe"
-    settings = {"format": CACHE_FORMAT, "tokenizer": kind, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
+    settings = {"format": CACHE_FORMAT, "tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
     digest = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
     folder = cache / f"text-{digest[:16]}"
     if not folder.exists():
         train, valid = split_documents(documents, held_out)
-        made = make_tokenizer(kind, train, bpe_vocab_size)
+        made = make_tokenizer(tokenizer, train, bpe_vocab_size)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
-    tokenizer = Tokenizer.load(folder / "tokenizer.json")
-    train, valid = (_load_tokens(folder / f"{split}.npy") for split in ("train", "valid"))
-    return Dataset(tokenizer=tokenizer, train=train, valid=valid, source=path or EMBEDDED, digest=digest)
+    return Dataset(
+        tokenizer=Tokenizer.load(folder / "tokenizer.json", remedy=f"delete {folder}"),
+        train=_load_tokens(folder / "train.npy"),
+        valid=_load_tokens(folder / "valid.npy"),
+        source=path or EMBEDDED,
+        digest=digest,
+    )
 
 
 def default_cache() -> Path:
@@ -89,8 +92,10 @@ def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: n
         np.save(partial / "train.npy", train)
         np.save(partial / "valid.npy", valid)
         partial.rename(folder)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         if not folder.exists():  # otherwise another process was faster with the same content
             raise UserError(
                 f"the tokens cannot be cached in {folder.parent} ({error}); free space there, or set "
@@ -102,7 +107,7 @@ def _load_tokens(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete its folder") from None
+        raise UserError(f"{path} cannot be read ({error}); delete {path.parent}") from None
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int) -> Tensor:
@@ -117,13 +122,10 @@ def training_batch(tokens: np.ndarray, key: Tensor, sample_ids: Tensor, seq_leng
 
 
 def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-    """The first `max_samples` windows side by side, int64 `[batch_size, seq_length + 1]`, whole batches only
-    (one smaller batch where there are fewer windows than that)."""
+    """The first `max_samples` windows side by side, int64 `[B, seq_length + 1]`, B = batch_size but for the last."""
     count = min(max(len(tokens) - 1, 0) // seq_length, max_samples)
-    batch_size = max(min(batch_size, count), 1)
-    for batch in range(count // batch_size):
-        starts = (np.arange(batch_size) + batch * batch_size) * seq_length
-        yield _windows(tokens, starts, seq_length)
+    for first in range(0, count, batch_size):
+        yield _windows(tokens, np.arange(first, min(first + batch_size, count)) * seq_length, seq_length)
 
 
 def bits_per_byte(nats: float, bytes_: float) -> float:

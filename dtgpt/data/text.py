@@ -62,10 +62,9 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
             continue
         try:
             document = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not JSON ({error.msg}); each line must be one JSON object"
-            ) from None
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)
+            raise UserError(f"{path}, line {number}: not JSON ({reason}); each line must be one JSON object") from None
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
             raise UserError(f"{path}, line {number}: no text under {key!r}; name the right field with --data.json_key")
         # A JSON string may escape half of a surrogate pair, which is no text: U+FFFD takes its place.

@@ -8,6 +8,7 @@ Each has one special token, `<|endoftext|>`, that ends a document. The same stri
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from dtgpt.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+LONGEST_RUN = 2000  # characters
 SMALLEST = 257  # 256 bytes and the end of text
 
 
@@ -56,13 +58,13 @@ class Tokenizer:
         path.write_text(json.dumps({"name": self.name, "pattern": self.pattern, "ranks": ranks}))
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
-        """The tokenizer that `save` wrote; raises UserError where the file is not that."""
+    def load(cls, path: Path, remedy: str) -> "Tokenizer":
+        """The tokenizer that `save` wrote; raises UserError, with `remedy`, where the file is not that."""
         try:
             saved = json.loads(path.read_text())
             return cls(saved["name"], saved["pattern"], [base64.b64decode(token) for token in saved["ranks"]])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete its folder") from None
+            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
 
 
 def make_tokenizer(kind: str, documents: list[str], bpe_vocab_size: int) -> Tokenizer:
@@ -100,11 +102,18 @@ def _train_bpe(documents: list[str], vocab_size: int) -> Tokenizer:
     trainable.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    trainable.train_from_iterator(documents, trainer)
+    trainable.train_from_iterator((piece for d in documents for piece in _pieces(d)), trainer)
     # tokenizers numbers the 256 byte letters first and then the merges in their order: just tiktoken's ranks.
     letters = _letter_bytes()
     by_id = sorted(trainable.get_vocab().items(), key=lambda item: item[1])
     return Tokenizer("bpe", PATTERN, [bytes(letters[c] for c in token) for token, _ in by_id])
+
+
+def _pieces(document: str) -> list[str]:
+    """The document for training; cut where one run of letters or blanks is so long that merging it would take hours."""
+    if not re.search(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}", document):
+        return [document]
+    return re.findall(rf"\s{{1,{LONGEST_RUN}}}\S{{0,{LONGEST_RUN}}}|\S{{1,{LONGEST_RUN}}}", document)
 
 
 def _letter_bytes() -> dict[str, int]:

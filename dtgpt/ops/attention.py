@@ -1,7 +1,7 @@
 """Causal scaled dot-product attention (Vaswani et al. 2017) with dropout on the probabilities by global index.
 
 Without dropout PyTorch's fused kernels serve. With dropout they cannot, since they draw masks from a generator's
-state; then the probabilities are formed explicitly, in fp32, and dropped with the functional mask.
+state; then the probabilities are formed explicitly, with the softmax in fp32, and dropped with the functional mask.
 """
 
 import math

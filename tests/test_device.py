@@ -1,0 +1,58 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.device import check_memory, choose_dtype, memory_errors_as_sentences, peak_of_name, use_compiler
+from dtgpt.errors import UserError
+from dtgpt.model import GPT3_175B
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_a_peak_is_known_for_the_right_chip_or_not_at_all(name, peak):
+    assert peak_of_name(name) == peak
+
+
+def test_precision_follows_the_device_or_the_recipe(recipe):
+    assert choose_dtype(recipe, CPU) == torch.float32 and choose_dtype(recipe, CUDA) == torch.bfloat16
+    assert choose_dtype(replace(recipe, precision="bf16"), CPU) == torch.bfloat16
+    assert choose_dtype(replace(recipe, precision="fp32"), CUDA) == torch.float32
+
+
+def test_a_model_that_cannot_fit_is_refused():
+    with pytest.raises(UserError, match=r"174,605 M parameters needs 2,602 GiB.*use a smaller one"):
+        check_memory(GPT3_175B, CPU)
+
+
+def test_running_out_of_memory_is_one_sentence():
+    with pytest.raises(UserError, match="ran out of memory; lower micro_batch_size"), memory_errors_as_sentences():
+        torch.empty(1 << 60)
+    with pytest.raises(RuntimeError, match="something else"), memory_errors_as_sentences():
+        raise RuntimeError("something else")
+
+
+def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recipe, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert use_compiler(recipe, CPU) is False and capsys.readouterr().err == ""
+    assert use_compiler(recipe, CUDA) is False
+    assert "no compiler (gcc or clang) was found" in capsys.readouterr().err
+    with pytest.raises(UserError, match="compile=on, but no compiler"):
+        use_compiler(replace(recipe, compile="on"), CPU)
