@@ -1,8 +1,10 @@
 """GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh.
 
-hardware   one GPU of 24 GB or more
+hardware   one GPU of 16 GB or more
 command    torchrun recipes/gpt2_345m.py --data.path your.jsonl
-expect     a falling loss from about 11.0; a quick look: --steps 50 --optimizer.decay_steps 50 --log.interval 5
+quick look torchrun recipes/gpt2_345m.py --steps 50 --optimizer.decay_steps 50 --log.interval 5
+expect     of the quick look on one H200: loss 11.0 -> 6.05, 97,000 tokens/s, 13 GiB; --model.dropout 0
+           --micro_batch_size 16 --global_batch_size 16: 197,000 tokens/s. The full run was not repeated here.
 """
 
 from dataclasses import replace
