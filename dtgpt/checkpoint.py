@@ -85,8 +85,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
         GPTConfig(**state["model"]).validate()
-        if not all(isinstance(state[name], int) and state[name] >= 0 for name in ("step", "consumed_samples")):
-            raise ValueError("step and consumed_samples must be whole numbers")
+        counts = state["step"], state["consumed_samples"]
+        if not all(isinstance(n, int) and n >= 0 for n in counts) or not isinstance(state["data_digest"], str):
+            raise ValueError("step and consumed_samples must be whole numbers, data_digest a string")
         return state
     except (OSError, ValueError, TypeError, KeyError, UserError) as error:
         raise _unreadable(path, error) from None

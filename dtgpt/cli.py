@@ -34,14 +34,18 @@ USAGE = """usage: dtgpt COMMAND ...
 def main(arguments: list[str] | None = None) -> None:
     """The `dtgpt` command."""
     words = sys.argv[1:] if arguments is None else arguments
+    _exit(lambda: _command(words))
+
+
+def _command(words: list[str]) -> int:
     commands = {"train": _train, "generate": _generate, "plot": _plot}
     if not words or words[0] in (*HELP, "help"):
         say(USAGE.rstrip())
-        return
+        return 0
     if words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, n=1, cutoff=0)
-        _exit(lambda: _fail(f"there is no command {words[0]!r}; did you mean dtgpt {near[0]}?"))
-    _exit(lambda: commands[words[0]](words[1:]))
+        raise UserError(f"there is no command {words[0]!r}; did you mean dtgpt {near[0]}?")
+    return commands[words[0]](words[1:])
 
 
 def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None = None) -> None:
@@ -71,10 +75,6 @@ def _exit(work: Callable[[], int]) -> None:
 def _number_from_environment(name: str, default: int) -> int:
     text = os.environ.get(name) or str(default)
     return int(text) if text.isdigit() else default
-
-
-def _fail(sentence: str) -> int:
-    raise UserError(sentence)
 
 
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:

@@ -52,7 +52,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_of_name(name: str) -> float | None:
-    if "Laptop" in name:  # other chips under the desktop cards' names
+    if re.search(r"\b(Laptop|Ti|D|MIG)\b", name):  # other chips, or a part of one, under the same name
         return None
     return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
@@ -72,16 +72,16 @@ def check_memory(model: GPTConfig, device: torch.device) -> None:
 
 
 @contextmanager
-def memory_errors_as_sentences():
-    """What PyTorch raises when memory runs out becomes a UserError."""
+def memory_errors_as_sentences(remedy: str):
+    """What PyTorch raises when memory runs out becomes a UserError with this remedy."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
-        raise UserError("the device ran out of memory; lower micro_batch_size (the curve stays the same)") from None
+        raise UserError(f"the device ran out of memory; {remedy}") from None
     except RuntimeError as error:
         if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
             raise
-        raise UserError("the machine ran out of memory; lower micro_batch_size (the curve stays the same)") from None
+        raise UserError(f"the machine ran out of memory; {remedy}") from None
 
 
 def use_compiler(recipe: Recipe, device: torch.device) -> bool:

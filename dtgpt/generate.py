@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtgpt.checkpoint import load_weights, newest_checkpoint, read_state
 from dtgpt.data.tokenizer import Tokenizer
+from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
 from dtgpt.model import GPT, GPTConfig, build_model
 from dtgpt.ops.random import root_key, uniform
@@ -81,6 +82,7 @@ class GenerateConfig:
     seed: Annotated[int, "another seed, another text"] = 0
 
 
+@memory_errors_as_sentences("ask for fewer tokens")
 def generate_from_run(run: Path, config: GenerateConfig) -> str:
     """Continue a text with the newest checkpoint of a run folder."""
     for name in ("tokens", "temperature", "top_k"):

@@ -13,14 +13,14 @@ from dtgpt.recipe import Recipe, to_dict
 
 class Sink(Protocol):
     def write(self, record: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 class JsonLines:
     """One JSON object a line, flushed at once. After a resume, records past `keep_until_step` are dropped first."""
 
-    def __init__(self, path: Path, keep_until_step: int | None = None):
-        kept = [r for r in read_records(path) if keep_until_step is not None and r["step"] <= keep_until_step]
+    def __init__(self, path: Path, keep_until_step: int = 0):
+        kept = [r for r in read_records(path) if r["step"] <= keep_until_step]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
         partial.replace(path)
@@ -29,13 +29,12 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
-        line = (json.dumps(finite) + "\n").encode()
-        written = self._file.write(b"\n" * self._torn + line)
-        self._torn = written < len(line)
+        line = b"\n" * self._torn + (json.dumps(finite) + "\n").encode()
+        self._torn = self._file.write(line) < len(line)
         if self._torn:
             raise OSError(errno.ENOSPC, "only part of a record was written")
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._file.close()
 
 
@@ -64,16 +63,14 @@ class Wandb:
                 mode=recipe.log.wandb, config=to_dict(recipe),
             )  # fmt: skip
         except wandb.errors.Error as error:
-            raise UserError(
-                f"wandb cannot start ({error}); use --log.wandb offline, or off, and --resume {run}"
-            ) from None
+            raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None
         id_file.write_text(self._run.id)
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
 
 
 def import_wandb() -> Any:

@@ -208,8 +208,13 @@ def dropout_keys(key: Tensor, sample_ids: Tensor, num_sites: int) -> Tensor:
 def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name, each once. The tied table is always `embedding.wte.weight`, also in a part of the model that
     holds the head without the embedding: initial weights and checkpoints know one name for it."""
-    tied = {"head.lm_head.weight": "embedding.wte.weight"}
-    return {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
+    tied, unique = {"head.lm_head.weight": "embedding.wte.weight"}, {}
+    for name, parameter in model.named_parameters():
+        name = tied.get(name, name)
+        if name in unique:
+            raise ValueError(f"{name} is two parameters: the tie is broken; call tie_weights() first")
+        unique[name] = parameter
+    return unique
 
 
 @torch.no_grad()

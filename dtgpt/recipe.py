@@ -96,7 +96,7 @@ class Recipe:
         """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
         tokenizer = self.data.tokenizer
         if tokenizer == "auto":
-            tokenizer = "gpt2" if self.data.path and self.model.vocab_size == GPT2_124M.vocab_size else "bpe"
+            tokenizer = "gpt2" if self.data.path and self.model.vocab_size >= GPT2_124M.vocab_size else "bpe"
         return replace(
             self,
             data=replace(self.data, tokenizer=tokenizer),

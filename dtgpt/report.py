@@ -24,11 +24,11 @@ class Report:
         self.recipe, self.device, self.run = recipe, device, run
         self.peak = peak_flops(device, dtype)
         self.bytes_per_token = data.bytes_per_token()
+        self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
         describe_run(run, recipe, device, {**described, "tokens": tokenizer.vocab_size})
         tokenizer.save(run / "tokenizer.json")
-        self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step = time.perf_counter(), None
         say(
@@ -73,9 +73,9 @@ class Report:
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         for sink in self.sinks:
-            sink.close()
+            sink.close(failed=failure is not None)
 
     def finish(self) -> None:
         """Draw the loss plot and say where everything is."""

@@ -1,7 +1,7 @@
 """The run folder: what was asked for, on what it ran, and what came out.
 
 runs/gpt2_tiny-001/
-  recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  samples/  checkpoints/
+  recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
+from dtgpt.console import say
 from dtgpt.device import device_name
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
@@ -53,7 +54,10 @@ def lock_run(folder: Path) -> TextIO:
     file = (folder / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
+        if not isinstance(error, BlockingIOError):  # a file system without locks
+            say(f"{folder} cannot be locked ({error.strerror}): let no other process train it", warning=True)
+            return file
         raise UserError(f"{folder} is being trained by another process; wait for it, or leave --resume out") from None
     return file
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
@@ -33,6 +34,7 @@ class StopRequest:
         if self.requested is None:
             self.requested, self._first = number, time.monotonic()
             name = signal.Signals(number).name
-            os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())
+            with suppress(OSError):  # the reader of stderr may have gone with the same Ctrl-C
+                os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())
         elif time.monotonic() - self._first > IMPATIENT:
             os._exit(128 + number)

@@ -46,15 +46,17 @@ def train(recipe: Recipe) -> int:
     device = choose_device(recipe)
     check_memory(recipe.model, device)
     with ExitStack() as stack:
+        stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
         run, checkpoint = Path(recipe.resume) if recipe.resume else None, None
         if run:
-            stack.enter_context(lock_run(open_run(run)))
-            checkpoint = newest_checkpoint(run)
+            checkpoint = newest_checkpoint(open_run(run))
+            stack.enter_context(lock_run(run))
             check_same_model(checkpoint, recipe.model)
         dataset = read_dataset(recipe)
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(memory_errors_as_sentences())
         training = Training(recipe, device, dataset, checkpoint, stop)
+        if stop:
+            return 128 + stop.requested
         if run:
             say("; ".join(["resuming", *changes_since(run, recipe)]))
         else:
@@ -201,12 +203,12 @@ class Training:
         return None if self.stop else text
 
     def _check_finite(self, *values: float) -> None:
-        """Raise UserError where the run has diverged, before its weights could replace those of a checkpoint."""
+        """Raise UserError where the run has diverged. What a step does to the weights shows in the next step's loss."""
         if not all(math.isfinite(v) for v in values):
             shown = " and ".join(f"{v:.4g}" for v in values)
             raise UserError(
                 f"the run has diverged: loss and gradient norm at step {self.step} are {shown}; start again, or from "
-                "its newest checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
+                "an earlier checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
             )
 
     def _save(self, checkpoints: Path, must: bool) -> None:

@@ -41,33 +41,37 @@ def test_records_survive_a_killed_process_and_a_resume_drops_what_is_done_again(
     sink = JsonLines(path)
     for step in range(1, 6):
         sink.write({"step": step, "loss": float("nan") if step == 2 else 1.0 / step})
-    sink.close()
+    sink.close(failed=False)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_records(path)[1]["loss"] is None
     path.write_text(path.read_text() + '{"step": 6, "lo\n{"step": 7}\n{"st')  # a full disk, and killed here
     assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4, 5, 7]
     sink = JsonLines(path, keep_until_step=3)
     sink.write({"step": 4, "loss": 0.5})
-    sink.close()
+    sink.close(failed=False)
     assert [r["step"] for r in read_records(path)] == [1, 2, 3, 4]
 
 
-def test_a_record_cut_by_a_full_disk_costs_no_other(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_record_cut_by_a_full_disk_costs_no_other(tmp_path, cut):
     sink = JsonLines(tmp_path / "metrics.jsonl")
     whole = sink._file
 
     class Full:
         def write(self, data):
-            return whole.write(data[:9])
+            return whole.write(data[:-cut])
 
     sink.write({"step": 1})
     sink._file = Full()
     with pytest.raises(OSError, match="part of a record"):
         sink.write({"step": 2})
+    with pytest.raises(OSError, match="part of a record"):
+        sink.write({"step": 2})
     sink._file = whole
     sink.write({"step": 3})
-    sink.close()
-    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [1, 3]
+    sink.close(failed=False)
+    kept = [r["step"] for r in read_records(tmp_path / "metrics.jsonl")]
+    assert kept[0] == 1 and kept[-1] == 3  # a record without its line end is whole
 
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path):
@@ -83,7 +87,7 @@ def test_runs_are_overlaid_in_one_png(tmp_path):
         for step in range(1, 6):
             sink.write({"step": step, "loss": 5 / step})
             sink.write({"step": step, "valid_loss": 6 / step})
-        sink.close()
+        sink.close(failed=False)
     plot_runs(runs, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="has no losses to draw"):

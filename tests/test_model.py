@@ -98,6 +98,13 @@ def test_a_part_of_the_model_gets_its_part_of_the_weights(removed):
         assert torch.equal(parameter, whole[name]), name
 
 
+def test_a_broken_tie_is_noticed():
+    model = build()
+    model.head.lm_head.weight = torch.nn.Parameter(torch.zeros(128, 32))
+    with pytest.raises(ValueError, match=r"wte\.weight is two parameters.*tie_weights"):
+        unique_parameters(model)
+
+
 def test_initial_weights_have_the_stated_spread():
     config = replace(TINY, num_layers=8, hidden_size=128)
     for name, p in build(config).named_parameters():

@@ -122,7 +122,7 @@ def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words
 def test_a_resolved_recipe_names_the_tokenizer_and_the_schedule(recipe):
     auto = replace(recipe, data=replace(recipe.data, tokenizer="auto"))
     assert auto.resolved().data.tokenizer == "bpe"
-    gpt2 = replace(auto, model=replace(auto.model, vocab_size=50257))
+    gpt2 = replace(auto, model=replace(auto.model, vocab_size=50304))
     assert gpt2.resolved().data.tokenizer == "gpt2"
     embedded = replace(gpt2, data=replace(gpt2.data, path=None))
     assert embedded.resolved().data.tokenizer == "bpe"

@@ -217,8 +217,39 @@ def test_a_resume_says_what_has_changed(recipe, capsys):
     capsys.readouterr()
     train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
     out = capsys.readouterr().out
-    assert "resuming; optimizer.decay_steps 5 -> 6" in out or "steps 5 -> 6" in out
-    assert "seed 1234 -> 7" in out and "hidden_size" not in out
+    assert "resuming; optimizer.decay_steps 5 -> 6; steps 5 -> 6; seed 1234 -> 7\n" in out
+
+
+def test_a_signal_before_the_first_step_makes_no_run_folder(recipe, monkeypatch):
+    build = dtgpt.train.build_model
+    monkeypatch.setattr(dtgpt.train, "build_model", lambda *a: os.kill(os.getpid(), 15) or build(*a))
+    assert train(recipe) == 128 + 15
+    assert not Path(recipe.runs).exists()
+
+
+def test_a_signal_saves_also_when_nobody_reads_stderr(recipe, monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    done = Training.train_step
+
+    def step_then_signal(self, lr):
+        os.kill(os.getpid(), 2)
+        return done(self, lr)
+
+    monkeypatch.setattr(Training, "train_step", step_then_signal)
+    monkeypatch.setattr(os, "write", gone)
+    assert train(recipe) == 128 + 2
+    assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000001"]
+
+
+def test_a_file_system_without_locks_is_no_obstacle(recipe, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert train(change(recipe, steps=2)) == 0
+    assert "cannot be locked" in capsys.readouterr().err
 
 
 def test_only_our_own_checkpoints_are_read_and_removed(recipe):
@@ -234,7 +265,8 @@ def test_only_our_own_checkpoints_are_read_and_removed(recipe):
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", "[]", "5", '{"model": 5}', '{"model": {}, "step": 1}', '{"step": "x", "consumed_samples": 0}']
+    "content",
+    ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
 )
 def test_a_state_that_is_no_state_is_refused(recipe, content):
     train(change(recipe, steps=2))
@@ -280,3 +312,22 @@ def test_wandb_offline_gets_the_same_records(recipe):
     run = newest_run(recipe)
     assert list((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert (run / "wandb-id").read_text()
+
+
+def test_wandb_online_needs_a_login(recipe, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "login", lambda prompt: False)
+    with pytest.raises(UserError, match="wandb=online needs a login.*offline"):
+        train(change(recipe, log={"wandb": "online"}))
+    assert not Path(recipe.runs).exists()
+
+
+def test_wandb_that_cannot_start_is_one_sentence(recipe, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.CommError("no route")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UserError, match=r"wandb cannot start \(no route\)"):
+        train(change(recipe, log={"wandb": "offline"}))

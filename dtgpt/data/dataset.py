@@ -45,7 +45,7 @@ class Dataset:
         if self.tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"model.vocab_size={vocab_size} is smaller than the tokenizer's {self.tokenizer.vocab_size} tokens; "
-                f"use --model.vocab_size {self.tokenizer.vocab_size} or more, or a smaller --data.bpe_vocab_size"
+                f"use --model.vocab_size {self.tokenizer.vocab_size} or more, or another --data.tokenizer"
             )
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
