@@ -317,7 +317,7 @@ def test_wandb_offline_gets_the_same_records(recipe):
 def test_wandb_online_needs_a_login(recipe, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "login", lambda prompt: False)
-    with pytest.raises(UserError, match="wandb=online needs a login.*offline"):
+    with pytest.raises(UserError, match=r"wandb=online needs a login.*offline"):
         train(change(recipe, log={"wandb": "online"}))
     assert not Path(recipe.runs).exists()
 
