@@ -14,7 +14,7 @@ from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
 from dtgpt.model import GPT, GPTConfig, build_model
 from dtgpt.ops.random import root_key, uniform
-from dtgpt.run import open_run
+from dtgpt.run import load_tokenizer, open_run
 
 
 @torch.no_grad()
@@ -92,6 +92,6 @@ def generate_from_run(run: Path, config: GenerateConfig) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(GPTConfig(**read_state(checkpoint)["model"]), device, torch.float32, key=None)
     load_weights(checkpoint, model)
-    tokenizer = Tokenizer.load(run / "tokenizer.json", remedy="copy it from another run on the same data")
+    tokenizer = load_tokenizer(run)
     key = root_key(config.seed, device)
     return sample_text(model, tokenizer, config.prompt, config.tokens, key, config.temperature, config.top_k)

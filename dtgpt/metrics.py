@@ -3,12 +3,13 @@
 import errno
 import json
 import math
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe, to_dict
+from dtgpt.recipe import Recipe
 
 
 class Sink(Protocol):
@@ -60,7 +61,7 @@ class Wandb:
         try:
             self._run = wandb.init(
                 project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
-                mode=recipe.log.wandb, config=to_dict(recipe),
+                mode=recipe.log.wandb, config=asdict(recipe),
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None

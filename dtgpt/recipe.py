@@ -4,7 +4,7 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 """
 
 import re
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from dtgpt.errors import UserError
@@ -167,9 +167,3 @@ def value_of(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config as nested plain dictionaries, in the order of its fields, for JSON."""
-    values = ((f.name, getattr(config, f.name)) for f in fields(config))
-    return {name: to_dict(value) if is_dataclass(value) else value for name, value in values}

@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,10 +17,11 @@ from typing import Any, TextIO
 import torch
 
 from dtgpt.console import say
+from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import device_name
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
-from dtgpt.recipe import Recipe, to_dict
+from dtgpt.recipe import Recipe
 
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
@@ -78,9 +80,14 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     return changes
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that the run was trained with."""
+    return Tokenizer.load(folder / "tokenizer.json", remedy="copy it from another run on the same data")
+
+
 def describe_run(folder: Path, recipe: Recipe, device: torch.device, data: dict[str, Any]) -> None:
     """Write the resolved recipe and the environment."""
-    write_json(folder / "recipe.json", to_dict(recipe))
+    write_json(folder / "recipe.json", asdict(recipe))
     write_json(folder / "environment.json", {**environment(device), "data": data})
 
 

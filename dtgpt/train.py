@@ -20,7 +20,6 @@ from dtgpt.checkpoint import (
 )
 from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, bits_per_byte, default_cache, held_out_batches, load_dataset, training_batch
-from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences, use_compiler
 from dtgpt.errors import UserError
 from dtgpt.generate import sample_text
@@ -31,7 +30,7 @@ from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import clip_gradients, learning_rate, make_optimizer
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report
-from dtgpt.run import changes_since, create_run, lock_run, open_run
+from dtgpt.run import changes_since, create_run, load_tokenizer, lock_run, open_run
 from dtgpt.signals import StopRequest
 
 
@@ -113,7 +112,7 @@ class Training:
         first, stopping = self.step, bool(self.stop)
         while self.step < recipe.steps and not stopping:
             lr = learning_rate(self.step, recipe)
-            loss, norm = self.train_step(lr)
+            loss_on_device, norm_on_device = self.train_step(lr)
 
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
             stopping, last = bool(self.stop), self.step == recipe.steps
@@ -123,13 +122,14 @@ class Training:
             sample_due = last or due(self.step, log.sample_interval)
             if not (report_due or eval_due or save_due or sample_due):
                 continue
-            self._check_finite(loss.item(), norm.item())  # from here on the program waits for the device
+            loss, norm = loss_on_device.item(), norm_on_device.item()  # here the program waits for the device
+            self._check_finite("loss and gradient norm", loss, norm)
             if report_due:
                 tokens = self.consumed_samples * recipe.model.seq_length
-                report.step(self.step, tokens, loss.item(), norm.item(), lr)
+                report.step(self.step, tokens, loss, norm, lr)
             with report.paused():
                 if eval_due and (losses := self.held_out_loss()):
-                    self._check_finite(*losses)
+                    self._check_finite("held-out loss and bits/byte", *losses)
                     report.held_out(self.step, *losses)
                 if save_due:
                     self._save(checkpoints, must=last or stopping)
@@ -142,10 +142,11 @@ class Training:
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        step_key = fold(self.dropout_key, self.step)
         sample_ids = self.consumed_samples + torch.arange(recipe.global_batch_size)
         windows = training_batch(self.dataset.train, self.data_key, sample_ids, recipe.model.seq_length)
+        step_key = fold(self.dropout_key, self.step)
 
+        windows, sample_ids, step_key = (to_device(t, self.device) for t in (windows, sample_ids, step_key))
         size = recipe.micro_batch_size
         losses = [
             self.backward(micro_windows, micro_ids, step_key)
@@ -162,9 +163,8 @@ class Training:
     def backward(self, windows: Tensor, sample_ids: Tensor, step_key: Tensor) -> Tensor:
         """Add one micro-batch's share of the gradient; returns its mean loss, detached.
 
-        windows: int64 `[B, T + 1]`; sample_ids: int64 `[B]`; step_key: int64 `[2]`; all on the CPU.
+        windows: int64 `[B, T + 1]`; sample_ids: int64 `[B]`; step_key: int64 `[2]`.
         """
-        windows, sample_ids, step_key = (to_device(t, self.device) for t in (windows, sample_ids, step_key))
         keys = None
         if self.recipe.model.dropout > 0:
             keys = self.dropout_keys(step_key, sample_ids, self.recipe.model.num_sites)
@@ -202,13 +202,13 @@ class Training:
         )  # fmt: skip
         return None if self.stop else text
 
-    def _check_finite(self, *values: float) -> None:
+    def _check_finite(self, names: str, *values: float) -> None:
         """Raise UserError where the run has diverged. What a step does to the weights shows in the next step's loss."""
         if not all(math.isfinite(v) for v in values):
             shown = " and ".join(f"{v:.4g}" for v in values)
             raise UserError(
-                f"the run has diverged: loss and gradient norm at step {self.step} are {shown}; start again, or from "
-                "an earlier checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
+                f"the run has diverged: {names} at step {self.step} are {shown}; start again, or from an "
+                "earlier checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
             )
 
     def _save(self, checkpoints: Path, must: bool) -> None:
@@ -226,8 +226,7 @@ class Training:
 
     def _resume(self, checkpoint: Path) -> None:
         run = checkpoint.parents[1]
-        remedy = "copy it from another run on the same data"
-        if Tokenizer.load(run / "tokenizer.json", remedy).ranks != self.dataset.tokenizer.ranks:
+        if load_tokenizer(run).ranks != self.dataset.tokenizer.ranks:
             raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
         state = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]

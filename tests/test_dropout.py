@@ -44,6 +44,11 @@ def test_a_site_with_a_start_draws_its_part_of_the_mask():
     assert torch.equal(site(x[:, 2:], KEYS), whole(x, KEYS)[:, 2:])
 
 
+def test_an_empty_shard_is_no_special_case():
+    assert dropout(torch.ones(6, 5, 0), KEYS, 0.4).shape == (6, 5, 0)
+    assert dropout(torch.ones(6, 0, 5), KEYS, 0.4).shape == (6, 0, 5)
+
+
 def test_the_mask_depends_on_the_sample_not_on_its_place_in_the_batch():
     x = torch.randn(6, 9, 16)
     order = torch.tensor([4, 0, 5, 1, 3, 2])

@@ -62,6 +62,7 @@ def test_bits_do_not_depend_on_the_shape_of_the_global_tensor():
 
 def test_an_empty_part_is_empty_and_a_backward_one_is_refused():
     assert bits(KEY, (3, range(4, 4))).shape == (3, 0)
+    assert normal(KEY, (3, 0)).shape == (3, 0) and uniform(KEY, (0, 3)).shape == (0, 3)
     with pytest.raises(ValueError, match="backwards"):
         bits(KEY, (range(5, 0, -1),))
     with pytest.raises(ValueError, match="5 dimensions"):

@@ -1,13 +1,13 @@
 import importlib.util
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
 import pytest
 
 from dtgpt.errors import UserError
 from dtgpt.overrides import apply_overrides, help_text, leaves
-from dtgpt.recipe import NOT_NEGATIVE, POSITIVE, SHARES, Recipe, to_dict, value_of
+from dtgpt.recipe import NOT_NEGATIVE, POSITIVE, SHARES, Recipe, value_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 
@@ -47,7 +47,7 @@ def test_a_recipe_is_frozen(recipe):
 def test_every_field_can_be_overridden_and_shows_in_help(recipe):
     text = help_text(recipe, "doc", "torchrun x.py")
     names = {name for name, *_ in leaves(recipe)}
-    assert len(names) > 40 and len(json.dumps(to_dict(recipe))) > 500
+    assert len(names) > 40 and len(json.dumps(asdict(recipe))) > 500
     for name, type_, description, value in leaves(recipe):
         assert f"--{name} " in text and description in text
         if value is not None:

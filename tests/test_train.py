@@ -126,6 +126,12 @@ def test_compiled_training_follows_eager_training(recipe):
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
+def test_a_held_out_loss_that_is_no_number_is_told_as_that(recipe, monkeypatch):
+    monkeypatch.setattr(Training, "held_out_loss", lambda self: (float("nan"), float("nan")))
+    with pytest.raises(UserError, match=r"has diverged: held-out loss and bits/byte at step 5 are nan and nan"):
+        train(recipe)
+
+
 def test_a_stop_request_ends_the_run_with_a_checkpoint(recipe, monkeypatch, capsys):
     done = Training.train_step
 

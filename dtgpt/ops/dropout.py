@@ -40,12 +40,9 @@ def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
 
 def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """True where an element is kept: bool `[*key batch, *ranges]`. Equal to the same cut of the whole tensor's mask."""
-    last = ranges[-1]
-    if len(last) == 0:
-        return torch.empty(*key.shape[:-1], *map(len, ranges), dtype=torch.bool, device=key.device)
     packed = keep_bytes(key, ranges, p).unsqueeze(-1)
     lanes = torch.arange(LANES, dtype=torch.uint8, device=key.device)
-    _, cut = covering_blocks(last, LANES)
+    _, cut = covering_blocks(ranges[-1], LANES)
     return ((packed >> lanes) & 1).bool().flatten(-2)[..., cut]
 
 

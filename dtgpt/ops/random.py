@@ -91,7 +91,9 @@ def block_words(key: Tensor, leading: Sequence[range], blocks: range) -> tuple[T
 
 
 def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:
-    """The blocks of `lanes` elements that cover the non-empty `r`, and the slice that cuts `r` out of them."""
+    """The blocks of `lanes` elements that cover `r`, and the slice that cuts `r` out of them."""
+    if len(r) == 0:
+        return range(0), slice(0, 0)
     if r.step < 1:
         raise ValueError(f"a part may not run backwards, but its step is {r.step}")
     first, last = r[0] // lanes, r[-1] // lanes
@@ -105,15 +107,18 @@ def bits(key: Tensor, part: Part) -> Tensor:
     All four words of an evaluation are used, one for each of four neighbours of the last dimension.
     """
     *leading, last = _ranges(part)
-    if len(last) == 0:
-        return torch.empty(*key.shape[:-1], *map(len, leading), 0, dtype=torch.int64, device=key.device)
     blocks, cut = covering_blocks(last, WORDS)
     return torch.stack(block_words(key, leading, blocks), dim=-1).flatten(-2)[..., cut]
 
 
+def _unit(word: Tensor) -> Tensor:
+    """A word as float64 in the open interval (0, 1): the centre of one of 2^32 equal cells."""
+    return (word.double() + 0.5) * 2.0**-32
+
+
 def uniform(key: Tensor, part: Part) -> Tensor:
-    """Uniform float64 in the open interval (0, 1) for every element of `part`: the centres of 2^32 equal cells."""
-    return (bits(key, part).double() + 0.5) * 2.0**-32
+    """Uniform float64 in the open interval (0, 1) for every element of `part`."""
+    return _unit(bits(key, part))
 
 
 def normal(key: Tensor, part: Part) -> Tensor:
@@ -122,10 +127,8 @@ def normal(key: Tensor, part: Part) -> Tensor:
     Computed in float64, so that the float32 value that a weight takes is the same on every kind of device.
     """
     *leading, last = _ranges(part)
-    if len(last) == 0:
-        return torch.empty(*key.shape[:-1], *map(len, leading), 0, dtype=torch.float64, device=key.device)
     blocks, cut = covering_blocks(last, WORDS)
-    u = [(w.double() + 0.5) * 2.0**-32 for w in block_words(key, leading, blocks)]
+    u = [_unit(w) for w in block_words(key, leading, blocks)]
     lanes = []
     for radius, angle in ((u[0], u[1]), (u[2], u[3])):
         radius, angle = torch.sqrt(-2 * torch.log(radius)), 2 * math.pi * angle
