@@ -7,6 +7,7 @@ Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded voca
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from dtgpt.ops.random import fold, normal, row_chunks
 
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
 LARGEST_SIZE = 1_000_000  # of any one dimension
+TABLE = "embedding.wte.weight"  # the name of the token table, tied to the output projection
 BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention output, MLP output
 
 
@@ -124,7 +126,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x: [B, T, H] -> [B, T, H]. keys: [BLOCK_SITES, B, 2] or None (no dropout)."""
+    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -136,7 +138,7 @@ class Block(nn.Module):
         self.drop_2 = Dropout(config.dropout)
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(0)
+        core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(1)
         x = x + self.drop_1(self.attn(self.ln_1(x), core), attended)
         return x + self.drop_2(self.mlp(self.ln_2(x)), expanded)
 
@@ -169,10 +171,11 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [B, T] (and dropout keys [num_sites, B, 2], or None for evaluation) -> logits [B, T, V].
+    """tokens [B, T] (and dropout keys [B, num_sites, 2], or None for evaluation) -> logits [B, T, V].
 
     Logits of the padding, `[..., config.vocab_size:]`, mean nothing: loss and sampling leave them out.
-    Blocks are keyed by their global index, so a parameter keeps its name when a plan removes other blocks.
+    Blocks are keyed by their global index, so a parameter keeps its name when a part of the model is all that is left:
+    without the embedding it takes activations [B, T, H], without the head it returns them.
     `dtype` is that of activations; parameters are fp32, the master weights.
     """
 
@@ -186,29 +189,38 @@ class GPT(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the output projection the token embedding. To be called again after whatever replaces parameters."""
-        self.head.lm_head.weight = self.embedding.wte.weight
+        if self.embedding is not None and self.head is not None:
+            self.head.lm_head.weight = self.embedding.wte.weight
 
-    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens, None if keys is None else keys[0])
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x, None if keys is None else keys[:, 0])
         for index, block in self.blocks.items():
             first = 1 + BLOCK_SITES * int(index)
-            x = block(x, None if keys is None else keys[first : first + BLOCK_SITES])
-        return self.head(x)
+            x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES])
+        return x if self.head is None else self.head(x)
+
+    def keep(self, blocks: range, embedding: bool, head: bool) -> None:
+        """Leave only these blocks, and the ends where wanted: the part of the model that one pipeline stage holds."""
+        for index in [i for i in self.blocks if int(i) not in blocks]:
+            del self.blocks[index]
+        self.embedding = self.embedding if embedding else None
+        self.head = self.head if head else None
 
 
 def dropout_keys(key: Tensor, sample_ids: Tensor, num_sites: int) -> Tensor:
-    """Keys int64 `[num_sites, B, 2]` of every dropout site for the samples `sample_ids [B]`; `key [2]` is of a step.
+    """Keys int64 `[B, num_sites, 2]` of every dropout site for the samples `sample_ids [B]`; `key [2]` is of a step.
 
     A mask depends on which sample of the run it belongs to, never on its place in a micro-batch.
     """
     sites = torch.arange(num_sites, device=key.device)
-    return fold(key, sample_ids, sites[:, None])
+    return fold(key, sample_ids[:, None], sites)
 
 
 def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name, each once. The tied table is always `embedding.wte.weight`, also in a part of the model that
     holds the head without the embedding: initial weights and checkpoints know one name for it."""
-    tied, unique = {"head.lm_head.weight": "embedding.wte.weight"}, {}
+    tied, unique = {"head.lm_head.weight": TABLE}, {}
     for name, parameter in model.named_parameters():
         name = tied.get(name, name)
         if name in unique:
@@ -218,33 +230,34 @@ def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def init_weights(model: GPT, key: Tensor) -> None:
-    """Fill every parameter in place, on its device: N(0, init_std) for weights, with the outputs of residual branches
-    scaled by 1 / sqrt(2 num_layers); zero biases; unit LayerNorms (Radford et al. 2019, section 2.3).
+def fill_weight(part: Tensor, name: str, index: Sequence[range], config: GPTConfig, key: Tensor) -> None:
+    """Fill `part`, the elements with the global `index` of parameter `name`, in place and on its device: N(0, init_std)
+    for weights, with the outputs of residual branches scaled by 1 / sqrt(2 num_layers); zero biases; unit LayerNorms
+    (Radford et al. 2019, section 2.3). Values are a function of (key, name, index) alone."""
+    if name.endswith("bias"):
+        part.zero_()
+    elif ".ln_" in f".{name}":
+        part.fill_(1)
+    else:
+        std = config.init_std / (math.sqrt(2 * config.num_layers) if name.endswith("proj.weight") else 1)
+        weight_key = fold(key, name).to(part.device)
+        for rows, piece in row_chunks(index):
+            part[rows] = std * normal(weight_key, piece)
 
-    A weight's values are a function of (key, parameter name, index), so a part of the model gets its part of them.
-    """
-    config = model.config
-    for name, parameter in unique_parameters(model).items():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif ".ln_" in f".{name}":
-            parameter.fill_(1)
-        else:
-            residual = name.endswith("proj.weight")
-            std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
-            weight_key = fold(key, name).to(parameter.device)
-            for rows, part in row_chunks(parameter.shape):
-                parameter[rows] = std * normal(weight_key, part)
+
+def allocate(model: GPT, device: torch.device) -> None:
+    """Give a model laid out on the meta device its memory, with whatever values are there."""
+    model.to_empty(device=device)
+    model.tie_weights()
 
 
 def build_model(config: GPTConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> GPT:
-    """A GPT laid out on the meta device, then allocated once on `device`, with initial weights from `key [2]`. No key:
-    the memory is left as it is, for a checkpoint to fill."""
+    """A whole GPT on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for a
+    checkpoint to fill."""
     with torch.device("meta"):
         model = GPT(config, dtype)
-    model.to_empty(device=device)
-    model.tie_weights()
+    allocate(model, device)
     if key is not None:
-        init_weights(model, key)
+        for name, parameter in unique_parameters(model).items():
+            fill_weight(parameter, name, [range(n) for n in parameter.shape], config, key)
     return model
