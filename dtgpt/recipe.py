@@ -4,11 +4,14 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from dtgpt.errors import UserError
 from dtgpt.model import GPT2_124M, GPTConfig
+from dtgpt.parallel.names import parse_plan
+from dtgpt.parallel.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,13 @@ class Recipe:
     steps: Annotated[int, "optimizer steps"]
     micro_batch_size: Annotated[int, "samples per forward and backward pass on a device"]
     global_batch_size: Annotated[int, "samples per optimizer step"]
+    plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica on each process"] = "dp"
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
     seed: Annotated[int, "of weights, batches, dropout masks and samples"] = 1234
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: cuda where there is one"] = "auto"
     precision: Annotated[Literal["auto", "fp32", "bf16"], "of activations; auto: bf16 on cuda, else fp32"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile of each block; auto: on cuda"] = "auto"
+    timeout: Annotated[float, "seconds after which a rank that waits for others ends the run"] = 600.0
     runs: Annotated[str, "folder in which the run folder is made"] = "runs"
     resume: Annotated[str | None, "run folder to go on with, from its newest checkpoint"] = None
     data: DataConfig = field(default_factory=DataConfig)
@@ -87,10 +93,24 @@ class Recipe:
         warmup = self.optimizer.warmup
         return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
 
-    @property
-    def micro_batches(self) -> int:
-        """Gradient accumulation: forward and backward passes per optimizer step."""
-        return self.global_batch_size // self.micro_batch_size
+    def micro_batches(self, dp: int) -> int:
+        """Gradient accumulation: forward and backward passes of each of `dp` replicas per optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * dp)
+
+    def named_plan(self) -> Plan:
+        """The plan that `plan` names, with dp as it says."""
+        return parse_plan(self.plan, self.plans)
+
+    def plan_for(self, world: int) -> Plan:
+        """The plan for `world` processes, checked against the model and the batch; raises UserError, one sentence."""
+        plan = self.named_plan().for_world(world)
+        plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
+        if self.compile == "on" and plan.splits_backward:
+            raise UserError(
+                f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
+                "torch.compile cannot; use --compile off or another schedule"
+            )
+        return plan
 
     def resolved(self) -> "Recipe":
         """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
@@ -150,7 +170,7 @@ class Recipe:
 
 
 POSITIVE = (
-    "steps", "micro_batch_size", "global_batch_size", "optimizer.lr", "optimizer.eps", "log.interval",
+    "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
     "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps",
 )  # fmt: skip
 NOT_NEGATIVE = (
