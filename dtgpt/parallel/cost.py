@@ -1,0 +1,94 @@
+"""What a plan costs each rank, from shapes alone: no process group, no tensor."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from dtgpt.model import GPT, TABLE, GPTConfig
+from dtgpt.parallel.mesh import Place, chunk
+from dtgpt.parallel.pipeline import block_ranges
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.tensor import Table, make_table, style_of
+from dtgpt.recipe import Recipe
+
+OUTPUT = "head.lm_head.weight"  # the tied table's name on a stage that has the head without the embedding
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter on a rank, in elements."""
+
+    name: str
+    stage: int
+    whole: int  # of the tensor
+    by_tp: int  # after tensor parallelism: what the rank computes with
+    local: int  # after ZeRO: what it keeps
+
+
+def parameters_of(config: GPTConfig, plan: Plan, rank: int) -> list[Held]:
+    """What `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model."""
+    place, held = Place(plan, rank), []
+    table = make_table(config, plan) if plan.tp > 1 else {}
+    ranges = block_ranges(config, plan)
+    for stage in place.stages:
+        for name, module, shape in _parameters_of_stage(config, ranges, stage):
+            local = list(shape)
+            dim = tp_dimension(module, name, table)
+            if dim is not None and dim < len(shape):
+                local[dim] = len(chunk(range(shape[dim]), plan.tp, place.tp))
+            by_tp = math.prod(local)
+            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+            held.append(Held(name, stage, math.prod(shape), by_tp, math.prod(local)))
+    return held
+
+
+def _parameters_of_stage(config: GPTConfig, ranges: list[range], stage: int) -> Iterator[tuple[str, str, Shape]]:
+    """(name, module that holds it, whole shape) of each parameter."""
+    embedding, block, head = _shapes(replace(config, num_layers=1))
+    parts = [(f"blocks.{i}.{name}", shape) for i in ranges[stage] for name, shape in block]
+    if stage == 0:
+        parts = [*embedding, *parts]
+    if stage == len(ranges) - 1:
+        parts += head
+    for name, shape in parts:
+        if name == OUTPUT and stage == 0:
+            continue  # tied to the embedding of the same stage
+        yield (TABLE if name == OUTPUT else name), name.rpartition(".")[0], shape
+
+
+@lru_cache(maxsize=8)
+def _shapes(config: GPTConfig) -> tuple[list[tuple[str, Shape]], ...]:
+    """Names and shapes in the embedding, in a block (named from there on) and in the head."""
+    with torch.device("meta"):
+        model = GPT(config)
+    every = [(name, tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)]
+    block = [(name.removeprefix("blocks.0."), shape) for name, shape in every if name.startswith("blocks.0.")]
+    return ([e for e in every if e[0].startswith("embedding.")], block, [e for e in every if e[0].startswith("head.")])
+
+
+def tp_dimension(module: str, name: str, table: Table) -> int | None:
+    """The dimension of parameter `name` of `module` that tensor parallelism cuts, or None."""
+    style = style_of(module, table)
+    if isinstance(style, ColwiseParallel):
+        return 0
+    if isinstance(style, RowwiseParallel):
+        return 0 if module == "embedding.wte" else (1 if name.endswith("weight") else None)
+    return None
+
+
+def gradient_bytes(held: list[Held], plan: Plan, micro_batches: int) -> int:
+    """fp32. ZeRO-2 cuts them as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before
+    it cuts anything."""
+    cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and micro_batches == 1))
+    return sum(4 * (p.local if cut else p.by_tp) for p in held)
+
+
+def state_bytes(recipe: Recipe, plan: Plan, rank: int) -> int:
+    """Weights, gradients and AdamW's two moments on `rank`, in fp32."""
+    held = parameters_of(recipe.model, plan, rank)
+    return sum(12 * p.local for p in held) + gradient_bytes(held, plan, recipe.micro_batches(plan.dp))

@@ -1,0 +1,140 @@
+"""The processes that torchrun started: who this one is, and how they come together."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtgpt
+from dtgpt.console import say
+from dtgpt.errors import UserError
+from dtgpt.overrides import leaves
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.tensor import make_table
+from dtgpt.recipe import Recipe
+
+# NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
+NCCL_REPORTS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+
+was_in_group = False  # this process, at any time
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Process:
+    """What torchrun tells a process in its environment; one alone where nothing is told."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # on its node
+    local_world: int = 1
+
+    @classmethod
+    def from_environment(cls) -> "Process":
+        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
+        given = {field: os.environ.get(name, "") for field, name in names.items()}
+        for field, text in given.items():
+            if text and not text.isdecimal():
+                raise UserError(f"the environment says {names[field]}={text}; start the processes with torchrun")
+        missing = [names[field] for field, text in given.items() if not text]
+        if missing and given["world"] not in ("", "1"):
+            raise UserError(
+                f"the environment says WORLD_SIZE={given['world']}, but not {', '.join(missing)}; start the processes "
+                "with torchrun"
+            )
+        process = cls(**{field: int(text) for field, text in given.items() if text})
+        if process.rank >= process.world or process.local_rank >= process.local_world:
+            raise UserError(
+                f"the environment says RANK={process.rank} of WORLD_SIZE={process.world} and LOCAL_RANK="
+                f"{process.local_rank} of LOCAL_WORLD_SIZE={process.local_world}; start the processes with torchrun"
+            )
+        return process
+
+
+@contextmanager
+def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process) -> Iterator[Mesh]:
+    """The mesh of `plan`, after all processes agreed that they run the same. Ends the process group if it began it."""
+    if plan.tp > 1:
+        make_table(recipe.model, plan)  # a wrong pattern shows before anything is started
+    started = plan.world > 1 and not dist.is_initialized()
+    if started:
+        start_process_group(device, recipe.timeout)
+    try:
+        if plan.world > 1:
+            agree_on_run(recipe, plan, device)
+        mesh = Mesh(plan, device)
+        mesh.set_timeout(recipe.timeout)
+        if process.local_world % plan.tp and plan.world > 1:
+            say(
+                f"tp={plan.tp} does not divide the {process.local_world} ranks of a node: tp crosses nodes",
+                warning=True,
+            )
+        yield mesh
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def start_process_group(device: torch.device, timeout: float) -> None:
+    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`. Small messages between CPUs go through gloo."""
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout)}
+    if device.type == "cuda":
+        for name, value in NCCL_REPORTS.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        settings |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    global was_in_group
+    was_in_group = True
+    try:
+        dist.init_process_group(**settings)
+    except (ValueError, dist.DistError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the processes did not find each other ({reason}); start all of them with torchrun, at the same time"
+        ) from None
+
+
+def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:
+    """Raise UserError, the same on every rank, where a rank differs from rank 0 in recipe, plan, code or torch."""
+    values = {name: str(value) for name, _, _, value in leaves(recipe)}
+    values["the plan"] = json.dumps(asdict(plan), default=repr)
+    values["torch"], values["the kind of device"] = torch.__version__, device.type
+    values |= {f"the code of {name}": digest for name, digest in code_digests().items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            ours, other = everyone[0].get(name), theirs.get(name)
+            if ours != other:
+                raise UserError(
+                    f"rank {rank} differs from rank 0 in {name}: {other} there, {ours} on rank 0; start every rank "
+                    "with the same command on the same code"
+                )
+
+
+def code_digests() -> dict[str, str]:
+    """A short digest of each source file of dtgpt."""
+    root = Path(dtgpt.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
+
+
+@contextmanager
+def lost_peers_as_sentences(remedy: str) -> Iterator[None]:
+    """What gloo raises on the ranks that are left when another one has died becomes a UserError with this remedy.
+    NCCL's watchdog ends such ranks by itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST):
+            raise
+        raise UserError(f"another process of the run ended; see what it says, and {remedy}") from None

@@ -1,0 +1,175 @@
+"""Where this process stands in a plan, and what the processes do together.
+
+Ranks are ordered (pp, dp, tp) with tp fastest: the ranks that talk most are neighbours on one node.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dtgpt.errors import UserError
+from dtgpt.parallel.plan import Plan
+
+Result = TypeVar("Result")
+DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinates of one rank in a plan."""
+
+    plan: Plan
+    rank: int
+
+    @property
+    def tp(self) -> int:
+        return self.rank % self.plan.tp
+
+    @property
+    def dp(self) -> int:
+        return self.rank // self.plan.tp % self.plan.dp
+
+    @property
+    def pp(self) -> int:
+        return self.rank // (self.plan.tp * self.plan.dp)
+
+    @property
+    def shard(self) -> int:
+        return self.dp % self.plan.shard
+
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stages of this rank, by depth."""
+        return [s for s in range(self.plan.num_stages) if self.plan.stage_rank(s) == self.pp]
+
+    def neighbour(self, pp: int) -> int:
+        """The rank with the same dp and tp coordinates on pipeline rank `pp`."""
+        return self.rank + (pp - self.pp) * self.plan.dp * self.plan.tp
+
+
+class Mesh:
+    """The processes of a run. With one process there is no process group, and everything here is the identity."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device = plan, device
+        self.world = plan.world
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.place = Place(plan, self.rank)
+        self.devices: DeviceMesh | None = None
+        self.tp_group = self.pp_group = self.tied_group = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
+        if self.world > 1:
+            shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
+            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+            self.pp_group = self.devices.get_group("pp")
+            self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
+            self.tied_group = self._make_tied_group()
+            self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
+            self._groups += [self.tied_group] if self.tied_group else []
+
+    def _make_tied_group(self) -> dist.ProcessGroup | None:
+        """This rank's group of the two ranks that hold the token table, where first and last stage are on different
+        ranks. Every rank takes part in making every group."""
+        first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
+        if first == last:
+            return None
+        mine = None
+        for rank in range(self.plan.dp * self.plan.tp):
+            pair = [rank, Place(self.plan, rank).neighbour(last)]
+            group = dist.new_group(pair)
+            mine = group if self.rank in pair else mine
+        return mine
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a collective of the mesh's groups may wait: torch gives new groups a default of its own."""
+        for group in self._groups:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def sum(self, *values: float | Tensor) -> Tensor:
+        """Sums over all ranks, one for each value, in float64 on the device."""
+        tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        return self._reduce(torch.stack(tensors), dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        if self.world == 1:
+            return value
+        return self._reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank: what all ranks are to decide alike."""
+        return bool(self.max(float(flag)))
+
+    def vote(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank. On several GPUs the answer is that of the vote before, which is known
+        without waiting for the step that has just been queued; all ranks get the same one."""
+        if self.world == 1 or self.device.type == "cpu":
+            return self.any(flag)
+        before = self._ballot
+        ballot = self._reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
+        counted, done = torch.empty((), pin_memory=True), torch.cuda.Event()
+        counted.copy_(ballot, non_blocking=True)
+        done.record()
+        self._ballot = counted, done
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0])
+
+    def _reduce(self, tensor: Tensor, how: dist.ReduceOp) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(tensor, how)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_rank_0(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on rank 0, on every rank; its UserError likewise."""
+        return self.turns(work, lambda rank: rank == 0)[0]
+
+    def turns(self, work: Callable[[], Result], chosen: Callable[[int], bool]) -> list[Result | None]:
+        """Run `work` on the `chosen` ranks while the others wait. Returns the results by rank, None for the others."""
+        result, sentence = None, None
+        if chosen(self.rank):
+            try:
+                result = work()
+            except (UserError, OSError, SafetensorError) as error:
+                if self.world == 1:
+                    raise
+                sentence = str(error) or repr(error)
+        outcomes = self.gather((result, sentence))
+        for _, refused in outcomes:
+            if refused:
+                raise UserError(refused)
+        return [outcome for outcome, _ in outcomes]
+
+    def agree(self, values: dict[str, Any], remedy: str) -> None:
+        """Raise UserError on every rank where a rank's values are not those of rank 0."""
+        first, *others = self.gather(values)
+        for rank, theirs in enumerate(others, start=1):
+            for name in sorted(first.keys() | theirs.keys()):
+                if first.get(name) != theirs.get(name):
+                    raise UserError(
+                        f"rank {rank} has {name}={theirs.get(name)} where rank 0 has {first.get(name)}; {remedy}"
+                    )
+
+
+def chunk(whole: range, pieces: int, index: int) -> range:
+    """Piece `index` of a range cut as torch.chunk does: pieces of equal size, the last ones shorter or empty."""
+    size = math.ceil(len(whole) / pieces)
+    return whole[index * size : (index + 1) * size]

@@ -1,0 +1,140 @@
+"""Pipeline parallelism: cut the model into stages by cost, and run them through `torch.distributed.pipelining`.
+
+Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al. 2021), ZBV (Qi et al. 2024). Stage
+edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
+"""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from dtgpt.model import GPT, GPTConfig
+from dtgpt.parallel.mesh import Mesh, chunk
+from dtgpt.parallel.passes import LossFunction, Passes
+from dtgpt.parallel.plan import Plan
+
+ONE_STAGE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+MANY_STAGES = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}
+EMBEDDING_COST = 0.05  # of a block's: a lookup, a sum and a dropout, all bound by memory
+
+
+def block_ranges(config: GPTConfig, plan: Plan) -> list[range]:
+    """The blocks of each stage: as the plan says, or so that the costliest stage is as cheap as can be."""
+    sizes = plan.blocks_per_stage or balanced_cut(config, plan.num_stages)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
+
+@cache
+def balanced_cut(config: GPTConfig, stages: int) -> tuple[int, ...]:
+    """Blocks per stage, at least one each. Cost is in FLOPs of a token; the head counts on the last stage, the
+    embedding on the first. Among cuts with the same costliest stage, the one with the most even rest."""
+    h, length = config.hidden_size, config.seq_length
+    block = 6 * 12 * h * h + 12 * h * length
+    head = 6 * h * config.padded_vocab_size / block
+
+    def cost(stage: int, blocks: int) -> float:
+        return blocks + EMBEDDING_COST * (stage == 0) + head * (stage == stages - 1)
+
+    @cache
+    def best(stage: int, left: int) -> tuple[float, float, tuple[int, ...]]:
+        """(largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
+        if stage == stages - 1:
+            return cost(stage, left), cost(stage, left) ** 2, (left,)
+        choices = []
+        for blocks in range(1, left - (stages - stage - 1) + 1):
+            largest, squares, cut = best(stage + 1, left - blocks)
+            here = cost(stage, blocks)
+            choices.append((max(here, largest), here**2 + squares, (blocks, *cut)))
+        return min(choices)
+
+    return best(0, config.num_layers)[2]
+
+
+def keep_stage(model: GPT, stage: int, plan: Plan) -> GPT:
+    """Remove from a whole model (on the meta device) all but one stage."""
+    blocks = block_ranges(model.config, plan)[stage]
+    model.keep(blocks, embedding=stage == 0, head=stage == plan.num_stages - 1)
+    return model
+
+
+class Stage(PipelineStage):
+    """A stage whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch greets every
+    neighbour, and gloo of torch 2.11 fails where a rank greets itself."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+class Pipeline(Passes):
+    """The stages of this rank in a schedule."""
+
+    def __init__(
+        self,
+        stages: list[GPT],
+        mesh: Mesh,
+        loss: LossFunction,
+        micro_batch_size: int,
+        micro_batches: int,
+        dtype: torch.dtype,
+    ):
+        self.modules, self.mesh, self.loss, self.dtype = stages, mesh, loss, dtype
+        plan, config = mesh.plan, stages[0].config
+        length = config.seq_length // (plan.tp if plan.sequence_parallel else 1)
+        self.edge = (length, config.hidden_size)
+        columns = len(chunk(range(config.padded_vocab_size), plan.tp, mesh.place.tp))
+        tokens = torch.empty(micro_batch_size, config.seq_length, dtype=torch.int64, device="meta")
+        edge = torch.empty(micro_batch_size, *self.edge, dtype=dtype, device="meta", requires_grad=True)
+        logits = edge.new_empty(micro_batch_size, config.seq_length, columns, requires_grad=True)
+        self.stages = [
+            Stage(
+                module, index, plan.num_stages, mesh.device, group=mesh.pp_group,
+                input_args=(tokens if index == 0 else edge,),
+                output_args=(logits if index == plan.num_stages - 1 else edge,),
+            )
+            for index, module in zip(mesh.place.stages, stages, strict=True)
+        ]  # fmt: skip
+        self._micro_batches = micro_batches
+        options = {"n_microbatches": micro_batches, "loss_fn": self._share_of_loss, "scale_grads": False}
+        if plan.schedule in ONE_STAGE:
+            self.schedule = ONE_STAGE[plan.schedule](self.stages[0], **options)
+        else:
+            self.schedule = MANY_STAGES[plan.schedule](self.stages, **options)
+        self.holds_first = mesh.place.stages[0] == 0
+        self.holds_last = mesh.place.stages[-1] == plan.num_stages - 1
+
+    def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets) / self._micro_batches
+
+    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
+        inputs = [windows[:, :-1].contiguous()] if self.holds_first else []
+        targets = {"target": windows[:, 1:].contiguous(), "losses": []} if self.holds_last else {}
+        more = {} if keys is None else {"keys": keys}
+        self.schedule.step(*inputs, return_outputs=False, **targets, **more)
+        if not self.holds_last:
+            return torch.zeros((), device=self.mesh.device)
+        return torch.stack(targets["losses"]).detach().sum()
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Stage after stage: each rank meets its sends and receives by depth, so that none waits in a circle."""
+        plan, place = self.mesh.plan, self.mesh.place
+        x = tokens
+        for index, module in zip(place.stages, self.modules, strict=True):
+            before = plan.stage_rank(index - 1) if index else place.pp
+            after = plan.stage_rank(index + 1) if index + 1 < plan.num_stages else place.pp
+            if before != place.pp:
+                x = torch.empty(len(tokens), *self.edge, dtype=self.dtype, device=self.mesh.device)
+                dist.recv(x, place.neighbour(before), group=self.mesh.pp_group)
+            x = module(x)
+            if after != place.pp:
+                dist.send(x.contiguous(), place.neighbour(after), group=self.mesh.pp_group)
+        return x if self.holds_last else None

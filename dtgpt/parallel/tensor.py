@@ -1,0 +1,161 @@
+"""Tensor and sequence parallelism: a table {module pattern: style} for `parallelize_module`.
+
+The cut is Megatron-LM's (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022): the first matrix of a
+pair by columns, the second by rows, the token table and the logits over the vocabulary. Between modules there are
+local tensors; inside a module of the table, weights and activations are DTensors.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from dtgpt.errors import UserError
+from dtgpt.model import GPT, GPTConfig
+from dtgpt.parallel.plan import Plan
+
+
+class SequencePositions(ParallelStyle):
+    """For the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
+    `[1, T / tp]`; the table stays whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            ids = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+            return (ids.redistribute(mesh, [Shard(1)]), *inputs[1:])
+
+        def local(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, input_fn=cut, output_fn=local)
+
+    def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
+        return "SequencePositions()"
+
+
+class DropoutShard(ParallelStyle):
+    """For a dropout site whose input is cut evenly along dimension `dim` of the sample: tells it the global index of
+    its first element. `sizes` is the whole shape of a sample's tensor."""
+
+    def __init__(self, dim: int, sizes: tuple[int, ...]):
+        super().__init__()
+        self.dim, self.sizes = dim, sizes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()
+        module.start = tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes)))
+        return module
+
+    def __repr__(self) -> str:
+        return f"DropoutShard(dim={self.dim}, sizes={self.sizes})"
+
+
+def default_table(config: GPTConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Styles by module pattern. What is not in the table is replicated: every tp rank does the same."""
+    length, heads = config.seq_length, config.num_heads
+    # What lies between the matrices: whole on every rank, or its part of the sequence.
+    between = Shard(1) if sequence_parallel else Replicate()
+    table: dict[str, ParallelStyle] = {
+        "embedding.wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "blocks.*.attn.qkv": ColwiseParallel(input_layouts=between),
+        "blocks.*.attn.dropout": DropoutShard(0, (heads, length, length)),
+        "blocks.*.attn.proj": RowwiseParallel(output_layouts=between),
+        "blocks.*.mlp.fc": ColwiseParallel(input_layouts=between),
+        "blocks.*.mlp.proj": RowwiseParallel(output_layouts=between),
+        "head.lm_head": ColwiseParallel(input_layouts=between),
+    }
+    if sequence_parallel:
+        site = DropoutShard(0, (length, config.hidden_size))
+        table |= {
+            "embedding.wpe": SequencePositions(),
+            "embedding.drop": site,
+            "blocks.*.ln_1": SequenceParallel(),
+            "blocks.*.drop_1": site,
+            "blocks.*.ln_2": SequenceParallel(),
+            "blocks.*.drop_2": site,
+            "head.ln_f": SequenceParallel(),
+        }
+    return table
+
+
+Table = Mapping[str, ParallelStyle | None]
+
+
+def make_table(config: GPTConfig, plan: Plan) -> Table:
+    """The plan's own entries, then the default ones: the first that matches a module counts. Raises UserError for a
+    pattern that names no module, or one whose style follows from others."""
+    default = default_table(config, plan.sequence_parallel)
+    if plan.table:
+        with torch.device("meta"):
+            model = GPT(config)
+        _check_own(plan.table, [name for name, _ in model.named_modules()])
+    table = dict(plan.table) | {pattern: style for pattern, style in default.items() if pattern not in plan.table}
+    if plan.table and plan.sequence_parallel:
+        _check_covers(table, model)
+    return table
+
+
+def _check_covers(table: Table, model: GPT) -> None:
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)) and style_of(name, table) is None:
+            raise UserError(
+                f"under sequence parallelism {name!r} would see its part of the sequence alone and its gradient would "
+                "be wrong; give it a style in the plan's table, such as SequenceParallel()"
+            )
+
+
+def _check_own(table: Table, names: list[str]) -> None:
+    fixed = {
+        name: "the loss and the tied table are cut over the vocabulary"
+        if name in ("embedding.wte", "head.lm_head")
+        else "the masks of a dropout site follow from the modules around it"
+        for name in names
+        if name in ("embedding.wte", "head.lm_head") or ".drop" in f".{name}"
+    }
+    for pattern, style in table.items():
+        if style is not None and not isinstance(style, ParallelStyle):
+            raise UserError(
+                f"the plan's table gives {pattern!r} {style!r}, which is no style; give one such as ColwiseParallel(), "
+                "or None"
+            )
+        matched = [name for name in names if _matches(name, pattern)]
+        if not matched:
+            free = (name.split(".") for name in names if name and name not in fixed)
+            known = sorted({".".join("*" if part.isdigit() else part for part in parts) for parts in free})
+            raise UserError(f"the plan's table names {pattern!r}, but no module; use one of {', '.join(known)}")
+        for name in matched:
+            if name in fixed:
+                raise UserError(f"the plan's table replaces {name!r}, but {fixed[name]}; leave this entry out")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatch(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def style_of(module: str, table: Table) -> ParallelStyle | None:
+    """The style that the table gives the module of this name; None: replicated."""
+    if module.endswith("attn.dropout"):  # sees the heads that qkv gives it
+        qkv = style_of(module.removesuffix("dropout") + "qkv", table)
+        if not isinstance(qkv, ColwiseParallel):
+            return None
+    return next((style for pattern, style in table.items() if _matches(module, pattern)), None)
+
+
+def apply_table(part: GPT, mesh: DeviceMesh, table: Table) -> None:
+    """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
+    `parallelize_module` unties."""
+    styles = {name: style_of(name, table) for name, _ in part.named_modules()}
+    parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
+    part.tie_weights()

@@ -1,0 +1,116 @@
+"""What the ranks of tests of shards and pipelines do: functions importable by name, for `tests.ranks`."""
+
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtgpt.model
+from dtgpt.model import GPT, TABLE, GPTConfig
+from dtgpt.ops.random import fold, root_key, row_chunks
+from dtgpt.parallel.build import build_stages, make_passes
+from dtgpt.parallel.cost import Held, parameters_of
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.passes import whole_row
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.shards import Part, Shards, slices
+from dtgpt.recipe import Recipe
+
+CPU = torch.device("cpu")
+KEY = root_key(11)
+
+
+@dataclass
+class Piece:
+    """A shard as the parent gets it."""
+
+    name: str
+    part: Part
+    copies: int
+    second: bool
+    keeper: bool
+    local: Tensor
+
+
+def build(config: GPTConfig, plan: Plan) -> tuple[list[GPT], Shards, Mesh]:
+    mesh = Mesh(plan, CPU)
+    return *build_stages(config, mesh, torch.float32, KEY), mesh
+
+
+def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Of a parameter, the same wherever it is asked for."""
+    seed = fold(KEY, name).sum().item() % 2**31
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shards_of(config: GPTConfig, plan: Plan) -> tuple[list[Piece], list[Held], dict[str, Tensor | None]]:
+    """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
+    _, shards, mesh = build(config, plan)
+    pieces = [Piece(s.name, s.part, s.copies, s.second, s.keeper, s.local.detach().clone()) for s in shards]
+    return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
+
+
+def norm_of(config: GPTConfig, plan: Plan) -> float:
+    """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
+    the model where two stages hold the table."""
+    _, shards, _ = build(config, plan)
+    for shard in shards:
+        part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.part)].contiguous()
+        if shard.name == TABLE and plan.num_stages > 1:
+            part = part / 2
+        like = shard.parameter
+        if isinstance(like, DTensor):
+            options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+            part = DTensor.from_local(part, like.device_mesh, like.placements, **options)
+        like.grad = part
+    shards.take_gradients()
+    return shards.norm().item()
+
+
+class LargestMade(TorchDispatchMode):
+    """Watches the largest tensor in real memory that any operation makes: its elements, and by which operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.by, self.operations = 0, "", 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.device.type == "meta":
+                continue
+            self.operations += 1
+            if tensor.untyped_storage().size() > self.elements:
+                self.elements, self.by = tensor.untyped_storage().size(), str(function)
+        return output
+
+
+def largest_made(config: GPTConfig, plan: Plan, chunk: int) -> tuple[int, str, int, int]:
+    """While the model is built: (bytes of the largest memory made, by which operation, operations seen, bytes of this
+    rank's largest shard). Initial weights are drawn `chunk` elements at a time."""
+    mesh = Mesh(plan, CPU)
+    with mock.patch.object(dtgpt.model, "row_chunks", partial(row_chunks, elements=chunk)), LargestMade() as watch:
+        _, shards = build_stages(config, mesh, torch.float32, KEY)
+    return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
+
+
+def logits_of_stages(recipe: Recipe, plan: Plan, batches: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
+    """For each batch of tokens: (this rank's columns of the logits, the row of the last position on every rank).
+    Gradients in between, whose messages must not be taken for one another's."""
+    mesh, config = Mesh(plan, CPU), recipe.model
+    stages, shards = build_stages(config, mesh, torch.float32, KEY)
+    passes, results = make_passes(stages, recipe, mesh, torch.float32), []
+    for tokens in batches:
+        with torch.no_grad():
+            logits = passes.logits(tokens)
+            results.append((logits, whole_row(logits, tokens.shape[1] - 1, config, mesh)))
+        count = recipe.micro_batches(plan.dp)
+        windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
+        passes.gradients(count, windows.reshape(-1, config.seq_length + 1), None)
+        shards.take_gradients()
+        shards.drop_gradients()
+    return results
