@@ -9,17 +9,21 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig, unique_parameters
+from dtgpt.model import GPTConfig, unique_parameters
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shards, slices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,38 +35,51 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 def save_checkpoint(
     checkpoints: Path,
     step: int,
-    model: GPT,
+    config: GPTConfig,
+    shards: Shards,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep_last: int = 0,
-) -> Path:
-    """Write the checkpoint of `step` (optimizer steps done) and return its folder. Then remove all but the newest
-    `keep_last` (0: none)."""
-    folder = step_folder(checkpoints, step)
+) -> None:
+    """Write the checkpoint of `step` (optimizer steps done). Then remove all but the newest `keep_last` (0: none).
+
+    Every rank calls it; rank 0 gathers and writes, and the others learn of its failure.
+    """
+    mesh, folder = shards.mesh, step_folder(checkpoints, step)
     partial = checkpoints / f".partial-{folder.name}-{os.getpid()}"
-    names = unique_parameters(model)
-    moments = {
-        f"{name}.{moment}": optimizer.state[parameter][moment]
-        for name, parameter in names.items()
-        for moment in MOMENTS
-        if parameter in optimizer.state
-    }
+    try:
+        mesh.on_rank_0(lambda: _make_partial(checkpoints, partial))
+        _save(partial / "weights.safetensors", mesh, shards.gather(lambda shard: shard.local))
+        moments = (
+            (f"{name}.{moment}", tensor)
+            for moment in MOMENTS
+            for name, tensor in shards.gather(lambda shard, m=moment: optimizer.state[shard.local][m])
+        )
+        _save(partial / "optimizer.safetensors", mesh, moments)
+        mesh.on_rank_0(lambda: _finish(partial, folder, {"step": step, "model": asdict(config), **state}))
+    except BaseException:
+        if mesh.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in list_checkpoints(checkpoints)[:-keep_last] if keep_last and mesh.rank == 0 else []:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_partial(checkpoints: Path, partial: Path) -> None:
     for leftover in checkpoints.glob(".partial-*"):  # of a process that was killed while it saved
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    try:
-        save_file({name: parameter.detach() for name, parameter in names.items()}, partial / "weights.safetensors")
-        save_file(moments, partial / "optimizer.safetensors")
-        full_state = {"step": step, "model": asdict(model.config), **state}
-        (partial / "state.json").write_text(json.dumps(full_state, indent=2))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for old in list_checkpoints(checkpoints)[:-keep_last] if keep_last else []:
-        shutil.rmtree(old, ignore_errors=True)
-    return folder
+
+
+def _save(path: Path, mesh: Mesh, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    whole = dict(tensors)  # every rank takes part in gathering
+    mesh.on_rank_0(lambda: save_file(whole, path))
+
+
+def _finish(partial: Path, folder: Path, state: dict[str, Any]) -> None:
+    (partial / "state.json").write_text(json.dumps(state, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -109,32 +126,42 @@ def check_same_model(checkpoint: Path, config: GPTConfig) -> None:
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Copy the checkpoint's weights into `model`, whose shape must agree (`check_same_model`)."""
-    _copy(_read(checkpoint / "weights.safetensors"), unique_parameters(model), checkpoint)
+    """Copy the checkpoint's weights into a whole `model`, whose shape must agree (`check_same_model`)."""
+    with _open(checkpoint / "weights.safetensors") as saved:
+        for name, parameter in unique_parameters(model).items():
+            part = tuple(map(range, parameter.shape))
+            parameter.data.copy_(_read(saved, name, parameter.shape, part, checkpoint))
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give `model` its weights and `optimizer` its moments and step count; returns the saved state."""
-    load_weights(checkpoint, model)
-    saved, state = _read(checkpoint / "optimizer.safetensors"), read_state(checkpoint)
-    for name, parameter in unique_parameters(model).items():
-        moments = {moment: torch.empty_like(parameter, requires_grad=False) for moment in MOMENTS}
-        _copy(saved, {f"{name}.{moment}": tensor for moment, tensor in moments.items()}, checkpoint)
-        step = torch.tensor(float(state["step"]), device=parameter.device)
-        optimizer.state[parameter] = {"step": step, **moments}
+def load_checkpoint(checkpoint: Path, shards: Shards, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Give this rank's shards their weights and `optimizer` its moments and step count, whatever plan wrote them; each
+    rank reads its own part. Returns the saved state."""
+    state = read_state(checkpoint)
+    with _open(checkpoint / "weights.safetensors") as weights, _open(checkpoint / "optimizer.safetensors") as saved:
+        for shard in shards:
+            place = (shard.parameter.shape, shard.part, checkpoint)
+            shard.local.data.copy_(_read(weights, shard.name, *place))
+            device = shard.local.device
+            # Copied: on a CPU what is read lies in the mapped file, once for both ends of a model that share a rank.
+            moments = {m: _read(saved, f"{shard.name}.{m}", *place).to(device, copy=True) for m in MOMENTS}
+            optimizer.state[shard.local] = {"step": torch.tensor(float(state["step"]), device=device), **moments}
     return state
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+@contextmanager
+def _open(path: Path) -> Iterator[safe_open]:
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
 
 
-@torch.no_grad()
-def _copy(saved: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    for name, target in targets.items():
-        if name not in saved or saved[name].shape != target.shape:
-            raise UserError(f"{checkpoint} has no {name} of shape {tuple(target.shape)}; it is of another model")
-        target.copy_(saved[name])
+def _read(saved: safe_open, name: str, shape: Sequence[int], part: tuple[range, ...], checkpoint: Path) -> Tensor:
+    """The elements `part` of the saved tensor `name`, whose whole shape must be `shape`."""
+    found = saved.get_slice(name) if name in set(saved.keys()) else None
+    if found is None or tuple(found.get_shape()) != tuple(shape):
+        raise UserError(f"{checkpoint} has no {name} of shape {tuple(shape)}; it is of another model")
+    if not all(map(len, part)):
+        return torch.empty([len(r) for r in part])
+    return found[slices(part)].contiguous()  # a slice of columns comes with strides, which fused AdamW does not read

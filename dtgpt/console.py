@@ -9,7 +9,8 @@ from typing import TextIO
 def say(text: str, warning: bool = False) -> None:
     """Print a line at once; a warning goes to stderr. A reader that is gone, or a full disk behind the output, must
     not end a training run."""
-    _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
+    if os.environ.get("RANK", "0") == "0":  # one voice for all processes
+        _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
 
 
 def say_error(text: str) -> None:

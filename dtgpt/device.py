@@ -9,10 +9,11 @@ import sys
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from dtgpt.console import say
 from dtgpt.errors import UserError
-from dtgpt.model import GPTConfig
+from dtgpt.parallel.plan import Plan
 from dtgpt.recipe import Recipe
 
 # Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
@@ -22,15 +23,29 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
+# GiB that CUDA reports, by the vendors' sizes; H200 as seen.
+DEVICE_MEMORY = {
+    "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
+    "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
+}  # fmt: skip
 
-def choose_device(recipe: Recipe) -> torch.device:
-    """The device of `recipe`; raises UserError where CUDA is asked for and missing."""
+
+def choose_device(recipe: Recipe, local_rank: int = 0) -> torch.device:
+    """The device of `recipe` for this process of its node; raises UserError where CUDA is asked for and missing."""
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:
         raise UserError(
             "device=cuda, but PyTorch sees no CUDA device; use --device cpu or install a CUDA build of torch"
         )
-    return torch.device("cuda", 0) if available and recipe.device != "cpu" else torch.device("cpu")
+    if not available or recipe.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"{local_rank + 1} or more processes were started on this node, but PyTorch sees {count} CUDA devices; use "
+            f"--nproc-per-node {count} or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -57,17 +72,23 @@ def peak_of_name(name: str) -> float | None:
     return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
-def check_memory(model: GPTConfig, device: torch.device) -> None:
-    """Raise UserError where weights, gradients and AdamW's two moments alone, all fp32, cannot fit."""
-    needed = 16 * model.num_parameters / 2**30
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device, or of the machine."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(state: int, local_world: int, device: torch.device) -> None:
+    """Raise UserError where `state` bytes (of weights, gradients and optimizer) cannot fit; the `local_world` processes
+    of a node share its main memory."""
+    needed, total = state / 2**30, total_memory(device) / 2**30
+    if device.type == "cpu":
+        needed *= local_world
     if needed > total:
         raise UserError(
-            f"a model of {model.num_parameters / 1e6:,.0f} M parameters needs {needed:,.0f} GiB with gradients and "
-            f"optimizer, but {device_name(device)} has {total:,.0f} GiB; use a smaller one"
+            f"weights, gradients and optimizer need {needed:,.0f} GiB under this plan, but {device_name(device)} has "
+            f"{total:,.0f} GiB; use a smaller model, or a plan that cuts it over more processes (dtgpt plan shows them)"
         )
 
 
@@ -84,10 +105,10 @@ def memory_errors_as_sentences(remedy: str):
         raise UserError(f"the machine ran out of memory; {remedy}") from None
 
 
-def use_compiler(recipe: Recipe, device: torch.device) -> bool:
+def use_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
     """Whether to compile. Where the recipe asks for it and it cannot work, UserError; where it is only the default, a
     line says that training runs eagerly."""
-    if recipe.compile == "off" or (recipe.compile == "auto" and device.type == "cpu"):
+    if not wants_compiler(recipe, device, plan):
         return False
     reason = why_no_compiler(device)
     if reason and recipe.compile == "on":
@@ -95,6 +116,11 @@ def use_compiler(recipe: Recipe, device: torch.device) -> bool:
     if reason:
         say(f"{reason}: training runs without torch.compile, slower", warning=True)
     return reason is None
+
+
+def wants_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
+    """What the recipe means for this kind of device, whatever is installed."""
+    return recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and not plan.splits_backward)
 
 
 def why_no_compiler(device: torch.device) -> str | None:
@@ -110,7 +136,11 @@ def why_no_compiler(device: torch.device) -> str | None:
 def peak_memory(device: torch.device) -> tuple[float, float | None]:
     """(largest use so far, size of the device or None) in GiB: of the allocator on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return torch.cuda.max_memory_allocated(device) / 2**30, total / 2**30
+        return torch.cuda.max_memory_allocated(device) / 2**30, total_memory(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting: through pinned memory where the device is CUDA."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

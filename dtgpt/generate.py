@@ -16,10 +16,18 @@ from dtgpt.model import GPT, GPTConfig, build_model
 from dtgpt.ops.random import root_key, uniform
 from dtgpt.run import load_tokenizer, open_run
 
+LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
+
+
+def logits_of(model: GPT) -> LogitsAt:
+    """From a whole model on this device."""
+    return lambda window, position: model(window)[0, position]
+
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    logits_at: LogitsAt,
+    config: GPTConfig,
     prompt: list[int],
     new_tokens: int,
     key: Tensor,
@@ -34,15 +42,16 @@ def generate(
     The model sees the last `seq_length` tokens, in a window of fixed shape whose unused end is filled up: causal
     attention never looks there, and nothing is compiled anew.
     """
-    device, config = key.device, model.config
+    device = key.device
     draws = uniform(key, (new_tokens,)).tolist()
     vocab_size = vocab_size or config.vocab_size
     ids = list(prompt)
     for draw in draws:
         context = ids[-config.seq_length :]
         window = torch.tensor([context + [0] * (config.seq_length - len(context))], device=device)
-        logits = model(window)[0, len(context) - 1, :vocab_size]
-        ids.append(choose(logits.double(), draw, temperature, top_k))
+        logits = logits_at(window, len(context) - 1)[:vocab_size]
+        # On the CPU every rank of a plan comes to the same choice; sums on a GPU may differ in the last bit.
+        ids.append(choose(logits.double().cpu(), draw, temperature, top_k))
         if stop(ids[-1]):
             break
     return ids[len(prompt) :]
@@ -59,8 +68,8 @@ def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
 
 
 def sample_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens: int, key: Tensor, temperature: float, top_k: int,
-    interrupted: Callable[[], bool] = lambda: False,
+    logits_at: LogitsAt, config: GPTConfig, tokenizer: Tokenizer, prompt: str, new_tokens: int, key: Tensor,
+    temperature: float, top_k: int, interrupted: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
     """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
@@ -69,7 +78,7 @@ def sample_text(
     def stop(token: int) -> bool:
         return token == end or interrupted()
 
-    new = generate(model, ids, new_tokens, key, temperature, top_k, tokenizer.vocab_size, stop)
+    new = generate(logits_at, config, ids, new_tokens, key, temperature, top_k, tokenizer.vocab_size, stop)
     return prompt + tokenizer.decode([token for token in new if token != end])
 
 
@@ -94,4 +103,5 @@ def generate_from_run(run: Path, config: GenerateConfig) -> str:
     load_weights(checkpoint, model)
     tokenizer = load_tokenizer(run)
     key = root_key(config.seed, device)
-    return sample_text(model, tokenizer, config.prompt, config.tokens, key, config.temperature, config.top_k)
+    length = {"new_tokens": config.tokens, "temperature": config.temperature, "top_k": config.top_k}
+    return sample_text(logits_of(model), model.config, tokenizer, config.prompt, key=key, **length)

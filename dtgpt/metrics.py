@@ -106,7 +106,8 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         f"lr {record['lr']:.2e}",
     ]
     if record.get("tokens_per_second"):
-        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        each = record.get("tokens_per_second_per_device")
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s" + (f" ({each:,.0f}/device)" if each else ""))
     if record.get("mfu"):
         parts.append(f"mfu {record['mfu']:.1%}")
     total = record.get("memory_total_gib")

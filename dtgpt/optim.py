@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from dtgpt.recipe import OptimizerConfig, Recipe
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the model's fp32 parameters, which are the master weights: matrices decay, biases and norms do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
+def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over fp32 parameters, which are the master weights: matrices decay, biases and norms do not."""
+    matrices = [p for p in parameters if p.dim() > 1]
+    vectors = [p for p in parameters if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
@@ -36,11 +36,8 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return config.min_lr + max(share, 0.0) * (config.lr - config.min_lr)
 
 
-def clip_gradients(parameters: list[nn.Parameter], limit: float) -> Tensor:
-    """Scale all gradients down so that their global norm is at most `limit` (0: leave them). Returns the norm before,
-    on the device: nothing waits for it."""
-    gradients = [p.grad for p in parameters]
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale the gradients of these parameters down so that the global `norm`, which may count those of other ranks too,
+    is at most `limit` (0: leave them). Nothing waits for the device."""
     if limit > 0:
         nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
-    return norm

@@ -1,7 +1,7 @@
 """How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 
 from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, bits_per_byte
-from dtgpt.device import device_name, peak_flops, peak_memory
+from dtgpt.device import device_name, peak_flops, total_memory
 from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.plot import plot_runs
 from dtgpt.recipe import Recipe
 from dtgpt.run import describe_run
@@ -20,14 +21,14 @@ class Report:
     """The voice of one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
     and warms caches) and all that happens inside `paused()`."""
 
-    def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, data: Dataset, run: Path, step: int):
-        self.recipe, self.device, self.run = recipe, device, run
-        self.peak = peak_flops(device, dtype)
+    def __init__(self, recipe: Recipe, mesh: Mesh, dtype: torch.dtype, data: Dataset, run: Path, step: int):
+        self.recipe, self.mesh, self.device, self.run = recipe, mesh, mesh.device, run
+        self.peak = peak_flops(self.device, dtype)
         self.bytes_per_token = data.bytes_per_token()
         self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        describe_run(run, recipe, device, {**described, "tokens": tokenizer.vocab_size})
+        describe_run(run, recipe, mesh, {**described, "tokens": tokenizer.vocab_size})
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step = time.perf_counter(), None
@@ -36,13 +37,15 @@ class Report:
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
             f"data    {data.source}: {len(data.train):,} tokens to train on, {len(data.valid):,} held out, "
             f"{self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
-            f"device  {device_name(device)}, {str(dtype).removeprefix('torch.')}\n"
+            f"plan    {mesh.plan.name}\n"
+            f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
+            f"{str(dtype).removeprefix('torch.')}\n"
             f"run     {run}" + (f", from step {step}" if step else "")
         )
 
-    def step(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> None:
-        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run."""
-        memory, memory_total = peak_memory(self.device)
+    def step(self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float) -> None:
+        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run; `memory` is
+        the largest use of any rank in GiB."""
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -51,7 +54,7 @@ class Report:
             "lr": lr,
             "tokens": tokens,
             "memory_gib": memory,
-            "memory_total_gib": memory_total,
+            "memory_total_gib": total_memory(self.device) / 2**30 if self.device.type == "cuda" else None,
             **self._rates(step),
         }
         self._write(record)
@@ -109,7 +112,9 @@ class Report:
             "eta_seconds": (self.recipe.steps - step) * per_step,
         }
         if self.peak:
-            rates["mfu"] = self.recipe.model.flops_per_token * tokens_per_second / self.peak
+            rates["mfu"] = self.recipe.model.flops_per_token * tokens_per_second / (self.peak * self.mesh.world)
+        if self.mesh.world > 1:
+            rates["tokens_per_second_per_device"] = tokens_per_second / self.mesh.world
         return rates
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -118,3 +123,18 @@ class Report:
                 sink.write(record)
             except OSError as error:  # a full disk costs a record, not the run
                 say(f"step {record['step']} is missing from the metrics ({error})", warning=True)
+
+
+class Silence:
+    """What all ranks but the first report: nothing."""
+
+    def step(self, *_) -> None: ...
+
+    def held_out(self, *_) -> None: ...
+
+    def sample(self, *_) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def paused(self):
+        return nullcontext()

@@ -21,6 +21,7 @@ from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import device_name
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
@@ -85,10 +86,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder / "tokenizer.json", remedy="copy it from another run on the same data")
 
 
-def describe_run(folder: Path, recipe: Recipe, device: torch.device, data: dict[str, Any]) -> None:
+def describe_run(folder: Path, recipe: Recipe, mesh: Mesh, data: dict[str, Any]) -> None:
     """Write the resolved recipe and the environment."""
     write_json(folder / "recipe.json", asdict(recipe))
-    write_json(folder / "environment.json", {**environment(device), "data": data})
+    write_json(
+        folder / "environment.json",
+        {**environment(mesh.device), "world": mesh.world, "plan": mesh.plan.name, "data": data},
+    )
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2, default=repr) + "\n")
 
 
 def _version(package: str) -> str | None:

@@ -3,9 +3,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.device import check_memory, choose_dtype, memory_errors_as_sentences, peak_of_name, use_compiler
+from dtgpt.device import (
+    check_memory,
+    choose_device,
+    choose_dtype,
+    memory_errors_as_sentences,
+    peak_of_name,
+    use_compiler,
+)
 from dtgpt.errors import UserError
 from dtgpt.model import GPT3_175B
+from dtgpt.parallel.cost import state_bytes
+from dtgpt.parallel.plan import Plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -39,11 +48,29 @@ def test_precision_follows_the_device_or_the_recipe(recipe):
     assert choose_dtype(replace(recipe, precision="fp32"), CUDA) == torch.float32
 
 
-def test_a_model_that_cannot_fit_is_refused(monkeypatch):
+def test_a_model_that_cannot_fit_is_refused(recipe, monkeypatch):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
-    with pytest.raises(UserError, match=r"174,605 M parameters needs 2,602 GiB.* has 16 GiB; use a smaller one"):
-        check_memory(GPT3_175B, CPU)
+    with pytest.raises(UserError, match=r"need 2,602 GiB under this plan, but CPU.* has 16 GiB; use a smaller model"):
+        check_memory(state_bytes(replace(recipe, model=GPT3_175B), Plan(dp=1), 0), 1, CPU)
+
+
+def test_the_processes_of_a_node_share_its_main_memory(monkeypatch):
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    check_memory(5 * 2**30, 3, CPU)
+    with pytest.raises(UserError, match="need 20 GiB"):
+        check_memory(5 * 2**30, 4, CPU)
+
+
+def test_more_processes_than_cuda_devices_are_refused(recipe, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    auto = replace(recipe, device="auto")
+    assert [choose_device(auto, rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert choose_device(recipe, 7) == CPU
+    with pytest.raises(UserError, match=r"3 or more processes.* sees 2 CUDA devices; use --nproc-per-node 2"):
+        choose_device(auto, 2)
 
 
 def test_running_out_of_memory_is_one_sentence():
@@ -55,8 +82,8 @@ def test_running_out_of_memory_is_one_sentence():
 
 def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recipe, monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert use_compiler(recipe, CPU) is False and capsys.readouterr().err == ""
-    assert use_compiler(recipe, CUDA) is False
+    assert use_compiler(recipe, CPU, Plan()) is False and capsys.readouterr().err == ""
+    assert use_compiler(recipe, CUDA, Plan()) is False
     assert "no compiler (gcc or clang) was found" in capsys.readouterr().err
     with pytest.raises(UserError, match="compile=on, but no compiler"):
-        use_compiler(replace(recipe, compile="on"), CPU)
+        use_compiler(replace(recipe, compile="on"), CPU, Plan())

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dtgpt.data.tokenizer import make_tokenizer
-from dtgpt.generate import choose, generate, sample_text
+from dtgpt.generate import choose, generate, logits_of, sample_text
 from dtgpt.model import GPTConfig, build_model
 from dtgpt.ops.random import fold, root_key
 
@@ -27,7 +27,7 @@ def test_a_draw_picks_the_token_whose_share_holds_it():
 
 def test_greedy_text_follows_the_model_token_by_token(model):
     ids = [5, 6, 7]
-    for token in generate(model, ids, 12, KEY, temperature=0):
+    for token in generate(logits_of(model), CONFIG, ids, 12, KEY, temperature=0):
         window = torch.tensor([ids[-8:]])
         assert token == int(model(window)[0, -1, :300].argmax())
         ids.append(token)
@@ -35,19 +35,19 @@ def test_greedy_text_follows_the_model_token_by_token(model):
 
 
 def test_samples_repeat_with_the_key_and_differ_with_another(model):
-    assert generate(model, [1], 20, KEY) == generate(model, [1], 20, KEY)
-    assert generate(model, [1], 20, KEY) != generate(model, [1], 20, fold(KEY, 1))
-    assert generate(model, [1], 20, KEY)[:7] == generate(model, [1], 7, KEY)
+    assert generate(logits_of(model), CONFIG, [1], 20, KEY) == generate(logits_of(model), CONFIG, [1], 20, KEY)
+    assert generate(logits_of(model), CONFIG, [1], 20, KEY) != generate(logits_of(model), CONFIG, [1], 20, fold(KEY, 1))
+    assert generate(logits_of(model), CONFIG, [1], 20, KEY)[:7] == generate(logits_of(model), CONFIG, [1], 7, KEY)
 
 
 def test_ids_stay_inside_the_tokenizers_vocabulary_and_end_where_told(model):
-    assert max(generate(model, [1], 50, KEY, vocab_size=257)) < 257
-    new = generate(model, [1], 50, KEY, stop=lambda token: token % 2 == 0)
+    assert max(generate(logits_of(model), CONFIG, [1], 50, KEY, vocab_size=257)) < 257
+    new = generate(logits_of(model), CONFIG, [1], 50, KEY, stop=lambda token: token % 2 == 0)
     assert new[-1] % 2 == 0 and all(t % 2 for t in new[:-1])
-    assert generate(model, [1], 0, KEY) == []
+    assert generate(logits_of(model), CONFIG, [1], 0, KEY) == []
 
 
 def test_a_sample_begins_with_its_prompt(model):
     tokenizer = make_tokenizer("bytes", [], 0)
     for prompt in ("", "héllo 🎈", "a prompt that is longer than the window of the model"):
-        assert sample_text(model, tokenizer, prompt, 10, KEY, 1.0, 0).startswith(prompt)
+        assert sample_text(logits_of(model), CONFIG, tokenizer, prompt, 10, KEY, 1.0, 0).startswith(prompt)

@@ -52,7 +52,7 @@ def test_warmup_may_be_a_share_and_decay_may_end_before_the_run():
 def test_only_matrices_decay():
     config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=50)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(0))
-    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    optimizer = make_optimizer(list(model.parameters()), OptimizerConfig(lr=1e-3, weight_decay=0.1))
     names = {p: n for n, p in model.named_parameters()}
     decay, plain = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
@@ -63,22 +63,31 @@ def test_only_matrices_decay():
 
 def test_one_step_is_adamw_as_published():
     w, g = torch.tensor([[1.0, -2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(w.detach().clone())
-    optimizer = make_optimizer(module, OptimizerConfig(lr=0.1, weight_decay=0.2, beta1=0.9, beta2=0.95, eps=1e-8))
-    module.weight.grad = g
+    weight = torch.nn.Parameter(w.detach().clone())
+    optimizer = make_optimizer([weight], OptimizerConfig(lr=0.1, weight_decay=0.2, beta1=0.9, beta2=0.95, eps=1e-8))
+    weight.grad = g
     optimizer.step()
     expected = w.detach() * (1 - 0.1 * 0.2) - 0.1 * g / (g.abs() + 1e-8)  # the first step's moments are g and g^2
-    torch.testing.assert_close(module.weight.detach(), expected)
+    torch.testing.assert_close(weight.detach(), expected)
 
 
 @pytest.mark.parametrize("limit, scale", [(1.0, 0.2), (10.0, 1.0), (0.0, 1.0)])
 def test_clipping_scales_the_global_norm(limit, scale):
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    assert clip_gradients(parameters, limit) == 5
+    clip_gradients(parameters, torch.tensor(5.0), limit)
+    assert parameters[0].grad[0].item() == pytest.approx(3 * scale, rel=1e-5)
     assert parameters[1].grad[1].item() == pytest.approx(4 * scale, rel=1e-5)
 
 
-def test_accumulation_is_the_number_of_micro_batches(recipe):
-    assert recipe.micro_batches == 2 and replace(recipe, micro_batch_size=8).micro_batches == 1
+def test_clipping_goes_by_the_norm_that_it_is_told():
+    """Which counts the gradients of other ranks too."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([parameter], torch.tensor(50.0), 1.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.06, 0.08]), rtol=1e-5, atol=0)
+
+
+def test_accumulation_is_the_number_of_micro_batches_of_each_replica(recipe):
+    assert recipe.micro_batches(1) == 2 and recipe.micro_batches(2) == 1
+    assert replace(recipe, micro_batch_size=8).micro_batches(1) == 1

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def default_cache() -> Path:
 
 def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
     """Write beside `folder` and rename, so that a folder of that name is always whole."""
-    partial = folder.with_name(f"partial-{folder.name}-{os.getpid()}")
+    partial = folder.with_name(f"partial-{folder.name}-{platform.node()}-{os.getpid()}")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         tokenizer.save(partial / "tokenizer.json")

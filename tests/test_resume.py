@@ -1,0 +1,148 @@
+"""What a run leaves on the disk, and going on from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dtgpt.checkpoint
+from dtgpt.checkpoint import list_checkpoints
+from dtgpt.errors import UserError
+from dtgpt.run import lock_run
+from dtgpt.train import train
+from tests.runs import change, losses, newest_run
+
+
+def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
+    recipe = change(recipe, optimizer={"decay_steps": 10})
+    train(recipe)
+    whole = newest_run(recipe)
+    train(change(recipe, steps=5, runs=str(tmp_path / "halves")))
+    half = tmp_path / "halves" / "test-001"
+    assert list(losses(half)) == [1, 2, 3, 4, 5]
+    train(change(recipe, resume=str(half)))
+    assert losses(half) == losses(whole)
+    for name in ("weights", "optimizer"):
+        file = f"checkpoints/step_00000010/{name}.safetensors"
+        assert (half / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
+    state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["consumed_samples"] == 5 * 8 + 16
+
+
+def test_checkpoints_are_kept_as_told(recipe):
+    train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
+    names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]
+    assert names == ["step_00000006", "step_00000008", "step_00000010"]
+
+
+def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
+    save, calls = dtgpt.checkpoint.save_file, []
+
+    def sometimes_full(tensors, path):
+        calls.append(path)
+        if len(calls) == 3:  # the second checkpoint's weights
+            raise OSError(28, "No space left on device")
+        save(tensors, path)
+
+    monkeypatch.setattr(dtgpt.checkpoint, "save_file", sometimes_full)
+    assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
+    folder = newest_run(recipe) / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step_00000003", "step_00000009", "step_00000010"]
+    assert "no checkpoint of step 6" in capsys.readouterr().err
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    monkeypatch.setattr(dtgpt.checkpoint, "save_file", full)
+    with pytest.raises(UserError, match=r"no checkpoint of step 10.*No space left.*free space and --resume"):
+        train(change(recipe, resume=str(run)))
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_00000005"]
+
+
+def test_a_run_belongs_to_one_process(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    with lock_run(run), pytest.raises(UserError, match="being trained by another process"):
+        train(change(recipe, resume=str(run)))
+    assert train(change(recipe, resume=str(run))) == 0
+
+
+def test_a_resume_says_what_has_changed(recipe, capsys):
+    train(change(recipe, steps=5))
+    capsys.readouterr()
+    train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
+    out = capsys.readouterr().out
+    assert "resuming; optimizer.decay_steps 5 -> 6; steps 5 -> 6; seed 1234 -> 7\n" in out
+
+
+def test_a_file_system_without_locks_is_no_obstacle(recipe, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert train(change(recipe, steps=2)) == 0
+    assert "cannot be locked" in capsys.readouterr().err
+
+
+def test_only_our_own_checkpoints_are_read_and_removed(recipe):
+    train(change(recipe, steps=2, checkpoint={"interval": 1}))
+    run = newest_run(recipe)
+    folder = run / "checkpoints"
+    (folder / "step_00000001").rename(folder / "step_00000001-mine")
+    (folder / ".partial-step_00000009-1").mkdir()
+    (folder / "step_99").write_text("a file")
+    assert train(change(recipe, resume=str(run), checkpoint={"interval": 1, "keep_last": 1})) == 0
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"step_00000001-mine", "step_99", "step_00000010"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
+)
+def test_a_state_that_is_no_state_is_refused(recipe, content):
+    train(change(recipe, steps=2))
+    run = newest_run(recipe)
+    state = run / "checkpoints" / "step_00000002" / "state.json"
+    merged = {**json.loads(state.read_text()), **json.loads(content)} if content.startswith('{"') else None
+    state.write_text(json.dumps(merged) if merged else content)
+    with pytest.raises(UserError, match=r"state\.json cannot be read"):
+        train(change(recipe, resume=str(run)))
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "groups, damage, words",
+    [
+        ({"resume": "nowhere"}, None, ["nowhere is not a run folder"]),
+        ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
+        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
+        ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
+        ({}, "weights.safetensors", ["weights.safetensors cannot be read", "move", "the checkpoint before"]),
+        ({}, "state.json", ["state.json cannot be read"]),
+    ],
+)
+def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, groups, damage, words):
+    text.write_text(text.read_text() + "éé" * 200)  # so that a BPE differs from bytes
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    if damage:
+        halve(run / "checkpoints" / "step_00000005" / damage)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UserError) as error:
+        train(change(recipe, **{"resume": str(run), **groups}))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before

@@ -1,0 +1,51 @@
+"""A run that one plan began goes on under another."""
+
+from dataclasses import replace
+
+import pytest
+
+from dtgpt.metrics import read_records
+from dtgpt.parallel.names import parse_plan
+from dtgpt.train import train
+from tests.bodies_train import train_until
+from tests.ranks import pool
+from tests.runs import change, losses, newest_run
+
+
+@pytest.fixture
+def recipe(recipe):
+    shape = {"num_layers": 4, "num_heads": 4}
+    return change(recipe, model=shape, micro_batch_size=2, steps=6, log={"eval_interval": 6, "eval_samples": 7})
+
+
+def world_of(plan: str) -> int:
+    return parse_plan(plan).world
+
+
+PAIRS = [
+    ("dp2_zero3", "tp2_pp2"),
+    ("pp2_zbv", "dp4_zero1"),
+    ("single", "pp2_zbv"),  # both ends of the model, which share a weight, are on one rank
+    ("tp4_sp", "single"),
+    ("dp4", "pp2_interleaved_dp2_zero2"),
+    ("dp2_pp2_zbv_zero2", "dp2_pp2_zbv_zero2"),
+]
+
+
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, tmp_path, before, after):
+    """A signal to one rank stops all of them, at the same step. Held-out loss and sample are those of one process."""
+    train(replace(recipe, plan="single"))
+    whole = newest_run(recipe)
+    recipe = replace(recipe, runs=str(tmp_path / "parted"), plan=before)
+    world = world_of(before)
+    assert pool().run(world, train_until, recipe, 3, world - 1) == [128 + 15] * world
+    run = newest_run(recipe)
+    assert list(losses(run)) == [1, 2, 3]
+    assert pool().run(world_of(after), train, replace(recipe, plan=after, resume=str(run))) == [0] * world_of(after)
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
+    assert list(losses(run).values()) == pytest.approx(list(losses(whole).values()), rel=1e-5)
+    held_out = [[r["valid_loss"] for r in read_records(r / "metrics.jsonl") if "valid_loss" in r] for r in (run, whole)]
+    assert len(held_out[0]) == 1 and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+    samples = [(r / "samples" / "step_00000006.txt").read_bytes() for r in (run, whole)]
+    assert samples[0] == samples[1]
