@@ -4,13 +4,21 @@ import difflib
 import errno
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from dtgpt.console import accept_any_text, say, say_error
 from dtgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from dtgpt.recipe import Recipe
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -22,10 +30,16 @@ REMEDIES = {
     errno.ENOTDIR: "choose another path",
     errno.EISDIR: "choose another path",
 }
+RANK_0_FIRST = 3.0  # seconds in which rank 0 may say why the run ends
+EXAMPLES = {"world": "8", "gpu": "H200", "steps": "5", "tolerance": "1e-5"}
 HELP = ("-h", "--help")
 USAGE = """usage: dtgpt COMMAND ...
 
   dtgpt train RECIPE.py [--option value ...]    train; `torchrun RECIPE.py` does the same (--help lists the options)
+  dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME] [--option value ...]
+                                                memory, messages and bubble of a plan; no GPU is needed
+  dtgpt compare RECIPE.py --plans NAME [NAME ...] --steps N [--tolerance X] [--option value ...]
+                                                run the same steps under each plan and under none, and compare
   dtgpt generate RUN [--prompt TEXT ...]        continue a text with a run's newest checkpoint
   dtgpt plot RUN [RUN ...] [--output FILE.png]  draw the loss curves of runs into one picture
 """
@@ -38,7 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _command(words: list[str]) -> int:
-    commands = {"train": _train, "generate": _generate, "plot": _plot}
+    commands = {
+        "train": _train,
+        "plan": _plan,
+        "compare": _compare,
+        "record": _record,
+        "generate": _generate,
+        "plot": _plot,
+    }
     if not words or words[0] in (*HELP, "help"):
         say(USAGE.rstrip())
         return 0
@@ -57,7 +78,7 @@ def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
     accept_any_text()
     try:
-        sys.exit(work())
+        _leave(work())
     except UserError as error:
         sentence = str(error)
     except OSError as error:
@@ -66,28 +87,41 @@ def _exit(work: Callable[[], int]) -> None:
         place = f"{error.filename}: " if error.filename else ""
         sentence = f"{place}{error.strerror}; {REMEDIES[error.errno]}"
     except KeyboardInterrupt:
-        sys.exit(130)
-    if _number_from_environment("RANK", 0) == 0:
-        say_error(f"dtgpt: {sentence}")
-    sys.exit(2)
+        _leave(130)
+    _say_once(sentence)
+    _leave(2)
 
 
-def _number_from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name) or str(default)
-    return int(text) if text.isdigit() else default
+def _leave(code: int) -> None:
+    """End the process; at once where it was in a process group: a thread of gloo that outlives its group may abort a
+    process that Python takes apart."""
+    launch = sys.modules.get("dtgpt.parallel.launch")
+    if launch is None or not launch.was_in_group:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
+def _say_once(sentence: str) -> None:
+    """On rank 0, or on another rank where rank 0 has nothing to say: whoever exits first makes torchrun end the others,
+    so the others wait."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(RANK_0_FIRST)
+        sentence = f"rank {rank}: {sentence}"
+    say_error(f"dtgpt: {sentence}")
 
 
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.overrides import apply_overrides, help_text
 
-    recipe = recipe_function()
+    recipe = _call_recipe(recipe_function)
     if any(word in HELP for word in arguments):
         say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
     recipe = apply_overrides(recipe, arguments)
-    world = _number_from_environment("WORLD_SIZE", 1)
-    if world > 1:
-        raise UserError(f"torchrun started {world} processes, but training runs on one device; use --nproc-per-node 1")
     from dtgpt.train import train
 
     return train(recipe)
@@ -97,12 +131,100 @@ def _train(words: list[str]) -> int:
     if words and words[0] in HELP:
         say(USAGE.rstrip())
         return 0
-    if not words or words[0].startswith("-"):
-        raise UserError("dtgpt train needs a recipe file, such as dtgpt train recipes/gpt2_tiny.py")
-    module = _load_module(Path(words[0]))
-    if not callable(getattr(module, "recipe", None)):
-        raise UserError(f"{words[0]} is not a recipe: it defines no function recipe()")
+    module = _recipe_module(words, "train")
     return _run(module.recipe, module.__doc__ or "", words[1:])
+
+
+def _plan(words: list[str]) -> int:
+    if any(word in HELP for word in words):
+        say(USAGE.rstrip())
+        return 0
+    _recipe_module(words, "plan")
+    own, options = _take_options(words[1:], {"world": 1, "gpu": 1})
+    world, gpu = own.get("world"), own.get("gpu")
+    if world and not re.fullmatch("[1-9][0-9]{0,8}", world[0]):
+        raise UserError(f"--world {world[0][:60]} is no number of processes; use 1 or more")
+    from dtgpt.dryrun import describe_plan
+
+    recipe = load_recipe(Path(words[0]), options)
+    say(describe_plan(recipe, int(world[0]) if world else None, gpu[0] if gpu else None))
+    return 0
+
+
+def _compare(words: list[str]) -> int:
+    if any(word in HELP for word in words):
+        say(USAGE.rstrip())
+        return 0
+    _recipe_module(words, "compare")
+    own, options = _take_options(words[1:], {"plans": None, "plan": None, "steps": 1, "tolerance": 1})
+    if "plan" in own:
+        raise UserError("dtgpt compare takes several plans; write --plans")
+    if not own.get("plans"):
+        raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
+    try:
+        steps, tolerance = int(own.get("steps", ["5"])[0]), float(own["tolerance"][0]) if "tolerance" in own else None
+    except ValueError:
+        raise UserError("dtgpt compare needs numbers, such as --steps 5 --tolerance 1e-5") from None
+    from dtgpt.compare import compare
+
+    path = Path(words[0])
+    return compare(load_recipe(path, options), path, own["plans"], steps, tolerance, options)
+
+
+def _record(words: list[str]) -> int:
+    """RECIPE.py FILE STEPS, then overrides: what dtgpt compare starts in the processes of a plan."""
+    from dtgpt.compare import save_record
+
+    if len(words) < 3:
+        raise UserError("dtgpt record is what dtgpt compare starts; use dtgpt compare")
+    path, file, steps, *options = words
+    return save_record(load_recipe(Path(path), options), Path(file), int(steps))
+
+
+def _take_options(words: list[str], counts: dict[str, int | None]) -> tuple[dict[str, list[str]], list[str]]:
+    """({name: its words} for the options named in `counts`, all other words). A count is how many words the option
+    takes, None any number. Of an option that is given twice the last counts."""
+    own: dict[str, list[str]] = {}
+    rest: list[str] = []
+    into = rest
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            into = rest
+            if name in counts:
+                into = own[name] = [value] if equals else []
+                continue
+        into.append(word)
+    for name, given in own.items():
+        if counts[name] not in (None, len(given)):
+            raise UserError(f"--{name} takes one value, not {len(given)}; give one, as in --{name} {EXAMPLES[name]}")
+    return own, rest
+
+
+def load_recipe(path: Path, options: list[str]) -> "Recipe":
+    """The recipe of a file with the overrides `options`."""
+    from dtgpt.overrides import apply_overrides
+
+    module = _load_module(path)
+    with _errors_of(path):
+        recipe = _call_recipe(module.recipe)
+    return apply_overrides(recipe, options)
+
+
+def _call_recipe(recipe_function: Callable) -> "Recipe":
+    from dtgpt.recipe import Recipe
+
+    recipe = recipe_function()
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe() returns {type(recipe).__name__}; let it return a dtgpt.recipe.Recipe")
+    return recipe
+
+
+def _recipe_module(words: list[str], command: str) -> ModuleType:
+    """The module of the recipe file that a command's first word names; raises UserError where it names none."""
+    if not words or words[0].startswith("-"):
+        raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
+    return _load_module(Path(words[0]))
 
 
 def _load_module(path: Path) -> ModuleType:
@@ -110,8 +232,26 @@ def _load_module(path: Path) -> ModuleType:
         raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _errors_of(path):
+        spec.loader.exec_module(module)
+    if not callable(getattr(module, "recipe", None)):
+        raise UserError(f"{path} is not a recipe: it defines no function recipe()")
     return module
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """What a recipe file raises, as a sentence that names its line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{path} line {error.lineno}: {error.msg}; mend the recipe") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")
+        raise UserError(f"{path}{line}: {type(error).__name__}: {error}; mend the recipe") from None
 
 
 def _generate(words: list[str]) -> int:
@@ -147,3 +287,7 @@ def _plot(words: list[str]) -> int:
     plot_runs([Path(run) for run in runs], Path(output))
     say(output)
     return 0
+
+
+if __name__ == "__main__":
+    main()

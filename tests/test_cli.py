@@ -89,12 +89,21 @@ def test_wrong_use_from_a_shell_shows_no_traceback(tmp_path):
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-def test_more_processes_than_devices_are_refused(here, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    code, _, err = in_process(["train", TINY], capsys)
-    assert code == 2 and "4 processes" in err and "--nproc-per-node 1" in err
-    monkeypatch.setenv("RANK", "1")
-    assert in_process(["train", TINY], capsys) == (2, "", "")
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4, but not RANK", "torchrun"]),
+        ({"WORLD_SIZE": "4", "RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, ["RANK=4 of WORLD_SIZE=4"]),
+        ({"WORLD_SIZE": "four"}, ["WORLD_SIZE=four", "torchrun"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1", "torchrun"]),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = in_process(["train", TINY, "--device", "cpu", "--micro_batch_size", "8"], capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words), err
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,24 @@
 """What only a CUDA device can show."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from dtgpt.cli import main
 from dtgpt.model import GPTConfig, build_model, dropout_keys
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.dropout import dropout, keep_mask
 from dtgpt.ops.random import bits, fold, root_key
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.plan import Plan
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training, read_dataset
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
+RECIPES = Path(__file__).parent.parent / "recipes"
 CONFIG = GPTConfig(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=300, dropout=0.1)
 
 
@@ -58,7 +63,7 @@ def test_a_cuda_graph_replays_with_new_keys():
 def cuda_training(recipe, **changes) -> Training:
     model = replace(recipe.model, hidden_size=128, seq_length=64)
     recipe = replace(recipe, device="cuda", model=model, **changes)
-    return Training(recipe, CUDA, read_dataset(recipe), None, StopRequest())
+    return Training(recipe, Mesh(Plan(dp=1), CUDA), read_dataset(recipe), None, StopRequest())
 
 
 def test_bf16_compiled_training_follows_fp32(recipe):
@@ -90,3 +95,13 @@ def test_generated_text_needs_no_new_compilation_per_token(recipe):
         assert run.sample() is not None
     with torch.compiler.set_stance("fail_on_recompile"):
         assert run.sample() is not None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plans_on_gpus_follow_one_gpu(precision):
+    model = ["--model.num_layers", "4", "--model.dropout", "0.1", "--micro_batch_size", "8", "--precision", precision]
+    plans = ["dp2", "dp2_zero3", "tp2_sp", "pp2", "pp2_zbv"]
+    with pytest.raises(SystemExit) as done:
+        main(["compare", str(RECIPES / "gpt2_tiny.py"), "--plans", *plans, "--steps", "3", *model])
+    assert done.value.code == 0

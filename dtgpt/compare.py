@@ -1,0 +1,236 @@
+"""`dtgpt compare`: run the same steps under several plans and hold each against one process.
+
+What is compared: the loss of every step, the gradients of the first and of the last step, the initial and the final
+weights. Gradients and weights are compared tensor by tensor, ||a - b|| / ||b||, and the worst tensor counts. The bias
+of the attention keys stays out: it moves all scores of a query alike, which the softmax does not see, so that its
+gradient is rounding alone, and AdamW makes steps of any size from that.
+"""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dtgpt.console import say, say_error
+from dtgpt.device import peak_memory
+from dtgpt.errors import UserError
+from dtgpt.optim import learning_rate
+from dtgpt.parallel.memory import fullest
+from dtgpt.parallel.names import SINGLE, parse_plan
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.shards import Shard
+from dtgpt.recipe import Recipe
+from dtgpt.signals import StopRequest
+from dtgpt.train import Training, read_on_every_node, start
+
+REFERENCE = SINGLE
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher around this command
+# (loss, tensors): sums in another order differ by rounding. bf16 keeps 8 bits of an activation, and AdamW makes whole
+# steps of small gradients, so that single tensors differ more than the loss does.
+TOLERANCE = {"torch.float32": (1e-5, 1e-4), "torch.bfloat16": (2e-3, 1e-1)}
+
+
+@dataclass
+class Record:
+    """What one plan did, whole tensors on the CPU; gathered on rank 0."""
+
+    dtype: str
+    losses: list[float]
+    norms: list[float]
+    memory: list[float]  # peak of each rank in GiB
+    planned: float | None  # what `dtgpt plan` says of the fullest rank; None on a CPU, whose memory is not counted so
+    initial: str  # digest of the initial weights
+    tensors: dict[str, Tensor]  # "first gradient/NAME", "last gradient/NAME", "weight/NAME"
+
+
+@dataclass
+class Difference:
+    """The largest relative differences of a plan from the reference, and the tensors in which they lie."""
+
+    loss: float
+    gradient: float
+    gradient_in: str
+    weight: float
+    weight_in: str
+    same_initial: bool
+
+    def within(self, loss: float, tensors: float) -> bool:
+        """Whether the differences are at most these; never where the initial weights differ or there is a NaN."""
+        return self.same_initial and self.loss <= loss and self.gradient <= tensors and self.weight <= tensors
+
+
+def record(recipe: Recipe, steps: int) -> Record | None:
+    """Train `steps` steps under the recipe's plan, in each of its processes; the record comes back on rank 0."""
+    with ExitStack() as stack:
+        recipe, mesh, process = start(recipe, stack)
+        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        kept: dict[str, Tensor | None] = {}
+
+        def keep(kind: str, value) -> None:
+            for name, whole in training.shards.gather(value):
+                kept[f"{kind}/{name}"] = without_key_bias(name, whole, recipe.model.num_heads)
+
+        digest, losses, norms = hashlib.sha256(), [], []
+        for _, whole in training.shards.gather(_weight):
+            digest.update(b"" if whole is None else whole.numpy().tobytes())
+        for step in range(steps):
+            loss = training.gradients()
+            if step == 0:
+                keep("first gradient", _gradient)
+            if step == steps - 1:
+                keep("last gradient", _gradient)
+            curve = training.update(loss, learning_rate(step, recipe))
+            losses.append(training.mean_loss(curve))
+            norms.append(curve.norm.item())
+        memory = mesh.gather(peak_memory(mesh.device)[0])
+        keep("weight", _weight)
+        planned = None
+        if mesh.device.type == "cuda":
+            planned = fullest(recipe, mesh.plan, training.dtype, training.compiled).total / 2**30
+        told = Record(str(training.dtype), losses, norms, memory, planned, digest.hexdigest(), kept)
+        return told if mesh.rank == 0 else None
+
+
+def without_key_bias(name: str, whole: Tensor | None, num_heads: int) -> Tensor | None:
+    """The bias of QKV, stored per head as [N, 3, D], without its keys; every other tensor as it is."""
+    if whole is None or not name.endswith("attn.qkv.bias"):
+        return whole
+    return whole.reshape(num_heads, 3, -1)[:, [0, 2]].contiguous()
+
+
+def _weight(shard: Shard) -> Tensor:
+    return shard.local
+
+
+def _gradient(shard: Shard) -> Tensor:
+    return shard.local.grad
+
+
+def save_record(recipe: Recipe, file: Path, steps: int) -> int:
+    """Record, and write from rank 0 what `run_plan` reads: the work of a process that it starts."""
+    found = record(recipe, steps)
+    if found is not None:
+        told = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
+        save_file(found.tensors, file, metadata={"record": json.dumps(told)})
+    return 0
+
+
+def difference(record: Record, reference: Record) -> Difference:
+    worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
+    for name, ours in reference.tensors.items():
+        kind, _, parameter = name.partition("/")
+        found = (relative(record.tensors[name], ours), parameter)
+        kind = kind.split()[-1]
+        worst[kind] = max(worst[kind], found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    losses = [abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True)]
+    loss = max(losses, key=lambda value: (math.isnan(value), value))
+    return Difference(loss, *worst["gradient"], *worst["weight"], record.initial == reference.initial)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||."""
+    scale = torch.linalg.vector_norm(b, dtype=torch.float64)
+    distance = torch.linalg.vector_norm(a - b, dtype=torch.float64)
+    return (distance / scale).item() if scale > 0 else (0.0 if distance == 0 else math.inf)
+
+
+def compare(
+    recipe: Recipe, path: Path, names: list[str], steps: int, tolerance: float | None, options: list[str]
+) -> int:
+    """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
+    is further from the reference than `tolerance` (None: by precision)."""
+    if not 1 <= steps <= recipe.steps:
+        raise UserError(f"--steps {steps} is outside of the recipe; use 1 to {recipe.steps}")
+    recipe.validate()
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UserError(f"--tolerance {tolerance} is no bound; use 0 or more, such as 1e-5")
+    if recipe.resume:
+        raise UserError("dtgpt compare begins with initial weights; leave --resume out")
+    plans = {name: fitting_plan(recipe, name, names) for name in [REFERENCE, *names]}
+    for name, plan in plans.items():
+        try:
+            replace(recipe, plan=name).plan_for(plan.world)
+        except UserError as error:
+            raise UserError(f"plan {name}: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
+        records: dict[str, Record] = {}
+        differences: dict[str, Difference] = {}
+        for name, plan in plans.items():
+            say(f"{name}: {plan.world} process{'es' if plan.world > 1 else ''}, {steps} steps")
+            file = Path(folder) / f"{len(records)}.safetensors"
+            records[name] = run_plan(path, name, plan.world, steps, options, file)
+            differences[name] = difference(records[name], records[REFERENCE])
+            file.unlink()
+            if name != REFERENCE:
+                records[name].tensors.clear()  # gigabytes
+    limits = TOLERANCE[records[REFERENCE].dtype] if tolerance is None else (tolerance, tolerance)
+    say(report(records, differences, limits))
+    return 0 if all(d.within(*limits) for d in differences.values()) else 1
+
+
+def fitting_plan(recipe: Recipe, name: str, names: list[str]) -> Plan:
+    """The plan with dp filled in. A name without a data parallel degree has one replica where tensor or pipeline
+    parallelism say how many processes there are; `dp` and `zero3` fill as many processes as the largest other plan, 2
+    at least."""
+    plan = parse_plan(name, recipe.plans)
+    if plan.dp is not None or plan.tp * plan.pp > 1:
+        return plan.for_world((plan.dp or 1) * plan.tp * plan.pp)
+    others = [parse_plan(other, recipe.plans) for other in names]
+    return plan.for_world(max([2, *(p.world for p in others)]))
+
+
+def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], file: Path) -> Record:
+    """Start the processes of a plan through torchrun, wait for them, and read what they recorded."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    worker = ["-m", "dtgpt.cli", "record", str(path), str(file), str(steps), *options, "--plan", name]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    done = subprocess.run(
+        [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode:
+        output = done.stdout + done.stderr
+        sentence = next((line for line in output.splitlines() if line.startswith("dtgpt: ")), None)
+        if sentence is None:
+            say_error(output[-5000:])
+        raise UserError(
+            f"plan {name}: {sentence.removeprefix('dtgpt: ') if sentence else 'failed; see its output above'}"
+        )
+    with safe_open(file, "pt") as saved:
+        tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
+        told = json.loads(saved.metadata()["record"])
+    return Record(**told, tensors=tensors)
+
+
+def report(records: dict[str, Record], differences: dict[str, Difference], limits: tuple[float, float]) -> str:
+    """The losses by step, then the largest differences and the memory of the fullest rank."""
+    width = max(10, *(len(name) + 2 for name in records))
+    lines = ["", "loss".ljust(6) + "".join(name.rjust(width) for name in records)]
+    for step, losses in enumerate(zip(*(r.losses for r in records.values()), strict=True), start=1):
+        lines.append(f"{step:<6}" + "".join(f"{loss:{width}.6f}" for loss in losses))
+    title = "largest relative difference"
+    left = max(width, len(title) + 2)
+    lines += [
+        "",
+        f"{title:<{left}}{'loss':>9}{'gradient':>10}{'weight':>10}  {'initial weights':<17}{'GiB':>6}{'planned':>9}",
+    ]
+    for name, d in differences.items():
+        same = "bitwise equal" if d.same_initial else "DIFFER"
+        verdict = "" if d.within(*limits) else f"  MORE THAN {limits[0]:g} (loss) or {limits[1]:g}"
+        figures = f"{d.loss:9.1e}{d.gradient:10.1e}{d.weight:10.1e}  {same:<17}{max(records[name].memory):6.2f}"
+        figures += f"{records[name].planned:9.2f}" if records[name].planned else f"{'-':>9}"
+        lines.append(f"{name:<{left}}{figures}{verdict}")
+        if verdict:
+            lines.append(f"  gradient in {d.gradient_in}, weight in {d.weight_in}")
+    return "\n".join(lines)

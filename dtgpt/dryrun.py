@@ -1,0 +1,114 @@
+"""`dtgpt plan`: what a recipe would do under a plan, told without a GPU and without processes."""
+
+import torch
+
+from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
+from dtgpt.errors import UserError
+from dtgpt.parallel.cost import parameters_of
+from dtgpt.parallel.memory import Memory, memory_of
+from dtgpt.parallel.pipeline import block_ranges
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.traffic import bubble, collectives_of
+from dtgpt.recipe import Recipe
+
+GIB = 2**30
+HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
+
+
+def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
+    """The report. `world`: processes, by default the fewest that the plan needs; `gpu`: a name of DEVICE_MEMORY or a
+    size in GiB, by default the CUDA device of this machine, else H200."""
+    recipe.validate()
+    plan = fewest(recipe) if world is None else recipe.plan_for(world)
+    kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
+    dtype, compiled = choose_dtype(recipe, kind), wants_compiler(recipe, kind, plan)
+    device, size = _device(gpu)
+    # dp and tp ranks of a stage hold the same amount, or the first of them the most.
+    ranks = [pp * plan.dp * plan.tp for pp in range(plan.pp)]
+    memories = [memory_of(recipe, plan, rank, dtype, compiled) for rank in ranks]
+    most = max(memories, key=lambda memory: memory.total)
+    lines = [*_mesh(recipe, plan, dtype, compiled), "", *_memory(recipe, plan, ranks, memories), ""]
+    lines += [*_traffic(recipe, plan, ranks, dtype), ""]
+    fits = most.total <= HEADROOM * size
+    verdict = "fits" if fits else "DOES NOT FIT"
+    lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
+    return "\n".join(lines)
+
+
+def fewest(recipe: Recipe) -> Plan:
+    plan = recipe.named_plan()
+    return recipe.plan_for(plan.world)
+
+
+def _device(gpu: str | None) -> tuple[str, float]:
+    if gpu is None:
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
+        gpu = "H200"
+    if gpu.upper() in DEVICE_MEMORY:
+        return gpu.upper(), DEVICE_MEMORY[gpu.upper()] * GIB
+    try:
+        size = float(gpu)
+    except ValueError:
+        size = 0
+    if not 0 < size < 1e6:
+        raise UserError(f"--gpu {gpu} is not known; use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB")
+    return "the device", size * GIB
+
+
+def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> list[str]:
+    config, passes = recipe.model, recipe.micro_batches(plan.dp)
+    lines = [
+        f"recipe  {recipe.name}: {config.num_parameters / 1e9:.3g} B parameters, {config.num_layers} blocks of "
+        f"{config.hidden_size}, T={config.seq_length}, {str(dtype).removeprefix('torch.')}"
+        f"{', compiled' if compiled else ''}",
+        f"plan    {plan.name}: {plan.world} ranks = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
+        + (f"; ZeRO-{plan.zero}" if plan.zero else "")
+        + ("; sequence parallel" if plan.sequence_parallel else ""),
+        f"batch   {recipe.global_batch_size} samples = {plan.dp} replicas x {passes} micro-batches x "
+        f"{recipe.micro_batch_size}",
+    ]
+    if plan.pp > 1:
+        cut = [len(blocks) for blocks in block_ranges(config, plan)]
+        idle = bubble(plan, passes)
+        told = (
+            f"bubble {idle:.1%} of a step"
+            if idle is not None
+            else f"bubble not known below {2 * plan.pp - 1} micro-batches"
+        )
+        lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {told}")
+    return lines
+
+
+def _memory(recipe: Recipe, plan: Plan, ranks: list[int], memories: list[Memory]) -> list[str]:
+    columns = [*vars(memories[0]), "total"]
+    unit, name = (GIB, "GiB") if max(m.total for m in memories) >= GIB else (GIB / 1024, "MiB")
+    lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
+    lines.append(f"{'ranks':<12}{'parameters':>12}" + "".join(f"{column:>12}" for column in columns))
+    for rank, memory in zip(ranks, memories, strict=True):
+        group = plan.dp * plan.tp
+        label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
+        count = sum(p.local for p in parameters_of(recipe.model, plan, rank))
+        figures = [*vars(memory).values(), memory.total]
+        lines.append(f"{label:<12}{count / 1e6:>10,.1f} M" + "".join(f"{n / unit:>12.2f}" for n in figures))
+    return lines
+
+
+def _traffic(recipe: Recipe, plan: Plan, ranks: list[int], dtype: torch.dtype) -> list[str]:
+    if plan.world == 1:
+        return ["no collectives: one process"]
+    lines = []
+    for rank in dict.fromkeys((ranks[0], ranks[-1])):
+        lines.append(f"messages of rank {rank} in one step")
+        for c in collectives_of(recipe, plan, rank, dtype):
+            each = f"{c.count:>8} x {_bytes(c.bytes / c.count):>10} = {_bytes(c.bytes):>10}"
+            lines.append(f"  {c.kind:<15}{c.over:<4}{each}  {c.what}")
+    return lines
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,122 @@
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtgpt.dryrun import describe_plan
+from dtgpt.errors import UserError
+from dtgpt.model import Block, GPTConfig
+from dtgpt.ops.random import fold, root_key
+from dtgpt.parallel.memory import Sizes, block_activations, memory_of, stages_in_flight
+from dtgpt.parallel.names import parse_plan
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.traffic import bubble, collectives_of
+from tests import bodies_dryrun
+from tests.ranks import pool
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def planned(recipe, plan: str):
+    return replace(recipe, plan=plan, global_batch_size=8, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype):
+    """Every byte but the statistics of the LayerNorms and the casts of weights, which are counted elsewhere."""
+    config = GPTConfig(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
+    recipe = replace(recipe, model=config)
+    block, kept = Block(config), {}
+    shapes = {shape for p in block.parameters() for shape in (p.shape, p.t().shape)}
+    keys = fold(root_key(1), torch.arange(4)[:, None], torch.arange(3)) if dropout else None
+    x = torch.randn(4, 128, 64, dtype=dtype, requires_grad=True)
+
+    def keep(tensor):
+        if tensor.shape not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x, keys)
+    seen = sum(storage.nbytes() for storage in kept.values())
+    expected = block_activations(
+        config, Sizes.of(replace(recipe, micro_batch_size=4), Plan(dp=1), dtype.itemsize), False
+    )
+    assert y.requires_grad
+    assert seen == pytest.approx(expected, rel=0.06)
+
+
+MESSAGES = ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp", "dp2_tp2_sp_zero2", "tp2_sp_pp2"]
+MESSAGES += ["dp2_pp2", "dp2_pp2_zero3", "dp2_pp2_zbv_zero1", "dp2_pp2_interleaved_zero1"]
+
+
+@pytest.mark.parametrize("plan", MESSAGES)
+def test_the_messages_are_those_that_are_sent(recipe, plan):
+    recipe = replace(planned(recipe, plan), model=replace(recipe.model, num_layers=4))
+    known = parse_plan(plan)
+    known = known.for_world(known.world)
+    seen = pool().run(known.world, bodies_dryrun.messages, recipe)
+    for rank in range(known.world):
+        expected: dict[str, int] = {}
+        for c in collectives_of(recipe, known, rank, torch.float32):
+            if c.kind != "send":
+                kind = c.kind.replace("-", "_")
+                expected[kind] = expected.get(kind, 0) + c.count
+        assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
+
+
+@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2", "pp2"])
+def test_the_weights_on_each_rank_are_what_the_plan_says(recipe, plan):
+    recipe = planned(recipe, plan)
+    seen = pool().run(2, bodies_dryrun.memory_of_weights, recipe)
+    known = parse_plan(plan).for_world(2)
+    assert seen == [memory_of(recipe, known, rank, torch.float32, False).weights for rank in range(2)]
+
+
+def test_activations_in_flight_grow_towards_the_first_stage():
+    plan = parse_plan("pp4")
+    assert [stages_in_flight(plan, 8, pp) for pp in range(4)] == [4, 3, 2, 1]
+    assert [stages_in_flight(plan, 2, pp) for pp in range(4)] == [2, 2, 2, 1]
+    assert stages_in_flight(parse_plan("pp4_gpipe"), 8, 3) == 8
+    assert stages_in_flight(parse_plan("pp4_zbv"), 8, 0) == stages_in_flight(parse_plan("pp4_zbv"), 8, 3) == 8
+
+
+def test_more_micro_batches_and_more_stages_per_rank_shrink_the_bubble():
+    assert bubble(parse_plan("pp4"), 4) == 3 / 7 and bubble(parse_plan("pp4"), 12) == 3 / 15
+    assert bubble(parse_plan("pp4_interleaved"), 12) == 3 / 27
+    assert bubble(parse_plan("pp4_zbv"), 12) == 0 and bubble(parse_plan("pp4_zbv"), 6) is None
+
+
+def test_the_175b_layout_is_planned_in_seconds_and_little_memory():
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", MEASURED, str(RECIPES / "gpt3_175b.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - begin < 30  # 10 on a machine of one's own
+    assert "128 ranks = pp 16 x dp 1 x tp 8" in done.stdout and "fits" in done.stdout
+    assert int(done.stderr.split()[-1]) < 2 * 2**20  # KiB
+
+
+MEASURED = """
+import resource, sys
+from dtgpt.cli import main
+try:
+    main(["plan", sys.argv[1], "--world", "128", "--gpu", "H200"])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+def test_a_model_that_is_too_large_does_not_fit(recipe):
+    report = describe_plan(planned(recipe, "single"), None, "0.0001")
+    assert "DOES NOT FIT" in report
+
+
+@pytest.mark.parametrize("gpu", ["H201", "-1", "nan", ""])
+def test_an_unknown_gpu_is_refused(recipe, gpu):
+    with pytest.raises(UserError, match="--gpu"):
+        describe_plan(planned(recipe, "single"), None, gpu)
