@@ -145,9 +145,9 @@ def test_values_that_differ_are_refused_with_the_rank_on_every_rank():
     assert pool().run(4, agree_on, [same] * 4) == [None] * 4
     answers = pool().run(4, agree_on, [same, same, {"the text": "xyz", "size": 4}, same])
     assert len(set(answers)) == 1
-    assert "rank 2" in answers[0] and "where rank 0 has" in answers[0] and "; make them equal" in answers[0]
+    assert "rank 2" in answers[0] and "4 there, 3 on rank 0" in answers[0] and "; make them equal" in answers[0]
     (missing, _) = pool().run(2, agree_on, [same, {"size": 3}])
-    assert "rank 1 has the text=None where rank 0 has abc" in missing
+    assert "rank 1 differs from rank 0 in the text: None there, abc on rank 0" in missing
 
 
 def test_another_text_on_one_rank_is_refused(recipe, tmp_path):
@@ -158,7 +158,7 @@ def test_another_text_on_one_rank_is_refused(recipe, tmp_path):
     paths[1].write_text("one and two make thr3e. " * 200)
     answers = pool().run(2, read_texts, recipe, paths)
     assert answers[0] == answers[1]
-    assert "rank 1 has the text=" in answers[0] and "give every node the same data" in answers[0]
+    assert "rank 1 differs from rank 0 in the text: " in answers[0] and "give every node the same data" in answers[0]
     paths[1].unlink()
     answers = pool().run(2, read_texts, recipe, paths)
     assert answers[0] == answers[1] and "1.txt does not exist" in answers[0]

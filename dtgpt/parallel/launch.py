@@ -17,7 +17,7 @@ import dtgpt
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
-from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.tensor import make_table
 from dtgpt.recipe import Recipe
@@ -109,16 +109,7 @@ def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:
     values["the plan"] = json.dumps(asdict(plan), default=repr)
     values["torch"], values["the kind of device"] = torch.__version__, device.type
     values |= {f"the code of {name}": digest for name, digest in code_digests().items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values)
-    for rank, theirs in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | theirs.keys()):
-            ours, other = everyone[0].get(name), theirs.get(name)
-            if ours != other:
-                raise UserError(
-                    f"rank {rank} differs from rank 0 in {name}: {other} there, {ours} on rank 0; start every rank "
-                    "with the same command on the same code"
-                )
+    agree(values, "start every rank with the same command on the same code")
 
 
 def code_digests() -> dict[str, str]:

@@ -160,13 +160,19 @@ class Mesh:
 
     def agree(self, values: dict[str, Any], remedy: str) -> None:
         """Raise UserError on every rank where a rank's values are not those of rank 0."""
-        first, *others = self.gather(values)
-        for rank, theirs in enumerate(others, start=1):
-            for name in sorted(first.keys() | theirs.keys()):
-                if first.get(name) != theirs.get(name):
-                    raise UserError(
-                        f"rank {rank} has {name}={theirs.get(name)} where rank 0 has {first.get(name)}; {remedy}"
-                    )
+        if self.world > 1:
+            agree(values, remedy)
+
+
+def agree(values: dict[str, Any], remedy: str) -> None:
+    """`Mesh.agree` of all processes, before there is a mesh."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            ours, other = everyone[0].get(name), theirs.get(name)
+            if ours != other:
+                raise UserError(f"rank {rank} differs from rank 0 in {name}: {other} there, {ours} on rank 0; {remedy}")
 
 
 def chunk(whole: range, pieces: int, index: int) -> range:
