@@ -116,12 +116,16 @@ def _say_once(sentence: str) -> None:
 
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.overrides import apply_overrides, help_text
+    from dtgpt.parallel.process import Process
 
     recipe = _call_recipe(recipe_function)
     if any(word in HELP for word in arguments):
         say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
     recipe = apply_overrides(recipe, arguments)
+    # What is wrong with the recipe or its plan is told before seconds go into importing the rest.
+    recipe.validate()
+    recipe.plan_for(Process.from_environment().world)
     from dtgpt.train import train
 
     return train(recipe)

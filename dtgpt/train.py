@@ -39,8 +39,9 @@ from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import clip_gradients, learning_rate, make_optimizer
 from dtgpt.parallel.build import build_stages, make_passes, try_table
 from dtgpt.parallel.cost import state_bytes
-from dtgpt.parallel.launch import Process, lost_peers_as_sentences, open_mesh
+from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report, Silence
 from dtgpt.run import changes_since, create_run, load_tokenizer, lock_run, open_run

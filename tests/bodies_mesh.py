@@ -15,9 +15,10 @@ from dtgpt.errors import UserError
 from dtgpt.model import GPTConfig
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.launch import Process, agree_on_run, open_mesh
+from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.recipe import Recipe
 from dtgpt.train import read_on_every_node

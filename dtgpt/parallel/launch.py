@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
 from dtgpt.recipe import Recipe
 
@@ -27,37 +28,6 @@ NCCL_REPORTS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000
 
 was_in_group = False  # this process, at any time
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-
-
-@dataclass(frozen=True)
-class Process:
-    """What torchrun tells a process in its environment; one alone where nothing is told."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0  # on its node
-    local_world: int = 1
-
-    @classmethod
-    def from_environment(cls) -> "Process":
-        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
-        given = {field: os.environ.get(name, "") for field, name in names.items()}
-        for field, text in given.items():
-            if text and not text.isdecimal():
-                raise UserError(f"the environment says {names[field]}={text}; start the processes with torchrun")
-        missing = [names[field] for field, text in given.items() if not text]
-        if missing and given["world"] not in ("", "1"):
-            raise UserError(
-                f"the environment says WORLD_SIZE={given['world']}, but not {', '.join(missing)}; start the processes "
-                "with torchrun"
-            )
-        process = cls(**{field: int(text) for field, text in given.items() if text})
-        if process.rank >= process.world or process.local_rank >= process.local_world:
-            raise UserError(
-                f"the environment says RANK={process.rank} of WORLD_SIZE={process.world} and LOCAL_RANK="
-                f"{process.local_rank} of LOCAL_WORLD_SIZE={process.local_world}; start the processes with torchrun"
-            )
-        return process
 
 
 @contextmanager
