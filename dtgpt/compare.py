@@ -26,16 +26,16 @@ from dtgpt.console import say, say_error
 from dtgpt.device import peak_memory
 from dtgpt.errors import UserError
 from dtgpt.optim import learning_rate
-from dtgpt.parallel.memory import fullest
+from dtgpt.parallel.memory import fullest, memory_by_rank
 from dtgpt.parallel.names import SINGLE, parse_plan
 from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.process import VARIABLES
 from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training, read_on_every_node, start
 
 REFERENCE = SINGLE
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher around this command
 # (loss, tensors): sums in another order differ by rounding. bf16 keeps 8 bits of an activation, and AdamW makes whole
 # steps of small gradients, so that single tensors differ more than the loss does.
 TOLERANCE = {"torch.float32": (1e-5, 1e-4), "torch.bfloat16": (2e-3, 1e-1)}
@@ -97,7 +97,8 @@ def record(recipe: Recipe, steps: int) -> Record | None:
         keep("weight", _weight)
         planned = None
         if mesh.device.type == "cuda":
-            planned = fullest(recipe, mesh.plan, training.dtype, training.compiled).total / 2**30
+            memories = memory_by_rank(recipe, mesh.plan, training.dtype, training.compiled)
+            planned = fullest(memories).total / 2**30
         told = Record(str(training.dtype), losses, norms, memory, planned, digest.hexdigest(), kept)
         return told if mesh.rank == 0 else None
 
@@ -194,7 +195,7 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
     """Start the processes of a plan through torchrun, wait for them, and read what they recorded."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     worker = ["-m", "dtgpt.cli", "record", str(path), str(file), str(steps), *options, "--plan", name]
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES.values()}
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(
         [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"

@@ -5,7 +5,7 @@ import torch
 from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
 from dtgpt.errors import UserError
 from dtgpt.parallel.cost import parameters_of
-from dtgpt.parallel.memory import Memory, memory_of
+from dtgpt.parallel.memory import Memory, fullest, memory_by_rank
 from dtgpt.parallel.pipeline import block_ranges
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.traffic import bubble, collectives_of
@@ -23,12 +23,10 @@ def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     dtype, compiled = choose_dtype(recipe, kind), wants_compiler(recipe, kind, plan)
     device, size = _device(gpu)
-    # dp and tp ranks of a stage hold the same amount, or the first of them the most.
-    ranks = [pp * plan.dp * plan.tp for pp in range(plan.pp)]
-    memories = [memory_of(recipe, plan, rank, dtype, compiled) for rank in ranks]
-    most = max(memories, key=lambda memory: memory.total)
-    lines = [*_mesh(recipe, plan, dtype, compiled), "", *_memory(recipe, plan, ranks, memories), ""]
-    lines += [*_traffic(recipe, plan, ranks, dtype), ""]
+    memories = memory_by_rank(recipe, plan, dtype, compiled)
+    most = fullest(memories)
+    lines = [*_mesh(recipe, plan, dtype, compiled), "", *_memory(recipe, plan, memories), ""]
+    lines += [*_traffic(recipe, plan, list(memories), dtype), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
@@ -80,12 +78,12 @@ def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> lis
     return lines
 
 
-def _memory(recipe: Recipe, plan: Plan, ranks: list[int], memories: list[Memory]) -> list[str]:
+def _memory(recipe: Recipe, plan: Plan, memories: dict[int, Memory]) -> list[str]:
     columns = [*vars(memories[0]), "total"]
-    unit, name = (GIB, "GiB") if max(m.total for m in memories) >= GIB else (GIB / 1024, "MiB")
+    unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
     lines.append(f"{'ranks':<12}{'parameters':>12}" + "".join(f"{column:>12}" for column in columns))
-    for rank, memory in zip(ranks, memories, strict=True):
+    for rank, memory in memories.items():
         group = plan.dp * plan.tp
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
         count = sum(p.local for p in parameters_of(recipe.model, plan, rank))

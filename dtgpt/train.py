@@ -188,10 +188,10 @@ class Training:
             if not (report_due or eval_due or save_due or sample_due):
                 continue
             loss, norm = self.mean_loss(on_device), on_device.norm.item()  # here the program waits for the device
-            memory = self.mesh.max(peak_memory(self.device)[0])
             self._check_finite("loss and gradient norm", loss, norm)
             if report_due:
                 tokens = self.consumed_samples * recipe.model.seq_length
+                memory = self.mesh.max(peak_memory(self.device)[0])
                 report.step(self.step, tokens, loss, norm, lr, memory)
             with report.paused():
                 if eval_due and (losses := self.held_out_loss()):

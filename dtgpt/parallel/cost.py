@@ -29,6 +29,10 @@ class Held:
     by_tp: int  # after tensor parallelism: what the rank computes with
     local: int  # after ZeRO: what it keeps
 
+    @property
+    def in_block(self) -> bool:
+        return self.name.startswith("blocks.")
+
 
 def parameters_of(config: GPTConfig, plan: Plan, rank: int) -> list[Held]:
     """What `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model."""

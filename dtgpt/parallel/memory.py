@@ -83,30 +83,32 @@ def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, compile
     sizes = Sizes.of(recipe, plan, width)
     held = parameters_of(config, plan, rank)
     local = sum(p.local for p in held)
-    has_head = place.stages[-1] == plan.num_stages - 1
     ranges = block_ranges(config, plan)
     blocks = sum(len(ranges[stage]) for stage in place.stages)
 
     in_flight = stages_in_flight(plan, recipe.micro_batches(plan.dp), place.pp)
     kept = in_flight / len(place.stages) * blocks * block_activations(config, sizes, compiled)
-    head = sizes.residual + sizes.whole + sizes.logits if has_head else 0
+    head = sizes.residual + sizes.whole + sizes.logits if place.holds_last else 0
     full = gradient_bytes(held, plan, recipe.micro_batches(plan.dp))
     gathered = _gathered(held, blocks, plan, width)
     common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
     common["edges"] = _edges(plan, place, sizes, recipe.micro_batches(plan.dp), in_flight)
 
     start = 0 if recipe.micro_batches(plan.dp) == 1 else full  # the first micro-batch finds no gradient yet
-    working = _head_work(held, sizes, compiled) if has_head else _block_work(config, sizes, compiled)
+    working = _head_work(held, sizes, compiled) if place.holds_last else _block_work(config, sizes, compiled)
     early = Memory(**common, gradients=start, activations=round(kept + head), working=round(working))
-    around = sum(4 * p.by_tp for p in held if ".blocks." not in f".{p.name}")
+    around = sum(4 * p.by_tp for p in held if not p.in_block)
     late = Memory(**common, gradients=full, activations=0, working=around * (2 if plan.world > 1 else 1))
     return max(early, late, key=lambda memory: memory.total)
 
 
-def fullest(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> Memory:
-    """The memory of the rank that needs most."""
-    ranks = [pp * plan.dp * plan.tp for pp in range(plan.pp)]  # of a stage's ranks the first holds as much as any
-    return max((memory_of(recipe, plan, r, dtype, compiled) for r in ranks), key=lambda memory: memory.total)
+def memory_by_rank(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> dict[int, Memory]:
+    """Of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
+    return {r: memory_of(recipe, plan, r, dtype, compiled) for r in range(0, plan.world, plan.dp * plan.tp)}
+
+
+def fullest(memories: dict[int, Memory]) -> Memory:
+    return max(memories.values(), key=lambda memory: memory.total)
 
 
 def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
@@ -128,8 +130,8 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
 def _gathered(held: list[Held], blocks: int, plan: Plan, width: int) -> int:
     """What multiplies: `fully_shard` holds blocks in the activations' dtype and the rest in fp32; in one process
     autograd keeps the casts. Either way the table is cast for the head. ZeRO-3 holds one block and fetches the next."""
-    in_blocks = sum(p.by_tp for p in held if p.name.startswith("blocks."))
-    around = sum(p.by_tp for p in held if not p.name.startswith("blocks."))
+    in_blocks = sum(p.by_tp for p in held if p.in_block)
+    around = sum(p.by_tp for p in held if not p.in_block)
     tables = [p for p in held if p.name == TABLE]
     cast = width * tables[-1].by_tp if width < 4 and tables else 0
     if plan.world == 1:
@@ -144,12 +146,8 @@ def _edges(plan: Plan, place: Place, sizes: Sizes, micro_batches: int, in_flight
     rank sent is kept until its backward pass."""
     if plan.pp == 1:
         return 0
-    total = 0.0
-    for stage in place.stages:
-        before = stage > 0 and plan.stage_rank(stage - 1) != place.pp
-        after = stage < plan.num_stages - 1 and plan.stage_rank(stage + 1) != place.pp
-        total += (before + after) * micro_batches * sizes.residual
-    return round(total + in_flight * sizes.residual)
+    receives = sum((place.comes_from(s) is not None) + (place.goes_to(s) is not None) for s in place.stages)
+    return round((receives * micro_batches + in_flight) * sizes.residual)
 
 
 def _head_work(held: list[Held], sizes: Sizes, compiled: bool) -> float:

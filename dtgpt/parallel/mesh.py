@@ -51,6 +51,26 @@ class Place:
         """The pipeline stages of this rank, by depth."""
         return [s for s in range(self.plan.num_stages) if self.plan.stage_rank(s) == self.pp]
 
+    @property
+    def holds_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        return self.plan.num_stages - 1 in self.stages
+
+    def comes_from(self, stage: int) -> int | None:
+        """The pipeline rank that sends `stage` of this rank its input; None where nothing is sent."""
+        return self._other(stage - 1) if stage > 0 else None
+
+    def goes_to(self, stage: int) -> int | None:
+        """The pipeline rank to which `stage` of this rank sends its output; None where nothing is sent."""
+        return self._other(stage + 1) if stage + 1 < self.plan.num_stages else None
+
+    def _other(self, stage: int) -> int | None:
+        pp = self.plan.stage_rank(stage)
+        return pp if pp != self.pp else None
+
     def neighbour(self, pp: int) -> int:
         """The rank with the same dp and tp coordinates on pipeline rank `pp`."""
         return self.rank + (pp - self.pp) * self.plan.dp * self.plan.tp

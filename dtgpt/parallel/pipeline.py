@@ -109,32 +109,28 @@ class Pipeline(Passes):
             self.schedule = ONE_STAGE[plan.schedule](self.stages[0], **options)
         else:
             self.schedule = MANY_STAGES[plan.schedule](self.stages, **options)
-        self.holds_first = mesh.place.stages[0] == 0
-        self.holds_last = mesh.place.stages[-1] == plan.num_stages - 1
 
     def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.loss(logits, targets) / self._micro_batches
 
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
-        inputs = [windows[:, :-1].contiguous()] if self.holds_first else []
-        targets = {"target": windows[:, 1:].contiguous(), "losses": []} if self.holds_last else {}
+        inputs = [windows[:, :-1].contiguous()] if self.mesh.place.holds_first else []
+        targets = {"target": windows[:, 1:].contiguous(), "losses": []} if self.mesh.place.holds_last else {}
         more = {} if keys is None else {"keys": keys}
         self.schedule.step(*inputs, return_outputs=False, **targets, **more)
-        if not self.holds_last:
+        if not self.mesh.place.holds_last:
             return torch.zeros((), device=self.mesh.device)
         return torch.stack(targets["losses"]).detach().sum()
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Stage after stage: each rank meets its sends and receives by depth, so that none waits in a circle."""
-        plan, place = self.mesh.plan, self.mesh.place
-        x = tokens
+        place, x = self.mesh.place, tokens
         for index, module in zip(place.stages, self.modules, strict=True):
-            before = plan.stage_rank(index - 1) if index else place.pp
-            after = plan.stage_rank(index + 1) if index + 1 < plan.num_stages else place.pp
-            if before != place.pp:
+            source, target = place.comes_from(index), place.goes_to(index)
+            if source is not None:
                 x = torch.empty(len(tokens), *self.edge, dtype=self.dtype, device=self.mesh.device)
-                dist.recv(x, place.neighbour(before), group=self.mesh.pp_group)
+                dist.recv(x, place.neighbour(source), group=self.mesh.pp_group)
             x = module(x)
-            if after != place.pp:
-                dist.send(x.contiguous(), place.neighbour(after), group=self.mesh.pp_group)
-        return x if self.holds_last else None
+            if target is not None:
+                dist.send(x.contiguous(), place.neighbour(target), group=self.mesh.pp_group)
+        return x if place.holds_last else None

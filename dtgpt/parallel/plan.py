@@ -162,19 +162,18 @@ class Plan:
     def _validate_batch(self, micro: int, whole: int) -> None:
         dp = self.dp or 1
         share = micro * dp
-        if whole % share and whole % dp == 0:
+        if whole % share == 0:
+            return
+        if whole % dp == 0:
             fitting = max(m for m in _divisors(whole // dp) if m <= micro)
-            raise UserError(
-                f"global_batch_size={whole} cannot be split into micro-batches of micro_batch_size={micro} on "
-                f"dp={dp} replicas; use --micro_batch_size {fitting} (the curve stays the same)"
-            )
-        if whole % share:
+            remedy = f"--micro_batch_size {fitting} (the curve stays the same)"
+        else:
             low = whole // share * share
-            near = f"{low} or {low + share}" if low else f"{share}"
-            raise UserError(
-                f"global_batch_size={whole} cannot be split into micro-batches of micro_batch_size={micro} on "
-                f"dp={self.dp} replicas; use --global_batch_size {near}"
-            )
+            remedy = "--global_batch_size " + (f"{low} or {low + share}" if low else f"{share}")
+        raise UserError(
+            f"global_batch_size={whole} cannot be split into micro-batches of micro_batch_size={micro} on "
+            f"dp={dp} replicas; use {remedy}"
+        )
 
     def _validate_pipeline(self, model: GPTConfig, micro: int, whole: int) -> None:
         stages, layers, per_rank = self.num_stages, model.num_layers, self.stages_of_rank

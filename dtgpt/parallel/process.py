@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from dtgpt.errors import UserError
 
+VARIABLES = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
+
 
 @dataclass(frozen=True)
 class Process:
@@ -17,12 +19,11 @@ class Process:
 
     @classmethod
     def from_environment(cls) -> "Process":
-        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
-        given = {field: os.environ.get(name, "") for field, name in names.items()}
+        given = {field: os.environ.get(name, "") for field, name in VARIABLES.items()}
         for field, text in given.items():
             if text and not text.isdecimal():
-                raise UserError(f"the environment says {names[field]}={text}; start the processes with torchrun")
-        missing = [names[field] for field, text in given.items() if not text]
+                raise UserError(f"the environment says {VARIABLES[field]}={text}; start the processes with torchrun")
+        missing = [VARIABLES[field] for field, text in given.items() if not text]
         if missing and given["world"] not in ("", "1"):
             raise UserError(
                 f"the environment says WORLD_SIZE={given['world']}, but not {', '.join(missing)}; start the processes "

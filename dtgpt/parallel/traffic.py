@@ -41,7 +41,7 @@ def _over_tp(recipe: Recipe, plan: Plan, place: Place, blocks: list[int], dtype:
     config, passes = recipe.model, recipe.micro_batches(plan.dp)
     tokens = recipe.micro_batch_size * config.seq_length
     unit = dtype.itemsize * tokens * config.hidden_size
-    first, last = place.stages[0] == 0, place.stages[-1] == plan.num_stages - 1
+    first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
     # A matrix cut by rows sums what it puts out, in forward; one cut by columns the gradient of what it takes in.
@@ -68,7 +68,7 @@ def _shared_gradients(recipe: Recipe, plan: Plan, place: Place, blocks: int) -> 
     """Under sequence parallelism a rank sees its part of the sequence, so that gradients of LayerNorms and positions
     are summed over tp: where `fully_shard` reduces them."""
     config = recipe.model
-    first, last = place.stages[0] == 0, place.stages[-1] == plan.num_stages - 1
+    first, last = place.holds_first, place.holds_last
     times = recipe.micro_batches(plan.dp) if plan.zero >= 2 and plan.pp == 1 else 1
     vectors = 4 * blocks + 2 * last
     size = 4 * config.hidden_size * (vectors + config.seq_length * first)
@@ -82,7 +82,7 @@ def _over_dp(recipe: Recipe, plan: Plan, rank: int, blocks: int, dtype: torch.dt
     held, passes = parameters_of(recipe.model, plan, rank), recipe.micro_batches(plan.dp)
     ends = sum(stage in (0, plan.num_stages - 1) for stage in Place(plan, rank).stages)
     groups = blocks + ends  # each block, and what is around the blocks of a stage
-    in_blocks = sum(p.by_tp for p in held if p.name.startswith("blocks."))
+    in_blocks = sum(p.by_tp for p in held if p.in_block)
     whole = sum(p.by_tp for p in held)
     if plan.zero == 0:
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
@@ -101,10 +101,8 @@ def _over_pp(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype) -> list[
     config, passes, place = recipe.model, recipe.micro_batches(plan.dp), Place(plan, rank)
     edge = dtype.itemsize * recipe.micro_batch_size * config.seq_length * config.hidden_size
     edge //= plan.tp if plan.sequence_parallel else 1
-    sends = 0
-    for stage in place.stages:
-        sends += stage + 1 < plan.num_stages and plan.stage_rank(stage + 1) != place.pp  # activations on
-        sends += stage > 0 and plan.stage_rank(stage - 1) != place.pp  # gradients back
+    # Activations on, gradients back.
+    sends = sum((place.goes_to(s) is not None) + (place.comes_from(s) is not None) for s in place.stages)
     found = [Collective("send", "pp", "activations and gradients", sends * passes, sends * passes * edge)]
     tables = [p for p in parameters_of(config, plan, rank) if p.name == TABLE]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
