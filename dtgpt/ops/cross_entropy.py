@@ -4,9 +4,10 @@ Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): a ran
 sends three numbers per token, its largest logit, its sum of exponentials and the target's logit. Logits are never
 gathered. The columns that only pad the table, wherever they lie, stay outside the softmax.
 
-Reference: `reference`, on whole logits. Fast path: the same local passes for one rank and for many; eager code walks
-through the rows in chunks and compiled code is one fused kernel, so fp32 logits of full size never exist; backward
-computes the probabilities again from the logits and the logarithm of the sum.
+Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
+`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch walks through the rows in chunks, or
+torch.compile makes one kernel. Either way fp32 logits of full size never exist. `dtgpt.ops.head` puts the passes
+between the products of the output projection; `cross_entropy` serves logits that are there already.
 Sharding rule: rows alike on all ranks of the group, columns `start ... start + V_local` here.
 """
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from dtgpt.ops.fast import has_triton
 
 CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
@@ -38,38 +41,60 @@ def cross_entropy(
     """Mean loss in nats, fp32 scalar, equal on all ranks of `group` (None: this rank holds the whole vocabulary).
 
     logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`.
-    fused: let torch.compile make one kernel of each local pass.
+    fused: where there is no Triton, let torch.compile make one kernel of each pass.
     """
     rows = logits.flatten(0, -2)
-    real = min(max(vocab_size - start, 0), rows.shape[-1])
+    real = real_columns(rows.shape[-1], vocab_size, start)
     return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, fused)
+
+
+def real_columns(width: int, vocab_size: int, start: int) -> int:
+    """How many of the columns `start ... start + width` are tokens and no padding."""
+    return min(max(vocab_size - start, 0), width)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, fused: bool) -> Tensor:
-        terms = _compiled(local_terms) if fused else local_terms
-        largest, total, target = terms(logits, targets, start, real)
-        if group is not None:
-            highest = largest.clone()
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-            sums = torch.stack([total * torch.exp(largest - highest), target])
-            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-            (total, target), largest = sums, highest
-        log_total = torch.log(total)
-        ctx.save_for_backward(logits, targets, largest, log_total)
-        ctx.start, ctx.real, ctx.fused = start, real, fused
-        return (log_total - (target - largest)).mean()  # differences first: logits may have a large common offset
+        compiled = fused and not has_triton(logits)
+        terms = (_compiled(local_terms) if compiled else row_terms)(logits, targets, start, real)
+        largest, total, target = over_group(terms, group)
+        ctx.save_for_backward(logits, targets, largest, total)
+        ctx.start, ctx.real, ctx.compiled = start, real, compiled
+        return losses_of(largest, total, target).mean()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        gradient = _compiled(local_gradient) if ctx.fused else local_gradient
-        return gradient(*ctx.saved_tensors, grad, ctx.start, ctx.real), None, None, None, None, None
+        logits, targets, largest, total = ctx.saved_tensors
+        scale = grad / len(logits)
+        if ctx.compiled:
+            result = _compiled(plain_gradient)(logits, targets, largest, total, scale, ctx.start, ctx.real)
+        else:
+            result = logits.clone()
+            to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
+        return result, None, None, None, None, None
 
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`row_terms` of rows `[3, rows]` whose columns are cut over the group, as if one rank held them all."""
+    if group is None:
+        return terms
+    largest, total, target = terms
+    highest = largest.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    sums = torch.stack([total * torch.exp(largest - highest), target])
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    return torch.cat([highest[None], sums])
+
+
+def losses_of(largest: Tensor, total: Tensor, target: Tensor) -> Tensor:
+    """Of each row, from its terms. The difference first: logits may have a large common offset."""
+    return torch.log(total) - (target - largest)
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -79,12 +104,12 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, count, size)]
 
 
-def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row `[V_local]`, fp32 `[rows]` each: the largest logit (-inf where a rank has padding alone), the sum of
+def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    """Of each row `[V_local]`, fp32 `[3, rows]`: the largest logit (-inf where a rank has padding alone), the sum of
     exponentials relative to it, and the target's logit (0 where another rank holds it)."""
     if real == 0:
         nothing = torch.zeros(len(logits), device=logits.device)
-        return nothing - math.inf, nothing, nothing
+        return torch.stack([nothing - math.inf, nothing, nothing])
     terms = []
     for rows in _chunks(logits):
         values = logits[rows, :real].float()
@@ -93,25 +118,71 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> tuple
         column = targets[rows] - start
         mine = (column >= 0) & (column < real)
         target = values.gather(-1, column.clamp(0, real - 1)[:, None])[:, 0]
-        terms.append((largest, total, torch.where(mine, target, 0)))
-    return tuple(torch.cat(parts) for parts in zip(*terms, strict=True))
+        terms.append(torch.stack([largest, total, torch.where(mine, target, 0)]))
+    return torch.cat(terms, dim=1)
 
 
-def local_gradient(
-    logits: Tensor, targets: Tensor, largest: Tensor, log_total: Tensor, grad: Tensor, start: int, real: int
+def plain_gradient(
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
 ) -> Tensor:
-    """d loss / d logits of this rank's columns, in their dtype: (softmax - onehot) / rows, and 0 for padding."""
+    """scale x (softmax - onehot) of this rank's columns, in their dtype, and 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    scale = grad / len(logits)
+    share = torch.exp(logits.float() - largest[:, None]) / total[:, None]
+    here = columns == (targets - start)[:, None]
+    return (torch.where(columns < real, share - here.float(), 0) * scale).to(logits.dtype)
 
-    def gradient(rows: slice) -> Tensor:
-        share = torch.exp(logits[rows].float() - largest[rows, None] - log_total[rows, None])
-        here = columns == (targets[rows] - start)[:, None]
-        return (torch.where(columns < real, share - here.float(), 0) * scale).to(logits.dtype)
 
-    if torch.compiler.is_compiling():
-        return gradient(slice(None))
-    result = torch.empty_like(logits)
+@torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
+def row_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    """`local_terms`, in one pass over the logits."""
+    if real == 0 or not has_triton(logits):
+        return local_terms(logits, targets, start, real)
+    from dtgpt.ops.cross_entropy_kernels import launch_terms
+
+    return launch_terms(logits, targets, start, real)
+
+
+@row_terms.register_fake
+def _(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    return logits.new_empty(3, len(logits), dtype=torch.float32)
+
+
+@torch.library.custom_op("dtgpt::cross_entropy_gradient_", mutates_args=("logits",))
+def to_gradient_(
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
+) -> None:
+    """Logits `[rows, V_local]` become scale x (softmax - onehot), 0 in the padding. largest, total: of whole rows;
+    scale: fp32 scalar, applied before the result is rounded to the logits' dtype."""
+    if has_triton(logits):
+        from dtgpt.ops.cross_entropy_kernels import launch_gradient
+
+        launch_gradient(logits, targets, largest, total, scale, start, real)
+        return
     for rows in _chunks(logits):
-        result[rows] = gradient(rows)
-    return result
+        logits[rows] = plain_gradient(logits[rows], targets[rows], largest[rows], total[rows], scale, start, real)
+
+
+@torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
+def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+    """Losses fp32 `[rows]` of whole rows, and `to_gradient_`, where no other rank holds a part of the vocabulary."""
+    if has_triton(logits):
+        from dtgpt.ops.cross_entropy_kernels import launch_loss
+
+        return launch_loss(logits, targets, scale, real)
+    terms = local_terms(logits, targets, 0, real)
+    to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real)
+    return losses_of(*terms)
+
+
+@to_loss_and_gradient_.register_fake
+def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a scalar fp32 tensor, rounded once. (PyTorch's product of two dtypes reads one element at a time.)"""
+    if not has_triton(x) or not x.is_contiguous():
+        return x * factor
+    from dtgpt.ops.cross_entropy_kernels import launch_scaled
+
+    return launch_scaled(x, factor)

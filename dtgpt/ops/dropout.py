@@ -1,9 +1,9 @@
 """Dropout (Srivastava et al. 2014) whose mask is a pure function of (key, global element index).
 
-Reference and fast path are one: plain torch that Inductor fuses. Philox runs once for every eight neighbours of the
-last dimension (each of its four words serves two of them with 16 bits) and leaves one byte, so the kernel that
-applies the mask reads 1/16 of the bytes of a bf16 activation. Backward draws the mask again: nothing of the size
-of the activation is saved.
+Reference: plain torch that Inductor fuses. Philox runs once for every eight neighbours of the last dimension (each of
+its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads 1/16 of
+the bytes of a bf16 activation. Fast path: a Triton kernel that draws the mask in registers. Backward draws the mask
+again: nothing of the size of the activation is saved.
 
 Sharding rule: a shard passes the global index of its first element as `start`, and draws its part of the global mask.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.ops.random import block_words, covering_blocks
+from dtgpt.ops.fast import has_triton
+from dtgpt.ops.random import block_words, covering_blocks, fold
 
 LANES = 8  # elements that share one evaluation of Philox
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
@@ -82,11 +83,52 @@ def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None
         return x
     rest = x.dim() - key.dim() + 1
     start = tuple(start) if start is not None else (0,) * rest
+    if rest == 2 and key.dim() == 2 and start[-1] % LANES == 0 and has_triton(x):
+        return torch.ops.dtgpt.dropout(x, key, p, list(start))
     if torch.compiler.is_compiling():
         # The compiler's partitioner would rather save the mask than draw it again; checkpoint tells it not to. It
         # saves no more than _Dropout does, since the gradient needs the key but not x.
         return checkpoint(_apply, x, key, p, start, use_reentrant=False, preserve_rng_state=False)
     return _Dropout.apply(x, key, p, start)
+
+
+def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
+    """Keys int64 `[B, sites, 2]` of every dropout site for the samples `sample_ids [B]`; `key [2]` is of a step.
+
+    A mask depends on which sample of the run it belongs to, never on its place in a micro-batch.
+    """
+    if has_triton(key):
+        from dtgpt.ops.dropout_kernels import launch_keys
+
+        return launch_keys(key, sample_ids, sites)
+    return fold(key, sample_ids[:, None], torch.arange(sites, device=key.device))
+
+
+@torch.library.custom_op("dtgpt::dropout", mutates_args=())
+def _fast(x: Tensor, key: Tensor, p: float, start: list[int]) -> Tensor:
+    if not has_triton(x):
+        return _apply(x, key, p, tuple(start))
+    from dtgpt.ops.dropout_kernels import launch_dropout
+
+    return launch_dropout(x.contiguous(), key, threshold(p), LEVELS / (LEVELS - threshold(p)), start)
+
+
+@_fast.register_fake
+def _(x: Tensor, key: Tensor, p: float, start: list[int]) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, key, ctx.p, ctx.start = inputs
+    ctx.save_for_backward(key)
+
+
+def _backward(ctx, grad: Tensor):
+    (key,) = ctx.saved_tensors
+    return torch.ops.dtgpt.dropout(grad, key, ctx.p, ctx.start), None, None, None
+
+
+_fast.register_autograd(_backward, setup_context=_save)
 
 
 class Dropout(nn.Module):
@@ -99,6 +141,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         self.start: tuple[int, ...] | None = None
+
+    def site(self, key: Tensor | None) -> tuple:
+        """(key, p, start) for an operation that has this dropout folded in; the key is None where nothing drops."""
+        dropping = None if self.p == 0 else key
+        return (dropping, self.p) if self.start is None else (dropping, self.p, self.start)
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
         return x if key is None else dropout(x, key, self.p, self.start)

@@ -1,0 +1,127 @@
+"""Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timing import Case, run_cases
+from torch import Tensor
+
+from dtgpt.ops import flash
+from dtgpt.ops.random import fold, root_key
+
+LENGTH, WIDTH, P = 1024, 64, 0.1
+SIZES = [(16, 16), (32, 16), (8, 25)]  # B, N
+LAUNCHES = {
+    "forward": [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2)],
+    "keys": [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 8, 2)],
+    "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
+}
+Work = Callable[[], object]
+
+
+def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash.BAND) -> Work:
+    """With a kernel launched that way."""
+
+    def run() -> object:
+        before, flash.BAND = (flash.NARROW[name], flash.BAND), band
+        flash.NARROW[name] = flash.Launch(*how)
+        try:
+            return work()
+        finally:
+            flash.NARROW[name], flash.BAND = before
+
+    return run
+
+
+class Inputs:
+    def __init__(self, batch: int, heads: int):
+        self.qkv = torch.randn(batch, LENGTH, heads, 3, WIDTH, device="cuda").bfloat16().requires_grad_()
+        self.grad = torch.randn(batch, LENGTH, heads, WIDTH, device="cuda").bfloat16()
+        self.key = fold(root_key(1), torch.arange(batch)).cuda()
+        self.name = f"B{batch} N{heads} T{LENGTH} D{WIDTH}"
+        self.flops = 2 * 2 * batch * heads * LENGTH * LENGTH * WIDTH / 2  # two products, half of them hidden
+        self.size = self.qkv.nbytes
+
+    def sdpa(self, p: float = 0.0) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.qkv.unbind(3))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p).transpose(1, 2)
+
+    def forward(self, p: float) -> Work:
+        key = self.key if p else None
+        return lambda: flash.launch_forward(self.qkv.detach(), key, p, 0)
+
+    def backward(self, p: float) -> Work:
+        key, qkv = self.key if p else None, self.qkv.detach()
+        out, sums = flash.launch_forward(qkv, key, p, 0)
+        return lambda: flash.launch_backward(self.grad, qkv, out, sums, key, p, 0)
+
+    def both(self, function: Callable[[], Tensor]) -> Work:
+        return lambda: torch.autograd.grad(function(), self.qkv, self.grad)
+
+
+def whole(batch: int, heads: int) -> list[Case]:
+    x = Inputs(batch, heads)
+    forward: dict[str, Work] = {"PyTorch, no dropout": x.sdpa, "PyTorch, dropout": lambda: x.sdpa(P)}
+    forward |= {f"ours, {'dropout' if p else 'no dropout'}": x.forward(p) for p in (0.0, P)}
+    backward = {f"ours, {'dropout' if p else 'no dropout'}": x.backward(p) for p in (0.0, P)}
+    both = {"PyTorch, no dropout": x.both(x.sdpa), "PyTorch, dropout": x.both(lambda: x.sdpa(P))}
+    both |= {
+        f"ours, {'dropout' if p else 'no dropout'}": x.both(lambda p=p: flash.flash_attention(x.qkv, x.key, p))
+        for p in (0.0, P)
+    }
+    return [
+        Case(f"forward {x.name}", forward, x.size * 4 / 3, x.flops),
+        Case(f"backward {x.name}", backward, x.size * 8 / 3, 2.5 * x.flops),
+        Case(f"forward and backward {x.name}", both, x.size * 4, 3.5 * x.flops),
+    ]
+
+
+def parts(batch: int, heads: int) -> list[Case]:
+    """Each kernel alone."""
+    x = Inputs(batch, heads)
+    qkv = x.qkv.detach()
+    out, sums = flash.launch_forward(qkv, x.key, P, 0)
+    gradient, pairs, cases = torch.empty_like(qkv), sums.new_empty(*sums.shape, 2), []
+    call = flash._Call(qkv, x.key, P, 0)
+    masks, inputs, sizes = (*call.key, call.words), (out, x.grad, sums, pairs), (LENGTH, heads, *call.start)
+    mask = {
+        "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd),
+        "draw, one half at a time": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=False),
+        "draw and sum": lambda: call.kernels.prepare_kernel[call.grid](
+            *masks, *inputs, *sizes, call.rescale, **call.shape, DROP=True, SIMD=call.simd
+        ),
+        "sum": lambda: call.kernels.prepare_kernel[call.grid](
+            None, 0, 0, None, *inputs, *sizes, 1.0, **call.shape, DROP=False, SIMD=False
+        ),
+    }
+    for work in mask.values():
+        work()
+    cases.append(Case(f"masks {x.name}", mask, call.words.nbytes / 2))
+    tensors = {"forward": (qkv, out, sums), "keys": (qkv, x.grad, pairs, gradient)}
+    tensors["queries"] = tensors["keys"]
+    for name, share in (("forward", 1), ("keys", 2), ("queries", 1.5)):
+        scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
+        variants = {}
+        for p in (0.0, P):
+            site = call if p else flash._Call(qkv, None, 0.0, 0)
+
+            def work(site=site, name=name, scales=scales) -> None:
+                site.run(name, *tensors[name], scales=scales)
+
+            for how in LAUNCHES[name]:
+                if not (p and how[1] != 64):
+                    variants[f"{'drop ' if p else ''}{'x'.join(map(str, how))}"] = launched(name, how, work)
+            for band in (8, 256):
+                variants[f"{'drop ' if p else ''}bands of {band}"] = launched(name, LAUNCHES[name][0], work, band)
+        cases.append(Case(f"{name} {x.name}", variants, x.size, share * x.flops))
+    return cases
+
+
+def cases() -> list[Case]:
+    return parts(16, 16) + [case for size in SIZES for case in whole(*size)]
+
+
+if __name__ == "__main__":
+    run_cases(cases())

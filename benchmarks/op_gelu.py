@@ -1,0 +1,73 @@
+"""Bias and GELU, and the gradient of a bias, against PyTorch's eager and compiled code."""
+
+import torch
+from timing import Case, run_cases
+from torch import Tensor
+
+from dtgpt.ops import gelu_kernels, layer_norm_kernels
+from dtgpt.ops.gelu import bias_gelu, reference
+from dtgpt.ops.layer_norm_kernels import Launch
+
+CUDA = torch.device("cuda")
+ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own
+FORWARD = [Launch(4, 8, 32, 1), Launch(4, 8, 32, 2), Launch(4, 8, ONE_TILE, 1), Launch(2, 8, 32, 2)]
+BACKWARD = [Launch(4, 8, 16, 1), Launch(4, 8, 16, 2), Launch(2, 8, 24, 1), Launch(2, 8, 24, 2), Launch(4, 8, 32, 1)]
+COLUMN_SUM = [Launch(8, 8, 32, 1), Launch(8, 8, 32, 2), Launch(16, 8, 16, 1), Launch(4, 8, 48, 2)]
+
+
+def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, dy, bias."""
+    return tuple(torch.randn(s, device=CUDA, dtype=dtype) for s in [(rows, columns), (rows, columns), (columns,)])
+
+
+def variants_of(launches: list[Launch], work) -> dict:
+    return {f"{tuple(launch)}": lambda launch=launch: work(launch) for launch in launches}
+
+
+def forward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    x, _, bias = draw(rows, columns, dtype)
+    variants = variants_of(launches, lambda launch: gelu_kernels.bias_gelu_forward(x, bias, launch))
+    return Case(f"bias + GELU forward, {rows} x {columns}, {dtype}", variants, bytes=2 * x.nbytes)
+
+
+def backward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    x, dy, bias = draw(rows, columns, dtype)
+    variants = variants_of(launches, lambda launch: gelu_kernels.bias_gelu_backward(dy, x, bias, launch))
+    return Case(f"bias + GELU backward, {rows} x {columns}, {dtype}", variants, bytes=3 * x.nbytes)
+
+
+def whole_case(rows: int, columns: int) -> Case:
+    """Forward and backward through autograd."""
+    x, dy, bias = draw(rows, columns, torch.bfloat16)
+    inputs = x.requires_grad_(), bias.requires_grad_()
+
+    def both(function):
+        return lambda: torch.autograd.grad(function(*inputs), inputs, dy)
+
+    variants = {"ours": both(bias_gelu), "eager": both(reference)}
+    variants["compiled"] = both(torch.compile(reference, fullgraph=True, dynamic=False))
+    return Case(f"bias + GELU both ways, {rows} x {columns}", variants, bytes=5 * x.nbytes)
+
+
+def sum_case(rows: int, columns: int) -> Case:
+    x, *_ = draw(rows, columns, torch.bfloat16)
+    variants = variants_of(COLUMN_SUM, lambda launch: layer_norm_kernels.column_sum(x, launch))
+    variants["eager"] = lambda: x.sum(0)
+    return Case(f"gradient of a bias, {rows} x {columns}", variants, bytes=x.nbytes)
+
+
+def cases() -> list[Case]:
+    k = 1024
+    found = [backward_case(BACKWARD, 32 * k, 4096), forward_case(FORWARD, 32 * k, 4096), whole_case(32 * k, 4096)]
+    found += [backward_case(BACKWARD[:2], 16 * k, 4096), backward_case(BACKWARD[:2], 64 * k, 3072)]
+    found += [backward_case(BACKWARD[:1], 16 * k, 4096, torch.float32)]
+    return [
+        *found,
+        forward_case(FORWARD[:1], 16 * k, 4096, torch.float32),
+        sum_case(16 * k, 3072),
+        sum_case(32 * k, 1024),
+    ]
+
+
+if __name__ == "__main__":
+    run_cases(cases())

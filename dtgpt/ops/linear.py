@@ -1,0 +1,41 @@
+"""A linear map whose bias gradient is a two-stage column sum.
+
+PyTorch's own kernel for that sum is far from the memory's rate at GPT-2's sizes. The products stay `aten` operations,
+for the compiler and DTensor to see: forward adds the bias in the product's epilogue, backward makes dx = dy w and
+dw = dy^T x. Sharding rule: that of `F.linear` and of `dtgpt.ops.bias`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.ops.bias import bias_gradient
+from dtgpt.ops.fast import has_triton
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x `[.., in]`, weight `[out, in]`, bias `[out]` or None -> `[.., out]`; all of one dtype."""
+    if bias is None or not has_triton(x):
+        return F.linear(x, weight, bias)
+    return linear_by_column_sum(x, weight, bias)
+
+
+def linear_by_column_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`F.linear`, but for the way in which the bias's gradient is made."""
+    return _BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)
+
+
+class _BiasGradient(torch.autograd.Function):
+    """The identity of `y`, to which the bias has been added where autograd did not see it."""
+
+    @staticmethod
+    def forward(y: Tensor, bias: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, bias_gradient(grad) if ctx.needs_input_grad[1] else None

@@ -1,0 +1,66 @@
+"""How CUDA C++ is built, and what is said where it cannot be."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from dtgpt.ops import extension
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_sources_compile_without_a_gpu(tmp_path):
+    """For the oldest architecture of this nvcc, and for Hopper, whose kernels must keep their rows in registers."""
+    oldest = extension.targets("nvcc")[0]
+    steps = {
+        oldest: ["-ptx", f"-arch=compute_{oldest}"],
+        90: ["-c", "-gencode=arch=compute_90,code=sm_90", "-Xptxas", "-v"],
+    }
+    common = ["nvcc", *extension.FLAGS, "-Werror", "all-warnings", str(extension.SOURCES / "softmax.cu")]
+    builds = {
+        target: subprocess.Popen(
+            [*common, *step, "-o", str(tmp_path / f"{target}.out")], stderr=subprocess.PIPE, text=True
+        )
+        for target, step in steps.items()
+    }
+    said = {target: build.communicate()[1] for target, build in builds.items()}
+    assert all(build.returncode == 0 for build in builds.values()), said
+    spills = re.findall(r"(\d+) bytes spill stores", said[90])
+    assert len(spills) == 48 and set(spills) == {"0"}
+
+
+def test_a_gpu_that_nvcc_does_not_know_gets_what_its_driver_translates(monkeypatch):
+    monkeypatch.setattr(extension, "targets", lambda nvcc: [75, 80, 90, 100])
+    assert extension._target("nvcc", (9, 0)) == "-gencode=arch=compute_90,code=sm_90"
+    assert extension._target("nvcc", (10, 3)) == "-gencode=arch=compute_100,code=compute_100"
+    with pytest.raises(RuntimeError, match=r"capability 7\.0"):
+        extension._target("nvcc", (7, 0))
+
+
+@pytest.mark.parametrize("problem", ["no nvcc", "no ninja", "failing compiler"])
+def test_a_build_that_fails_is_told_once(problem, monkeypatch, capsys, tmp_path):
+    from torch.utils import cpp_extension
+
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        "#!/bin/sh\n[ $1 = --list-gpu-arch ] && echo compute_90 && exit\n"
+        + ("echo '#$ LIBRARIES= \"-L/usr/lib\"' >&2\n[ $1 = --dryrun ] || { echo 'x.cu(1): error: no' >&2; exit 1; }\n")
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None if problem == "no nvcc" else str(tmp_path))
+    if problem == "no ninja":
+        monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
+    elif problem == "failing compiler" and not cpp_extension.is_ninja_available():
+        pytest.skip("needs ninja")
+    extension.library.cache_clear()
+    assert [extension.library("softmax", torch.device("cuda", 0)) for _ in range(2)] == [None, None]
+    extension.library.cache_clear()
+    words = {"no nvcc": "nvcc was not found", "no ninja": "Ninja is required", "failing compiler": "error: no"}
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("warning: the CUDA kernel softmax cannot be built") and words[problem] in line
+    assert not list(tmp_path.glob("dtgpt/*.so"))

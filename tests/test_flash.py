@@ -1,0 +1,172 @@
+"""Attention in tiles, with dropout by global index, against the definition in float64."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from torch.library import opcheck
+
+from dtgpt.ops import flash
+from dtgpt.ops.dropout import keep_mask
+from tests.bodies_flash import TOLERANCE, check, cut, error, gradient, keys_of, truth
+from tests.ranks import pool
+
+ROOT = Path(__file__).parent.parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_has_the_values_of_the_definition(dtype, p):
+    qkv = torch.randn(2, 19, 3, 3, 8).to(dtype)
+    key = keys_of(2) if p else None
+    assert error(flash.flash_attention(qkv, key, p, 4), truth(qkv, key, p, 4)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_the_definition(dtype, p):
+    check((2, 19, 3, 8), dtype, p, 4)
+
+
+def test_a_shard_of_the_heads_draws_its_part_of_the_mask():
+    qkv, key = torch.randn(2, 9, 4, 3, 8), keys_of(2)
+    part = flash.flash_attention(qkv[:, :, 2:], key, 0.4, head_start=2)
+    torch.testing.assert_close(part, flash.flash_attention(qkv, key, 0.4)[:, :, 2:])
+
+
+def test_a_probability_that_rounds_to_nothing_drops_nothing():
+    qkv = torch.randn(1, 9, 2, 3, 8)
+    assert torch.equal(flash.flash_attention(qkv, keys_of(1), 1e-6), flash.flash_attention(qkv))
+
+
+@pytest.mark.parametrize("shape, keys", [((2, 9, 2, 8), 2), ((2, 9, 2, 4, 8), 2), ((2, 9, 2, 3, 8), 3)])
+def test_a_wrong_shape_is_an_error(shape, keys):
+    with pytest.raises(ValueError, match="shape"):
+        flash.flash_attention(torch.randn(shape), keys_of(keys), 0.1)
+
+
+def test_the_ops_keep_the_contract_of_custom_ops():
+    qkv = torch.randn(2, 5, 2, 3, 4, requires_grad=True)
+    opcheck(flash._forward, (qkv, keys_of(2), 0.3, 1))
+    opcheck(flash._forward, (qkv, None, 0.0, 0))
+    out, sums = flash._forward(qkv.detach(), keys_of(2), 0.3, 1)
+    opcheck(flash._backward, (torch.randn_like(out), qkv.detach(), out, sums, keys_of(2), 0.3, 1))
+
+
+def test_backward_saves_the_output_and_a_number_per_query():
+    qkv, key, sizes = torch.randn(2, 9, 2, 3, 8, requires_grad=True), keys_of(2), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        out, sums = flash._forward(qkv, key, 0.3, 0)
+    assert sorted(sizes) == sorted(t.nbytes for t in (qkv, out, sums, key))
+
+
+@pytest.mark.compiler
+def test_compiled_equals_eager():
+    qkv, key = torch.randn(2, 9, 2, 3, 8, requires_grad=True), keys_of(2)
+
+    def layer(x, key):
+        return flash._forward(x * 2, key, 0.3, 0)[0] + flash.flash_attention(x, key, 0.3)
+
+    eager, compiled = (f(qkv, key) for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*(gradient(out, qkv, torch.ones_like(out)) for out in (compiled, eager)))
+
+
+@pytest.mark.parametrize("dim, p", [(0, 0.0), (0, 0.3), (2, 0.0)])
+def test_a_cut_has_the_values_and_gradients_of_the_whole(dim, p):
+    qkv, cotangent = torch.randn(2, 7, 4, 3, 8, dtype=torch.float64), torch.randn(2, 7, 4, 8, dtype=torch.float64)
+    key = keys_of(2) if p else None
+    whole = pool().run(1, cut, qkv, cotangent, key, p, dim)[0]
+    for found in pool().run(2, cut, qkv, cotangent, key, p, dim):
+        for (placement, one), (_, other) in zip(found, whole, strict=True):
+            assert placement == Shard(dim)
+            torch.testing.assert_close(one, other)
+
+
+@needs_triton
+def test_the_kernels_in_the_interpreter():
+    cases = "((2, 70, 2, 16), f, 0.3, 3), ((1, 128, 1, 24), f, 0.0), ((1, 1, 1, 16), f, 0.5)"
+    code = f"from torch import float32 as f; from tests.bodies_flash import interpret; interpret({cases})"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def poison():
+    """New memory is full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [((2, 1024, 3, 64), BF16, 0.1), ((1, 1024, 2, 64), BF16, 0.0), ((2, 1, 2, 64), BF16, 0.5)]
+SHAPES += [((1, length, 2, 64), BF16, 0.2) for length in (31, 77, 129, 1000, 4095)]
+SHAPES += [((1, 200, 5, 80), BF16, 0.1), ((2, 256, 2, 128), FP16, 0.1), ((1, 100, 2, 16), FP16, 0.0)]
+SHAPES += [((2, 70, 2, 64), FP32, 0.3)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape, dtype, p", SHAPES, ids=str)
+def test_the_kernels_have_the_values_and_gradients_of_float64(shape, dtype, p, poison):
+    check(shape, dtype, p, 3, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_forward_and_backward_draw_the_mask_of_the_reference(p):
+    """With equal scores a query's probabilities are equal; unit vectors as values and gradients show them singly."""
+    length, width, key = 192, 64, keys_of(2)
+    expected = keep_mask(key, [range(7, 10), range(length), range(length)], p).tril()  # [B, N, query, column]
+    for first in range(0, length, width):
+        chosen = torch.eye(length, device="cuda", dtype=BF16)[:, first : first + width]
+        qkv = torch.zeros(2, length, 3, 3, width, device="cuda", dtype=BF16)
+        qkv[..., 2, :] = chosen[None, :, None]
+        out, _ = flash._forward(qkv.requires_grad_(), key.cuda(), p, 7)
+        columns = expected[..., first : first + width].transpose(1, 2)
+        assert torch.equal(out.detach().cpu() != 0, columns)
+        dv = gradient(out, qkv, chosen[None, :, None].expand(out.shape))[..., 2, :]
+        queries = expected[..., first : first + width, :].permute(0, 3, 1, 2)
+        assert torch.equal(dv.cpu() != 0, queries)
+
+
+@pytest.mark.cuda
+def test_large_scores_do_not_overflow():
+    qkv = (100 * torch.randn(1, 300, 2, 3, 64, device="cuda")).to(BF16).requires_grad_()
+    out = flash.flash_attention(qkv, keys_of(1).cuda(), 0.1)
+    assert error(out, truth(qkv, keys_of(1).cuda(), 0.1)) < TOLERANCE[BF16]
+    assert gradient(out, qkv, torch.ones_like(out)).isfinite().all()
+
+
+@pytest.mark.cuda
+def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys():
+    qkv = torch.randn(2, 256, 4, 3, 64, device="cuda").to(BF16).requires_grad_()
+    keys, others = (keys_of(2, seed).cuda() for seed in (1, 2))
+
+    def run(key, function=flash.flash_attention):
+        out = function(qkv, key, 0.1)
+        return out.detach(), gradient(out, qkv, torch.ones_like(out))
+
+    static = keys.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first, second = run(keys), run(others)
+        compiled = run(keys, torch.compile(flash.flash_attention, fullgraph=True, dynamic=False))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = run(static)
+    for key, expected in ((keys, first), (others, second)):
+        static.copy_(key)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(compiled, first, strict=True))
+    assert not torch.equal(first[0], second[0])

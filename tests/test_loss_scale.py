@@ -1,0 +1,146 @@
+"""The loss scaler against Megatron-LM's rules, written down once more in plain Python."""
+
+import random
+
+import pytest
+import torch
+
+from dtgpt.loss_scale import LossScaler
+
+CPU = torch.device("cpu")
+SETTINGS = [
+    {},
+    {"growth_interval": 3},
+    {"initial_scale": 8.0, "growth_interval": 4, "hysteresis": 1},
+    {"initial_scale": 4.0, "min_scale": 2.0, "growth_interval": 1, "hysteresis": 3},
+    {"initial_scale": 100.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2},
+]
+
+
+class Rules:
+    """What Megatron-LM does with a step, in numbers of the host."""
+
+    def __init__(
+        self, initial_scale=2.0**32, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000,
+        hysteresis=2,
+    ):  # fmt: skip
+        self.min_scale, self.growth_factor, self.backoff_factor = min_scale, growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.state = {"scale": initial_scale, "growth_tracker": 0, "hysteresis_tracker": hysteresis, "skipped": 0}
+
+    def update(self, overflow: bool) -> None:
+        state = self.state
+        if overflow:
+            state["skipped"] += 1
+            state["growth_tracker"] = 0
+            state["hysteresis_tracker"] -= 1
+            if state["hysteresis_tracker"] <= 0:
+                state["scale"] = max(state["scale"] * self.backoff_factor, self.min_scale)
+            return
+        state["growth_tracker"] += 1
+        if state["growth_tracker"] == self.growth_interval:
+            state["growth_tracker"] = 0
+            state["hysteresis_tracker"] = self.hysteresis
+            state["scale"] *= self.growth_factor
+
+
+def overflows(seed: int, steps: int = 120) -> list[bool]:
+    """Long clean stretches and bursts."""
+    draw, rate, found = random.Random(seed), 0.0, []
+    for _ in range(steps):
+        if draw.random() < 0.1:
+            rate = draw.choice([0.0, 0.1, 0.5, 0.9])
+        found.append(draw.random() < rate)
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_scale_follows_megatrons_rules(settings, seed):
+    scaler, rules = LossScaler(CPU, **settings), Rules(**settings)
+    for overflow in overflows(seed):
+        scaler.update(torch.tensor(overflow))
+        rules.update(overflow)
+        assert scaler.state_dict() == pytest.approx(rules.state, rel=1e-6)
+
+
+def test_the_defaults_are_megatrons():
+    scaler = LossScaler(CPU)
+    assert scaler.scale.dtype == torch.float32 and scaler.scale.item() == 2.0**32
+    scales = []
+    for overflow in [True, True, True] + [False] * 1000 + [True, True]:
+        scaler.update(torch.tensor(overflow))
+        scales.append(scaler.scale.item())
+    assert scales[:3] == [2.0**32, 2.0**31, 2.0**30]  # the first overflow is forgiven
+    assert scales[-4:] == [2.0**30, 2.0**31, 2.0**31, 2.0**30]  # a clean window doubles, and forgives one more
+
+
+def test_clean_steps_short_of_the_window_do_not_refill_the_hysteresis():
+    scaler = LossScaler(CPU, initial_scale=16.0, growth_interval=5)
+    for overflow in [True, False, False, False, False, True, False, True]:
+        scaler.update(torch.tensor(overflow))
+    assert scaler.scale.item() == 4.0
+
+
+def test_the_inverse_undoes_the_scale():
+    scaler = LossScaler(CPU)
+    assert scaler.inverse().item() == 2.0**-32 and scaler.inverse().dtype == torch.float32
+
+
+def test_a_resumed_scaler_goes_on_bitwise():
+    whole, half = LossScaler(CPU, **SETTINGS[4]), LossScaler(CPU, **SETTINGS[4])
+    sequence = [torch.tensor(o) for o in overflows(3)]
+    for overflow in sequence:
+        whole.update(overflow)
+    for overflow in sequence[:50]:
+        half.update(overflow)
+    state = half.state_dict()
+    assert all(type(value) in (int, float) for value in state.values())
+    resumed = LossScaler(CPU, **SETTINGS[4])
+    resumed.load_state_dict(state)
+    for overflow in sequence[50:]:
+        resumed.update(overflow)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_state_stays_where_it_is():
+    """A CUDA graph knows addresses."""
+    scaler = LossScaler(CPU, hysteresis=1)
+    before = scaler.scale, scaler.scale.data_ptr()
+    scaler.update(torch.tensor(True))
+    scaler.load_state_dict(scaler.state_dict())
+    assert (scaler.scale, scaler.scale.data_ptr()) == before and before[0].item() == 2.0**31
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_scale": 0.0},
+        {"initial_scale": 1.0, "min_scale": 2.0},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"hysteresis": 0},
+    ],
+)
+def test_settings_that_make_no_scaler_are_refused(settings):
+    with pytest.raises(ValueError, match="must"):
+        LossScaler(CPU, **settings)
+
+
+@pytest.mark.cuda
+def test_a_cuda_graph_replays_the_update():
+    device = torch.device("cuda")
+    scaler, rules = LossScaler(device, **SETTINGS[1]), Rules(**SETTINGS[1])
+    start, overflow = scaler.state_dict(), torch.tensor(False, device=device)
+    scaler.update(overflow)  # warm up
+    torch.cuda.synchronize()
+    scaler.load_state_dict(start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        scaler.update(overflow)
+    for value in overflows(5, steps=60):
+        overflow.fill_(value)
+        graph.replay()
+        rules.update(value)
+        assert scaler.state_dict() == rules.state
