@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dtgpt.errors import UserError
 from dtgpt.model import GPTConfig, unique_parameters
+from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards, slices
 
@@ -37,7 +38,7 @@ def save_checkpoint(
     step: int,
     config: GPTConfig,
     shards: Shards,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     state: dict[str, Any],
     keep_last: int = 0,
 ) -> None:
@@ -53,7 +54,7 @@ def save_checkpoint(
         moments = (
             (f"{name}.{moment}", tensor)
             for moment in MOMENTS
-            for name, tensor in shards.gather(lambda shard, m=moment: optimizer.state[shard.local][m])
+            for name, tensor in shards.gather(lambda shard, m=moment: getattr(optimizer, m)[shard.index])
         )
         _save(partial / "optimizer.safetensors", mesh, moments)
         mesh.on_rank_0(lambda: _finish(partial, folder, {"step": step, "model": asdict(config), **state}))
@@ -102,9 +103,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
         GPTConfig(**state["model"]).validate()
-        counts = state["step"], state["consumed_samples"]
+        state.setdefault("updates", state["step"])  # every step was one before there was fp16
+        counts = state["step"], state["consumed_samples"], state["updates"]
         if not all(isinstance(n, int) and n >= 0 for n in counts) or not isinstance(state["data_digest"], str):
-            raise ValueError("step and consumed_samples must be whole numbers, data_digest a string")
+            raise ValueError("step, consumed_samples and updates must be whole numbers, data_digest a string")
         return state
     except (OSError, ValueError, TypeError, KeyError, UserError) as error:
         raise _unreadable(path, error) from None
@@ -133,18 +135,17 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
             parameter.data.copy_(_read(saved, name, parameter.shape, part, checkpoint))
 
 
-def load_checkpoint(checkpoint: Path, shards: Shards, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give this rank's shards their weights and `optimizer` its moments and step count, whatever plan wrote them; each
-    rank reads its own part. Returns the saved state."""
+def load_checkpoint(checkpoint: Path, shards: Shards, optimizer: AdamW) -> dict[str, Any]:
+    """Give this rank's shards their weights and `optimizer` its moments, whatever plan wrote them; each rank reads its
+    own part. Returns the saved state."""
     state = read_state(checkpoint)
     with _open(checkpoint / "weights.safetensors") as weights, _open(checkpoint / "optimizer.safetensors") as saved:
         for shard in shards:
             place = (shard.parameter.shape, shard.part, checkpoint)
-            shard.local.data.copy_(_read(weights, shard.name, *place))
-            device = shard.local.device
-            # Copied: on a CPU what is read lies in the mapped file, once for both ends of a model that share a rank.
-            moments = {m: _read(saved, f"{shard.name}.{m}", *place).to(device, copy=True) for m in MOMENTS}
-            optimizer.state[shard.local] = {"step": torch.tensor(float(state["step"]), device=device), **moments}
+            shard.local.copy_(_read(weights, shard.name, *place))
+            for moment in MOMENTS:
+                getattr(optimizer, moment)[shard.index].copy_(_read(saved, f"{shard.name}.{moment}", *place))
+    shards.publish()
     return state
 
 
@@ -164,4 +165,4 @@ def _read(saved: safe_open, name: str, shape: Sequence[int], part: tuple[range, 
         raise UserError(f"{checkpoint} has no {name} of shape {tuple(shape)}; it is of another model")
     if not all(map(len, part)):
         return torch.empty([len(r) for r in part])
-    return found[slices(part)].contiguous()  # a slice of columns comes with strides, which fused AdamW does not read
+    return found[slices(part)]

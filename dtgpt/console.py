@@ -26,7 +26,8 @@ def accept_any_text() -> None:
 
 def _print(text: str, stream: TextIO) -> None:
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")  # at once: print writes the end of a line on its own, and processes share a terminal
+        stream.flush()
     except OSError as error:
         if error.errno == errno.EPIPE:  # nobody reads on, as after `| head`: drop what is still to come
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -49,10 +49,10 @@ def choose_device(recipe: Recipe, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of activations; parameters stay fp32."""
+    """Of weights and activations; masters stay fp32. Raises UserError for a precision that the device has not."""
     if recipe.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.precision]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision]
 
 
 def device_name(device: torch.device) -> str:
@@ -119,8 +119,17 @@ def use_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
 
 
 def wants_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
-    """What the recipe means for this kind of device, whatever is installed."""
-    return recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and not plan.splits_backward)
+    """What the recipe means for this kind of device, whatever is installed. A replayed step has nothing to gain: every
+    operation between the matrices is a fused one already."""
+    eager = plan.splits_backward or use_graphs(recipe, device)
+    return recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and not eager)
+
+
+def use_graphs(recipe: Recipe, device: torch.device) -> bool:
+    """Whether steps are replayed as CUDA graphs; raises UserError where that is asked for without CUDA."""
+    if recipe.graph == "on" and device.type != "cuda":
+        raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
+    return device.type == "cuda" and recipe.graph != "off"
 
 
 def why_no_compiler(device: torch.device) -> str | None:

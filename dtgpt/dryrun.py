@@ -23,7 +23,7 @@ def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     dtype, compiled = choose_dtype(recipe, kind), wants_compiler(recipe, kind, plan)
     device, size = _device(gpu)
-    memories = memory_by_rank(recipe, plan, dtype, compiled)
+    memories = memory_by_rank(recipe, plan, dtype, kind)
     most = fullest(memories)
     lines = [*_mesh(recipe, plan, dtype, compiled), "", *_memory(recipe, plan, memories), ""]
     lines += [*_traffic(recipe, plan, list(memories), dtype), ""]

@@ -33,11 +33,8 @@ def held_out_loss(
         turn = first + mesh.place.dp
         windows = batches[turn if turn < len(batches) else first]
         on_device = to_device(windows, mesh.device)
-        logits = passes.logits(on_device[:, :-1].contiguous())
-        if logits is None:
-            continue
-        loss = passes.loss(logits, on_device[:, 1:])
-        if turn < len(batches):
+        loss = passes.mean_loss(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
+        if loss is not None and turn < len(batches):
             targets = windows[:, 1:]
             counts = [loss.item() * targets.numel(), targets.numel(), int(token_bytes[targets].sum())]
             totals += torch.tensor(counts, dtype=torch.float64)

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from dtgpt.errors import UserError
 from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.dropout import Dropout
+from dtgpt.ops.gelu import bias_gelu
+from dtgpt.ops.head import head_loss
+from dtgpt.ops.layer_norm import layer_norm, norm_and_pass, residual_norm
+from dtgpt.ops.linear import linear
 from dtgpt.ops.random import fold, normal, row_chunks
+from dtgpt.ops.residual import residual
 
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
 LARGEST_SIZE = 1_000_000  # of any one dimension
@@ -87,60 +92,74 @@ class Linear(nn.Linear):
     """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm over the last dimension, in the dtype of its input (CUDA's kernels keep the statistics in fp32)."""
+class Product(nn.Linear):
+    """`Linear` that leaves its bias to the operation behind it, which adds it in passing."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The fused QKV projection is stored per head, [N, 3, D] along its output dimension, so
-    that a cut between heads keeps each head's q, k and v together."""
+    """Causal self-attention, up to the bias of its output. The fused QKV projection is stored per head, [N, 3, D] along
+    its output dimension, so that a cut between heads keeps each head's q, k and v together."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_heads
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.dropout = Dropout(config.dropout)
-        self.proj = Linear(config.hidden_size, config.hidden_size)
+        self.core = causal_attention
+        self.proj = Product(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
-        q, k, v = rearrange(self.qkv(x), "b t (n three d) -> three b n t d", three=3, d=self.head_dim)
-        y = causal_attention(q, k, v, self.dropout, key)
-        return self.proj(rearrange(y, "b n t d -> b t (n d)"))
+        qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
+        return self.proj(self.core(qkv, *self.dropout.site(key)).flatten(-2))
 
 
 class MLP(nn.Module):
+    """Up to the bias of its output."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.fc = Linear(config.hidden_size, 4 * config.hidden_size)
-        self.proj = Linear(4 * config.hidden_size, config.hidden_size)
+        self.fc = Product(config.hidden_size, 4 * config.hidden_size)
+        self.proj = Product(4 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+        return self.proj(bias_gelu(self.fc(x), self.fc.bias))
 
 
 class Block(nn.Module):
-    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout)."""
+    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout).
+
+    Between the matrices every value is read and written once: a branch's bias, its dropout, the sum and the LayerNorm
+    behind it are one operation.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attn = Attention(config)
         self.drop_1 = Dropout(config.dropout)
-        self.ln_2 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout)
+        self.joined = True  # one operation for a sum and its norm; a plan may want them apart
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
         core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(1)
-        x = x + self.drop_1(self.attn(self.ln_1(x), core), attended)
-        return x + self.drop_2(self.mlp(self.ln_2(x)), expanded)
+        norm = self.ln_1.weight, self.ln_1.bias, self.ln_1.eps
+        x, h = norm_and_pass(x, *norm) if self.joined else (x, layer_norm(x, *norm))
+        branch = self.attn(h, core), self.attn.proj.bias
+        norm, site = (self.ln_2.weight, self.ln_2.bias, self.ln_2.eps), self.drop_1.site(attended)
+        if self.joined:
+            x, h = residual_norm(x, *branch, *norm, *site)
+        else:
+            x = residual(x, *branch, *site)
+            h = layer_norm(x, *norm)
+        return residual(x, self.mlp(h), self.mlp.proj.bias, *self.drop_2.site(expanded))
 
 
 class Embedding(nn.Module):
@@ -158,25 +177,43 @@ class Embedding(nn.Module):
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), key)
 
 
-class Head(nn.Module):
-    """[B, T, H] -> logits [B, T, V]."""
+class Output(nn.Linear):
+    """[B, T, H] -> logits [B, T, V] or, with targets [B, T], the mean loss over them.
+
+    `gradient_scale`, a scalar on the device, multiplies the gradient of the loss where the training loop sets it: by
+    the share of a micro-batch, and by the loss scale of fp16. The loss itself stays as it is.
+    """
 
     def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.ln_f = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.vocab_size = config.vocab_size
+        self.gradient_scale: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.ln_f(x))
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if targets is None:
+            return F.linear(x, weight)
+        return head_loss(x, weight, targets, self.vocab_size, scale=self.gradient_scale)
+
+
+class Head(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.lm_head = Output(config)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return self.lm_head(layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.ln_f.eps), targets)
 
 
 class GPT(nn.Module):
-    """tokens [B, T] (and dropout keys [B, num_sites, 2], or None for evaluation) -> logits [B, T, V].
+    """tokens [B, T] -> logits [B, T, V], or the mean loss where targets [B, T] are given. keys: of dropout,
+    [B, num_sites, 2]; None: evaluation.
 
     Logits of the padding, `[..., config.vocab_size:]`, mean nothing: loss and sampling leave them out.
     Blocks are keyed by their global index, so a parameter keeps its name when a part of the model is all that is left:
     without the embedding it takes activations [B, T, H], without the head it returns them.
-    `dtype` is that of activations; parameters are fp32, the master weights.
+    `dtype` is that of activations; parameters may be of that dtype or fp32.
     """
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype = torch.float32):
@@ -192,13 +229,13 @@ class GPT(nn.Module):
         if self.embedding is not None and self.head is not None:
             self.head.lm_head.weight = self.embedding.wte.weight
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x, None if keys is None else keys[:, 0])
         for index, block in self.blocks.items():
             first = 1 + BLOCK_SITES * int(index)
             x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES])
-        return x if self.head is None else self.head(x)
+        return x if self.head is None else self.head(x, targets)
 
     def keep(self, blocks: range, embedding: bool, head: bool) -> None:
         """Leave only these blocks, and the ends where wanted: the part of the model that one pipeline stage holds."""
@@ -206,15 +243,6 @@ class GPT(nn.Module):
             del self.blocks[index]
         self.embedding = self.embedding if embedding else None
         self.head = self.head if head else None
-
-
-def dropout_keys(key: Tensor, sample_ids: Tensor, num_sites: int) -> Tensor:
-    """Keys int64 `[B, num_sites, 2]` of every dropout site for the samples `sample_ids [B]`; `key [2]` is of a step.
-
-    A mask depends on which sample of the run it belongs to, never on its place in a micro-batch.
-    """
-    sites = torch.arange(num_sites, device=key.device)
-    return fold(key, sample_ids[:, None], sites)
 
 
 def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

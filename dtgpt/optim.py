@@ -1,19 +1,22 @@
-"""What happens between gradients and new weights: parameter groups, AdamW, the learning rate, clipping."""
+"""What happens between gradients and new weights: the learning rate, loss scale, clipping, AdamW."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dtgpt.loss_scale import LossScaler
+from dtgpt.ops.adamw import AdamW, Slot
+from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.recipe import OptimizerConfig, Recipe
 
 
-def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over fp32 parameters, which are the master weights: matrices decay, biases and norms do not."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
+    """AdamW over fp32 masters: matrices decay, biases and norms do not."""
+    slots = [Slot(shard.local, shard.narrow, decay=shard.local.dim() > 1) for shard in shards]
+    return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
@@ -36,8 +39,72 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return config.min_lr + max(share, 0.0) * (config.lr - config.min_lr)
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale the gradients of these parameters down so that the global `norm`, which may count those of other ranks too,
-    is at most `limit` (0: leave them). Nothing waits for the device."""
-    if limit > 0:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What brings gradients of this global `norm` down to at most `limit` (0: no limit), fp32 on the device."""
+    if limit == 0:
+        return torch.ones_like(norm)
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Update:
+    """From the gradients of the shards to new weights: loss scale, clipping, AdamW. Nothing waits for the device.
+
+    `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps fp16
+    skipped: such a step does not count (as in Megatron-LM). `lr` is that of the last step. `gradient_scale` is what the
+    gradient of a micro-batch's mean loss is to be multiplied by.
+    """
+
+    def __init__(self, shards: Shards, recipe: Recipe, dtype: torch.dtype, share: float):
+        """share: what one micro-batch counts in the sum over all."""
+        self.shards, self.clip, self.share = shards, recipe.optimizer.clip, share
+        device, scale = shards.mesh.device, recipe.loss_scale
+        self.adamw = make_optimizer(shards, recipe.optimizer)
+        self.schedule = torch.tensor([learning_rate(step, recipe) for step in range(recipe.steps)], device=device)
+        self.lr = torch.zeros((), device=device)
+        self.gradient_scale = torch.full((), share, device=device)
+        self.scaler = None
+        if dtype == torch.float16:
+            self.scaler = LossScaler(
+                device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
+            )
+            self.gradient_scale.mul_(self.scaler.scale)
+
+    def inverse_scale(self) -> Tensor | float:
+        """What undoes the loss scale in the gradients that are there now."""
+        return 1.0 if self.scaler is None else self.scaler.inverse()
+
+    @torch.no_grad()
+    def apply(self) -> Tensor:
+        """Take one step and return the global norm of the gradient. In fp16 a step whose norm is not finite is skipped:
+        the norm is summed over the world, so that all ranks skip the same."""
+        update = self.adamw.updates.long().clamp(max=len(self.schedule) - 1)
+        torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
+        if self.scaler is None:
+            norm = self.shards.norm()
+            self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
+            return norm
+        inverse = self.scaler.inverse()
+        norm = self.shards.norm() * inverse
+        overflow = ~torch.isfinite(norm)
+        self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, overflow)
+        self.scaler.update(overflow)
+        self.gradient_scale.copy_(self.scaler.scale * self.share)
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for a checkpoint, beside weights and moments."""
+        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
+        return {"updates": int(self.adamw.updates.item()), **scaler}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """`state` of a checkpoint: one of another precision may lack the loss scale, which then begins anew."""
+        self.adamw.updates.fill_(state["updates"])
+        if self.scaler is not None and "loss_scale" in state:
+            self.scaler.load_state_dict(state["loss_scale"])
+            self.gradient_scale.copy_(self.scaler.scale * self.share)
+
+    def scaling(self) -> dict[str, float]:
+        """For a progress line: the loss scale and the steps skipped so far; nothing outside of fp16."""
+        if self.scaler is None:
+            return {}
+        return {"loss_scale": self.scaler.scale.item(), "skipped_steps": int(self.scaler.skipped.item())}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from dtgpt.errors import UserError
 from dtgpt.model import GPT2_124M, GPTConfig
+from dtgpt.ops.attention import Backend, check_backend
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
 
@@ -44,6 +45,16 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
+
+    initial: Annotated[float, "first factor"] = 2.0**32
+    window: Annotated[int, "steps without an overflow before the factor doubles"] = 1000
+    hysteresis: Annotated[int, "overflows before the factor halves"] = 2
+    minimum: Annotated[float, "smallest factor"] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     interval: Annotated[int, "steps between progress lines"] = 10
     eval_interval: Annotated[int, "steps between evaluations on held-out text; 0: at the end only"] = 250
@@ -75,8 +86,19 @@ class Recipe:
     plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
     seed: Annotated[int, "of weights, batches, dropout masks and samples"] = 1234
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: cuda where there is one"] = "auto"
-    precision: Annotated[Literal["auto", "fp32", "bf16"], "of activations; auto: bf16 on cuda, else fp32"] = "auto"
-    compile: Annotated[Literal["auto", "on", "off"], "torch.compile of each block; auto: on cuda"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        "of weights and activations, masters stay fp32; auto: bf16 on cuda, else fp32",
+    ] = "auto"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    attention: Annotated[Backend, "back end of the attention core; auto: the fastest"] = "auto"
+    recompute: Annotated[
+        Literal["none", "selective", "full"], "activations computed again in backward: of attention's core, of blocks"
+    ] = "none"
+    compile: Annotated[
+        Literal["auto", "on", "off"], "torch.compile of each block; auto: on cuda where graph is off"
+    ] = "auto"
+    graph: Annotated[Literal["auto", "on", "off"], "steps replayed as CUDA graphs; auto: on cuda"] = "auto"
     timeout: Annotated[float, "seconds after which a rank that waits for others ends the run"] = 600.0
     runs: Annotated[str, "folder in which the run folder is made"] = "runs"
     resume: Annotated[str | None, "run folder to go on with, from its newest checkpoint"] = None
@@ -140,6 +162,12 @@ class Recipe:
                 raise UserError(f"{name} is empty; give a path, or leave it out")
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
             raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+        check_backend(self.attention, self.model.dropout)
+        scale = self.loss_scale
+        if scale.minimum > scale.initial:
+            raise UserError(
+                f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
+            )
         self._validate_batch()
         self._validate_schedule()
         vocab_size, bpe_size = self.model.vocab_size, self.data.bpe_vocab_size
@@ -171,7 +199,8 @@ class Recipe:
 
 POSITIVE = (
     "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
-    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps",
+    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",
+    "loss_scale.hysteresis", "loss_scale.minimum",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",

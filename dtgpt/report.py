@@ -43,9 +43,11 @@ class Report:
             f"run     {run}" + (f", from step {step}" if step else "")
         )
 
-    def step(self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float) -> None:
+    def step(
+        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float, scaling: dict[str, float]
+    ) -> None:
         """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run; `memory` is
-        the largest use of any rank in GiB."""
+        the largest use of any rank in GiB, `scaling` what fp16 adds."""
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -55,6 +57,7 @@ class Report:
             "tokens": tokens,
             "memory_gib": memory,
             "memory_total_gib": total_memory(self.device) / 2**30 if self.device.type == "cuda" else None,
+            **scaling,
             **self._rates(step),
         }
         self._write(record)

@@ -22,26 +22,21 @@ from dtgpt.checkpoint import (
     save_checkpoint,
 )
 from dtgpt.console import say
+from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset, training_batch
-from dtgpt.device import (
-    check_memory,
-    choose_device,
-    choose_dtype,
-    memory_errors_as_sentences,
-    peak_memory,
-    to_device,
-    use_compiler,
-)
+from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences, peak_memory, use_graphs
 from dtgpt.errors import UserError
 from dtgpt.metrics import check_wandb
-from dtgpt.model import dropout_keys
+from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
-from dtgpt.optim import clip_gradients, learning_rate, make_optimizer
-from dtgpt.parallel.build import build_stages, make_passes, try_table
+from dtgpt.optim import Update
+from dtgpt.parallel.build import build_stages, gradient_share, make_passes, scale_gradients, try_table
 from dtgpt.parallel.cost import state_bytes
+from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
+from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report, Silence
 from dtgpt.run import changes_since, create_run, load_tokenizer, lock_run, open_run
@@ -83,7 +78,8 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe, process.local_rank)
-    check_memory(state_bytes(recipe, plan, process.rank), process.local_world, device)
+    width = choose_dtype(recipe, device).itemsize
+    check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
     stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
     return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
 
@@ -129,23 +125,24 @@ class Training:
         self.recipe, self.mesh, self.dataset, self.stop = recipe, mesh, dataset, stop
         self.device, self.plan = mesh.device, mesh.plan
         self.dtype = choose_dtype(recipe, self.device)
-        self.compiled = use_compiler(recipe, self.device, self.plan)
+        self.graphs = Graphs(use_graphs(recipe, self.device))
+        mesh.before_end.append(self.graphs.release)
 
         # Every random number of the run follows from these four keys.
         root = root_key(recipe.seed)
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
         self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
 
-        key = None if checkpoint else weights_key
-        stages, self.shards = build_stages(recipe.model, mesh, self.dtype, key, self.compiled)
-        self.passes = make_passes(stages, recipe, mesh, self.dtype, self.compiled)
+        stages, self.shards = build_stages(recipe, mesh, self.dtype, None if checkpoint else weights_key)
+        self.passes = make_passes(stages, self.shards, recipe, self.graphs, self.dtype)
         if self.plan.table:
             try_table(self.passes, recipe.model, self.device)
-        self.optimizer = make_optimizer([shard.local for shard in self.shards], recipe.optimizer)
-        self.step, self.consumed_samples = 0, 0
+        self.optimizer = Update(self.shards, recipe, self.dtype, gradient_share(recipe, self.plan))
+        scale_gradients(stages, self.optimizer.gradient_scale)
+        self.batches = Ahead(self._batch, self.device)
+        self.step = self.first_step = self.samples_at_start = 0
         if checkpoint:
             self._resume(checkpoint)
-        self.dropout_keys = torch.compile(dropout_keys, dynamic=False) if self.compiled else dropout_keys
 
     def run_to_end(self, run: Path) -> int:
         """Train, report into the folder `run`, and return the exit code of `train`."""
@@ -176,8 +173,7 @@ class Training:
         recipe, log = self.recipe, self.recipe.log
         first, stopping = self.step, self.interrupted()
         while self.step < recipe.steps and not stopping:
-            lr = learning_rate(self.step, recipe)
-            on_device = self.train_step(lr)
+            on_device = self.train_step()
 
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
             stopping, last = self.mesh.vote(bool(self.stop)), self.step == recipe.steps
@@ -188,11 +184,12 @@ class Training:
             if not (report_due or eval_due or save_due or sample_due):
                 continue
             loss, norm = self.mean_loss(on_device), on_device.norm.item()  # here the program waits for the device
-            self._check_finite("loss and gradient norm", loss, norm)
+            # In fp16 a norm that is not finite is an overflow, and that step was skipped.
+            self._check_finite("loss and gradient norm", loss, norm if self.optimizer.scaler is None else loss)
             if report_due:
-                tokens = self.consumed_samples * recipe.model.seq_length
+                tokens = self.samples_before(self.step) * recipe.model.seq_length
                 memory = self.mesh.max(peak_memory(self.device)[0])
-                report.step(self.step, tokens, loss, norm, lr, memory)
+                report.step(self.step, tokens, loss, norm, self.optimizer.lr.item(), memory, self.optimizer.scaling())
             with report.paused():
                 if eval_due and (losses := self.held_out_loss()):
                     self._check_finite("held-out loss and bits/byte", *losses)
@@ -203,37 +200,42 @@ class Training:
                     report.sample(self.step, text)
         return stopping or self.interrupted()
 
-    def train_step(self, lr: float) -> Curve:
-        """One optimizer step at learning rate `lr`. Nothing here waits for the device."""
-        return self.update(self.gradients(), lr)
+    def train_step(self) -> Curve:
+        """One optimizer step. Nothing here waits for the device."""
+        return self.update(self.gradients())
 
     def gradients(self) -> Tensor:
         """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
         where the head is elsewhere."""
-        recipe, config, plan = self.recipe, self.recipe.model, self.plan
-        share = recipe.global_batch_size // plan.dp
-        sample_ids = self.consumed_samples + self.mesh.place.dp * share + torch.arange(share)
-        windows = training_batch(self.dataset.train, self.data_key, sample_ids, config.seq_length)
-        step_key = fold(self.dropout_key, self.step)
+        recipe, config = self.recipe, self.recipe.model
+        self.graphs.next_step()
+        if not self.graphs.captured:
+            self.shards.drop_gradients()
+        windows, sample_ids, step_key = self.batches.take(self.step)
+        keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
+        return self.passes.gradients(recipe.micro_batches(self.plan.dp), windows, keys)
 
-        windows, sample_ids, step_key = (to_device(t, self.device) for t in (windows, sample_ids, step_key))
-        keys = self.dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
-        loss = self.passes.gradients(recipe.micro_batches(plan.dp), windows, keys)
-        self.shards.take_gradients()
-        return loss
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of this rank in `step`: windows int64 `[B, T + 1]`, sample ids `[B]` and the step's dropout key `[2]`."""
+        share = self.recipe.global_batch_size // self.plan.dp
+        first = self.samples_before(step) + self.mesh.place.dp * share
+        sample_ids = first + torch.arange(share)
+        windows = training_batch(self.dataset.train, self.data_key, sample_ids, self.recipe.model.seq_length)
+        return windows, sample_ids, fold(self.dropout_key, step)
 
-    def update(self, loss: Tensor, lr: float) -> Curve:
+    def samples_before(self, step: int) -> int:
+        """Samples that the run had seen when `step` began."""
+        return self.samples_at_start + (step - self.first_step) * self.recipe.global_batch_size
+
+    def gradient(self, shard: Shard) -> Tensor:
+        """What `gradients` left of this shard, without the loss scale."""
+        return self.shards.gradient(shard) * self.optimizer.inverse_scale()
+
+    def update(self, loss: Tensor) -> Curve:
         """Clip the gradients that `gradients` left in the shards, and step."""
-        recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        norm = self.shards.norm()
-        clip_gradients([shard.local for shard in self.shards], norm, recipe.optimizer.clip)
-        self.optimizer.step()
-        self.shards.drop_gradients()
+        norm = self.graphs.run("update", self.optimizer.apply)
         self.step += 1
-        self.consumed_samples += recipe.global_batch_size
-        return Curve(loss, norm)
+        return Curve(loss.clone(), norm.clone())  # a graph writes the next ones over them
 
     def mean_loss(self, on_device: Curve) -> float:
         """Over the global batch, the same on every rank."""
@@ -262,9 +264,11 @@ class Training:
     def _save(self, checkpoints: Path, must: bool) -> None:
         """Save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must` save."""
         keep_last = self.recipe.checkpoint.keep_last
-        state = {"consumed_samples": self.consumed_samples, "data_digest": self.dataset.digest}
+        state = {"consumed_samples": self.samples_before(self.step), "data_digest": self.dataset.digest}
+        state |= self.optimizer.state()
         try:
-            save_checkpoint(checkpoints, self.step, self.recipe.model, self.shards, self.optimizer, state, keep_last)
+            made = self.step, self.recipe.model, self.shards, self.optimizer.adamw, state
+            save_checkpoint(checkpoints, *made, keep_last)
         except (OSError, SafetensorError, UserError) as error:
             sentence = f"no checkpoint of step {self.step} could be written to {checkpoints} ({error})"
             if must:
@@ -276,8 +280,10 @@ class Training:
         run = checkpoint.parents[1]
         if load_tokenizer(run).ranks != self.dataset.tokenizer.ranks:
             raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
-        state = load_checkpoint(checkpoint, self.shards, self.optimizer)
-        self.step, self.consumed_samples = state["step"], state["consumed_samples"]
+        state = load_checkpoint(checkpoint, self.shards, self.optimizer.adamw)
+        self.optimizer.restore(state)
+        self.step = self.first_step = state["step"]
+        self.samples_at_start = state["consumed_samples"]
         if state["data_digest"] != self.dataset.digest:
             say(f"the text is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:

@@ -1,27 +1,78 @@
 """Causal scaled dot-product attention (Vaswani et al. 2017) with dropout on the probabilities by global index.
 
-Without dropout PyTorch's fused kernels serve. With dropout they cannot, since they draw masks from a generator's
-state; then the probabilities are formed explicitly, with the softmax in fp32, and dropped with the functional mask.
+Back ends: `explicit`, the reference, forms the probabilities with the softmax in fp32; `sdpa` is PyTorch's own, which
+draws masks from a generator's state and so serves only where nothing drops; `fused_softmax` keeps the two products and
+makes one operation of all that lies between; `flash` forms the probabilities tile by tile and saves none of them.
+
+Sharding rule: samples and heads may be cut; a shard of the heads says in `start` which is its first.
 """
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.dropout import Dropout
+from dtgpt.errors import UserError
+from dtgpt.ops.dropout import dropout
+from dtgpt.ops.fast import has_triton
+from dtgpt.ops.flash import flash_attention
+from dtgpt.ops.softmax import scaled_masked_softmax
+
+Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
+BACKENDS = get_args(Backend)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, key: Tensor | None = None) -> Tensor:
-    """q, k, v: `[B, N, T, D]` -> `[B, N, T, D]`.
+def causal_attention(
+    qkv: Tensor,
+    key: Tensor | None = None,
+    p: float = 0.0,
+    start: tuple[int, ...] = (0, 0, 0),
+    backend: Backend = "auto",
+) -> Tensor:
+    """qkv: `[B, T, N, 3, D]` -> `[B, T, N, D]`.
 
-    key: `[B, 2]` or None. The mask's index within a sample is (head, query, column); a shard of the heads says in
-    `dropout.start` which head is its first.
+    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column).
     """
-    if key is None or dropout.p == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    dropping = key is not None and p > 0
+    chosen = backend
+    if backend == "auto":
+        chosen = choose(dropping, has_triton(qkv) and qkv.dtype != torch.float32, qkv.shape[-1])
+    if chosen == "flash":
+        return flash_attention(qkv, key if dropping else None, p, start[0])
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [B, N, T, D] each
+    if chosen == "sdpa" and not dropping:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    elif chosen == "fused_softmax":
+        scale = 1 / math.sqrt(q.shape[-1])
+        site = {"key": key, "p": p, "start": start} if dropping else {}
+        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, "causal", **site) @ v
+    else:
+        out = explicit(q, k, v, key if dropping else None, p, start)
+    return out.transpose(1, 2)
+
+
+def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
+    """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200: forward and
+    backward of PyTorch's take a tenth longer at head_dim 64, copies between the layouts of q, k, v included."""
+    if kernels and (dropping or head_dim <= 64):
+        return "flash"
+    return "explicit" if dropping else "sdpa"
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...]) -> Tensor:
+    """q, k, v `[B, N, T, D]` -> `[B, N, T, D]`."""
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(q.shape[-1]))
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1).to(v.dtype)
-    return dropout(probabilities, key) @ v
+    return (probabilities if key is None else dropout(probabilities, key, p, start)) @ v
+
+
+def check_backend(backend: str, dropout: float) -> None:
+    """Raise UserError where a recipe's `attention` cannot do what its model wants."""
+    if backend == "sdpa" and dropout > 0:
+        raise UserError(
+            f"attention=sdpa draws masks from a generator, so those of model.dropout={dropout} would depend on the "
+            "plan; use --attention auto, flash or fused_softmax, or --model.dropout 0"
+        )

@@ -1,72 +1,109 @@
 """From the plain model to what this rank holds of it. The order is always the same:
 
-model on meta -> cut into stages -> tensor table -> compile -> fully_shard -> memory -> initial weights into each shard
+model on meta -> cut into stages -> tensor table -> recompute -> compile -> fully_shard -> memory -> initial weights
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from dtgpt.device import use_compiler
 from dtgpt.errors import UserError
 from dtgpt.model import GPT, GPTConfig, allocate
-from dtgpt.ops.cross_entropy import cross_entropy
+from dtgpt.ops.attention import causal_attention
+from dtgpt.parallel.cost import keeps_totals
 from dtgpt.parallel.data import Accumulation, shard_over_data
-from dtgpt.parallel.mesh import Mesh, chunk
-from dtgpt.parallel.passes import LossFunction, Passes
+from dtgpt.parallel.gradients import Buckets
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.passes import Passes
 from dtgpt.parallel.pipeline import Pipeline, keep_stage
+from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.tensor import apply_table, make_table
 from dtgpt.recipe import Recipe
 
 
-def build_stages(
-    config: GPTConfig, mesh: Mesh, dtype: torch.dtype, key: Tensor | None, compiled: bool = False
-) -> tuple[list[GPT], Shards]:
+def build_stages(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None) -> tuple[list[GPT], Shards]:
     """The pipeline stages of this rank, one of them without a pipeline, and the shards that they consist of. No rank
     holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill."""
-    stages = [lay_out_stage(config, mesh, dtype, stage, compiled) for stage in mesh.place.stages]
+    compiled = use_compiler(recipe, mesh.device, mesh.plan)
+    stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled) for stage in mesh.place.stages]
     for stage in stages:
         allocate(stage, mesh.device)
     shards = Shards(stages, mesh)
     if key is not None:
-        shards.initialize(config, key)
+        shards.initialize(recipe.model, key)
     return stages, shards
 
 
-def lay_out_stage(config: GPTConfig, mesh: Mesh, dtype: torch.dtype, stage: int, compiled: bool = False) -> GPT:
+def lay_out_stage(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, compiled: bool) -> GPT:
     """One stage on the meta device, cut as the plan says."""
-    plan = mesh.plan
+    plan, config = mesh.plan, recipe.model
     with torch.device("meta"):
-        part = keep_stage(GPT(config, dtype), stage, plan)
+        part = keep_stage(GPT(config, dtype), stage, plan).to(weights_dtype(plan, dtype))
     if plan.tp > 1:
         apply_table(part, mesh.devices["tp"], make_table(config, plan))
+    for block in part.blocks.values():
+        block.joined = not plan.splits_backward  # which follows the first output of an operation alone
+        block.attn.core = partial(causal_attention, backend=recipe.attention)
+        if recipe.recompute == "selective":
+            block.attn.core = recomputed(block.attn.core)
+        elif recipe.recompute == "full":
+            block.forward = recomputed(block.forward)
     if compiled:
         compile_forward(part, whole=plan.tp == 1)
-    if mesh.world > 1:
+    if plan.zero:
         shard_over_data(part, mesh, dtype)
     return part
 
 
+def weights_dtype(plan: Plan, dtype: torch.dtype) -> torch.dtype:
+    """Of the modules' own weights. `fully_shard` keeps fp32 masters and casts what it gathers; a schedule that cuts
+    backward in two sums the micro-batches in the weights' type, which must then be fp32."""
+    return torch.float32 if plan.zero or plan.splits_backward else dtype
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Save the inputs alone and run `function` once more in backward (Chen et al. 2016). There is no generator state to
+    keep: masks are drawn again from their keys."""
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+
 def compile_forward(part: GPT, whole: bool) -> None:
-    """Compile each block, and the ends where they are plain modules. It is the forward that is compiled, so that the
+    """Compile each block, and the embedding where it is a plain module. It is the forward that is compiled, so that the
     hooks of `fully_shard` run around it, uncompiled. Blocks share their code: it is compiled once."""
-    ends = [part.embedding, part.head] if whole else []
+    ends = [part.embedding] if whole else []
     for module in (*part.blocks.values(), *ends):
         if module is not None:
             module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
 
 
-def make_passes(stages: list[GPT], recipe: Recipe, mesh: Mesh, dtype: torch.dtype, compiled: bool = False) -> Passes:
+def make_passes(stages: list[GPT], shards: Shards, recipe: Recipe, graphs: Graphs, dtype: torch.dtype) -> Passes:
     """What runs forward and backward under the plan."""
-    config, plan = recipe.model, mesh.plan
-    start = chunk(range(config.padded_vocab_size), plan.tp, mesh.place.tp).start
-    loss: LossFunction = partial(
-        cross_entropy, vocab_size=config.vocab_size, start=start, group=mesh.tp_group, fused=compiled
-    )
+    mesh = shards.mesh
+    plan, count = mesh.plan, recipe.micro_batches(mesh.plan.dp)
+    if keeps_totals(plan, count, dtype.itemsize):
+        shards.buckets = Buckets(stages, mesh.dp_group, hooks=not plan.splits_backward)
     if plan.pp == 1:
-        return Accumulation(stages[0], mesh, loss)
-    return Pipeline(stages, mesh, loss, recipe.micro_batch_size, recipe.micro_batches(plan.dp), dtype)
+        return Accumulation(stages[0], shards, graphs)
+    return Pipeline(stages, shards, graphs, recipe.micro_batch_size, count, dtype)
+
+
+def scale_gradients(stages: list[GPT], scale: Tensor) -> None:
+    """Let the output layer multiply the gradient of its loss by the scalar `scale`, whatever it holds at the time."""
+    for stage in stages:
+        if stage.head is not None:
+            stage.head.lm_head.gradient_scale = scale
+
+
+def gradient_share(recipe: Recipe, plan: Plan) -> float:
+    """What the gradient of one micro-batch's mean loss counts in a sum over all. `fully_shard` takes the mean over the
+    replicas by itself."""
+    return 1 / (recipe.micro_batches(plan.dp) * (1 if plan.zero else plan.dp))
 
 
 @torch.no_grad()

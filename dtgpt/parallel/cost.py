@@ -12,7 +12,7 @@ from dtgpt.model import GPT, TABLE, GPTConfig
 from dtgpt.parallel.mesh import Place, chunk
 from dtgpt.parallel.pipeline import block_ranges
 from dtgpt.parallel.plan import Plan
-from dtgpt.parallel.tensor import Table, make_table, style_of
+from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 from dtgpt.recipe import Recipe
 
 OUTPUT = "head.lm_head.weight"  # the tied table's name on a stage that has the head without the embedding
@@ -78,21 +78,31 @@ def _shapes(config: GPTConfig) -> tuple[list[tuple[str, Shape]], ...]:
 def tp_dimension(module: str, name: str, table: Table) -> int | None:
     """The dimension of parameter `name` of `module` that tensor parallelism cuts, or None."""
     style = style_of(module, table)
-    if isinstance(style, ColwiseParallel):
+    if isinstance(style, ColwiseParallel | VocabularyShard):
         return 0
     if isinstance(style, RowwiseParallel):
         return 0 if module == "embedding.wte" else (1 if name.endswith("weight") else None)
     return None
 
 
-def gradient_bytes(held: list[Held], plan: Plan, micro_batches: int) -> int:
-    """fp32. ZeRO-2 cuts them as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before
-    it cuts anything."""
+def keeps_totals(plan: Plan, micro_batches: int, width: int) -> bool:
+    """Whether gradients of all micro-batches and replicas are summed in fp32 tensors of their own, without ZeRO."""
+    narrow = width < 4 and not plan.splits_backward
+    return plan.zero == 0 and (plan.dp > 1 or (micro_batches > 1 and narrow))
+
+
+def gradient_bytes(held: list[Held], plan: Plan, micro_batches: int, width: int) -> int:
+    """In fp32, but for a single micro-batch of a single replica, whose gradients are as wide as the weights. ZeRO-2
+    cuts them as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before it cuts."""
+    if plan.zero == 0 and not plan.splits_backward and not keeps_totals(plan, micro_batches, width):
+        return sum(width * p.by_tp for p in held)
     cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and micro_batches == 1))
     return sum(4 * (p.local if cut else p.by_tp) for p in held)
 
 
-def state_bytes(recipe: Recipe, plan: Plan, rank: int) -> int:
-    """Weights, gradients and AdamW's two moments on `rank`, in fp32."""
+def state_bytes(recipe: Recipe, plan: Plan, rank: int, width: int) -> int:
+    """Weights, gradients and AdamW's two moments on `rank`, where activations have `width` bytes."""
     held = parameters_of(recipe.model, plan, rank)
-    return sum(12 * p.local for p in held) + gradient_bytes(held, plan, recipe.micro_batches(plan.dp))
+    narrow = width if width < 4 and not plan.zero and not plan.splits_backward else 0
+    own = sum(12 * p.local + narrow * p.by_tp for p in held)
+    return own + gradient_bytes(held, plan, recipe.micro_batches(plan.dp), width)

@@ -1,7 +1,7 @@
-"""Data parallelism through `fully_shard` at every ZeRO level (Rajbhandari et al. 2020), and passes without a pipeline.
+"""Data parallelism, and passes without a pipeline.
 
-One path for all: replicas are `fully_shard` over a mesh (replicas, 1), ZeRO cuts over all of dp. It runs at dp=1 too,
-where it brings the gradients of parameters that every tp rank holds into one state.
+Replicas of whole weights sum their gradients bucket by bucket (`dtgpt.parallel.gradients`); every ZeRO level cuts
+through `fully_shard` (Rajbhandari et al. 2020).
 """
 
 import warnings
@@ -11,48 +11,82 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtgpt.model import GPT
+from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.passes import LossFunction, Passes
+from dtgpt.parallel.passes import Passes
+from dtgpt.parallel.shards import Shards
 
 
 def shard_over_data(part: GPT, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Wrap each block, then what is around them. The blocks' weights travel in `dtype`, the one they compute in;
-    gradients are summed in fp32."""
-    plan = mesh.plan
-    names = ("replicate", "shard") if plan.replicate > 1 else ("shard",)
-    options = {"mesh": mesh.devices[names], "reshard_after_forward": plan.zero == 3 and plan.pp == 1}
-    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    """Wrap each block, then what is around them. Weights travel in `dtype`, the one they compute in; gradients are
+    summed in fp32."""
+    plan, policy = mesh.plan, MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {
+        "mesh": mesh.devices["shard"],
+        "mp_policy": policy,
+        "reshard_after_forward": plan.zero == 3 and plan.pp == 1,
+    }
     # Torch warns of writing in place into what a wrapped module returns; nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in part.blocks.values():
-        fully_shard(block, **options, mp_policy=MixedPrecisionPolicy() if dtype == torch.float32 else narrow)
-    fully_shard(part, **options)  # the tied table is summed into fp32 by the embedding: its policy changes nothing
+        fully_shard(block, **options)
+    fully_shard(part, **options)
+
+
+def reshard(*parts: GPT) -> None:
+    """Let go of weights that a forward pass gathered: a replayed step gathers anew without telling `fully_shard`, which
+    would take the old ones for good."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class Accumulation(Passes):
-    """Forward and backward of each micro-batch in turn."""
+    """Forward and backward of each micro-batch in turn: a piece of graph for the first, the last and those between."""
 
-    def __init__(self, model: GPT, mesh: Mesh, loss: LossFunction):
-        self.model, self.mesh, self.loss = model, mesh, loss
+    def __init__(self, model: GPT, shards: Shards, graphs: Graphs):
+        self.model, self.shards, self.graphs = model, shards, graphs
+        self._loss = torch.zeros((), device=shards.mesh.device)
 
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
-        losses = []
-        chunks = windows.chunk(micro_batches)
         chunks_of_keys = [None] * micro_batches if keys is None else keys.chunk(micro_batches)
-        for index, (window, key) in enumerate(zip(chunks, chunks_of_keys, strict=True)):
-            self._announce(last=index == micro_batches - 1)
-            loss = self.loss(self.model(window[:, :-1], key), window[:, 1:])
-            (loss / micro_batches).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+        for index, (window, key) in enumerate(zip(windows.chunk(micro_batches), chunks_of_keys, strict=True)):
+            first, last = index == 0, index == micro_batches - 1
+
+            def micro_step(window, key, index=index, first=first, last=last):
+                self._announce(index, micro_batches)
+                loss = self.model(window[:, :-1], key, window[:, 1:])
+                loss.backward()
+                share = loss.detach() / micro_batches
+                self._loss.copy_(share) if first else self._loss.add_(share)
+                if last:
+                    self.shards.take_gradients()
+
+            name = f"micro-batch{' first' if first else ''}{' last' if last else ''}"
+            self.graphs.run(name, micro_step, window, key)
+        return self._loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
+        return self._whole(tokens)
 
-    def _announce(self, last: bool) -> None:
+    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self._whole(tokens, targets)
+
+    @torch.no_grad()
+    def _whole(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        result = self.model(tokens, None, targets)
+        reshard(self.model)
+        return result
+
+    def _announce(self, index: int, micro_batches: int) -> None:
         """Below ZeRO-2 gradients stay whole until the last micro-batch; below ZeRO-3 weights do."""
+        if self.shards.buckets is not None:
+            self.shards.buckets.begin(micro_batches, done=index)
         if isinstance(self.model, FSDPModule):
-            zero = self.mesh.plan.zero
+            zero, last = self.shards.mesh.plan.zero, index == micro_batches - 1
             self.model.set_requires_gradient_sync(last or zero >= 2)
             self.model.set_reshard_after_backward(last or zero == 3)
             self.model.set_is_last_backward(last)

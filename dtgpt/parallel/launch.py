@@ -35,7 +35,7 @@ def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process
     """The mesh of `plan`, after all processes agreed that they run the same. Ends the process group if it began it."""
     if plan.tp > 1:
         make_table(recipe.model, plan)  # a wrong pattern shows before anything is started
-    started = plan.world > 1 and not dist.is_initialized()
+    started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
         start_process_group(device, recipe.timeout)
     try:
@@ -50,6 +50,8 @@ def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process
             )
         yield mesh
     finally:
+        for let_go in mesh.before_end if mesh else []:
+            let_go()
         if started:
             dist.destroy_process_group()
 

@@ -4,13 +4,14 @@ The account of activations lists what autograd keeps for backward. It was checke
 by block, eager and compiled; `tests/test_dryrun.py` holds the eager part against autograd itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dtgpt.model import TABLE, GPTConfig
-from dtgpt.ops.cross_entropy import CHUNK
-from dtgpt.parallel.cost import Held, gradient_bytes, parameters_of
+from dtgpt.model import TABLE
+from dtgpt.ops.attention import choose
+from dtgpt.ops.head import LOGITS_BYTES
+from dtgpt.parallel.cost import Held, gradient_bytes, keeps_totals, parameters_of
 from dtgpt.parallel.mesh import Place, chunk
 from dtgpt.parallel.pipeline import block_ranges
 from dtgpt.parallel.plan import Plan
@@ -61,50 +62,73 @@ class Sizes:
         )
 
 
-def block_activations(config: GPTConfig, sizes: Sizes, compiled: bool) -> float:
-    """Bytes that one block keeps for backward under the default table of tensor parallelism, weights apart."""
+def block_activations(recipe: Recipe, sizes: Sizes, backend: str) -> float:
+    """Bytes that one block keeps for backward under the default table of tensor parallelism, weights apart. `backend`:
+    that of attention, as `attention_backend` tells it."""
+    if recipe.recompute == "full":
+        return sizes.residual  # what goes into the block
     streams = 2 * sizes.residual  # the inputs of both LayerNorms
     inputs = 2 * sizes.whole  # their outputs, gathered: the inputs of qkv and fc
     inner = (3 + 1 + 4 + 4) * sizes.split  # qkv, attention's output, fc's output and its GELU
-    if config.dropout == 0:
-        attention = 4 * sizes.scores / config.seq_length  # the logarithm of each row's sum, fp32
-    elif compiled:
-        attention = sizes.width * sizes.scores  # probabilities; backward drops them again
-    else:
-        attention = (4 + sizes.width) * sizes.scores  # probabilities in fp32, and dropped
-    return streams + inputs + inner + attention
+    return streams + inputs + inner + (0 if recipe.recompute == "selective" else _core(recipe, sizes, backend))
 
 
-def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, compiled: bool) -> Memory:
-    """The fullest moment of a training step on `rank`: the backward pass of the head, or of the last block on a rank
-    that does not hold it, or the end of the step where activations are small."""
+def _core(recipe: Recipe, sizes: Sizes, backend: str) -> float:
+    """Bytes that the attention core keeps beside its input and its output."""
+    if backend == "explicit":
+        return (4 + sizes.width) * sizes.scores  # probabilities in fp32, and dropped
+    if backend == "fused_softmax":
+        return (
+            sizes.width * sizes.scores * (1 if recipe.model.dropout == 0 else 2)
+        )  # probabilities; under dropout scores
+    return 4 * sizes.scores / recipe.model.seq_length  # the logarithm of each row's sum, fp32
+
+
+def attention_backend(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
+    """The back end of a training step on this kind of device."""
+    if recipe.attention != "auto":
+        return recipe.attention
+    config = recipe.model
+    kernels = device.type == "cuda" and dtype != torch.float32
+    return choose(config.dropout > 0, kernels, config.hidden_size // config.num_heads)
+
+
+def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, backend: str, graphed: bool = False) -> Memory:
+    """The fullest moment of a training step on `rank`: the head's forward pass, which makes its gradients, or the
+    backward pass of the last block on a rank that does not hold the head, or the end of the step where activations are
+    small. graphed: the step is a CUDA graph."""
     config, place = recipe.model, Place(plan, rank)
-    width = dtype.itemsize
+    width, micro_batches = dtype.itemsize, recipe.micro_batches(plan.dp)
     sizes = Sizes.of(recipe, plan, width)
     held = parameters_of(config, plan, rank)
     local = sum(p.local for p in held)
     ranges = block_ranges(config, plan)
     blocks = sum(len(ranges[stage]) for stage in place.stages)
 
-    in_flight = stages_in_flight(plan, recipe.micro_batches(plan.dp), place.pp)
-    kept = in_flight / len(place.stages) * blocks * block_activations(config, sizes, compiled)
-    head = sizes.residual + sizes.whole + sizes.logits if place.holds_last else 0
-    full = gradient_bytes(held, plan, recipe.micro_batches(plan.dp))
-    gathered = _gathered(held, blocks, plan, width)
-    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
-    common["edges"] = _edges(plan, place, sizes, recipe.micro_batches(plan.dp), in_flight)
+    in_flight = stages_in_flight(plan, micro_batches, place.pp)
+    kept = in_flight / len(place.stages) * blocks * block_activations(recipe, sizes, backend)
+    head = (
+        2 * sizes.residual + 2 * sizes.whole if place.holds_last else 0
+    )  # the LayerNorm, and the gradient of its output
+    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": _gathered(held, blocks, plan, width, graphed)}
+    common["edges"] = _edges(plan, place, sizes, micro_batches, in_flight)
 
-    start = 0 if recipe.micro_batches(plan.dp) == 1 else full  # the first micro-batch finds no gradient yet
-    working = _head_work(held, sizes, compiled) if place.holds_last else _block_work(config, sizes, compiled)
+    full = gradient_bytes(held, plan, micro_batches, width)
+    start = full if plan.zero == 0 and keeps_totals(plan, micro_batches, width) else 0
+    start = start if micro_batches == 1 or plan.zero == 0 else full  # the first micro-batch finds no gradient yet
+    working = _block_work(recipe, sizes, backend)
+    if place.holds_last:
+        working = max(working, _head_work(held, sizes))
     early = Memory(**common, gradients=start, activations=round(kept + head), working=round(working))
     around = sum(4 * p.by_tp for p in held if not p.in_block)
-    late = Memory(**common, gradients=full, activations=0, working=around * (2 if plan.world > 1 else 1))
+    late = Memory(**common, gradients=full, activations=0, working=around)
     return max(early, late, key=lambda memory: memory.total)
 
 
-def memory_by_rank(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> dict[int, Memory]:
+def memory_by_rank(recipe: Recipe, plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, Memory]:
     """Of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
-    return {r: memory_of(recipe, plan, r, dtype, compiled) for r in range(0, plan.world, plan.dp * plan.tp)}
+    backend, graphed = attention_backend(recipe, device, dtype), device.type == "cuda" and recipe.graph != "off"
+    return {r: memory_of(recipe, plan, r, dtype, backend, graphed) for r in range(0, plan.world, plan.dp * plan.tp)}
 
 
 def fullest(memories: dict[int, Memory]) -> Memory:
@@ -127,18 +151,19 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
     return min(warmup + 1, per_rank * micro_batches)
 
 
-def _gathered(held: list[Held], blocks: int, plan: Plan, width: int) -> int:
-    """What multiplies: `fully_shard` holds blocks in the activations' dtype and the rest in fp32; in one process
-    autograd keeps the casts. Either way the table is cast for the head. ZeRO-3 holds one block and fetches the next."""
+def _gathered(held: list[Held], blocks: int, plan: Plan, width: int, graphed: bool) -> int:
+    """What multiplies: the modules' own narrow weights, the casts of fp32 ones that autograd keeps, or what
+    `fully_shard` gathered. ZeRO-3 holds one block and fetches the next; in a graph memory that several streams used is
+    not used again, so that all weights, and all gradients on their way to be cut, have a place of their own."""
     in_blocks = sum(p.by_tp for p in held if p.in_block)
     around = sum(p.by_tp for p in held if not p.in_block)
-    tables = [p for p in held if p.name == TABLE]
-    cast = width * tables[-1].by_tp if width < 4 and tables else 0
-    if plan.world == 1:
-        return cast + (width * in_blocks if width < 4 else 0)
+    if plan.zero == 0:
+        return width * (in_blocks + around) if width < 4 else 0
+    if graphed:
+        return (width + 4) * (in_blocks + around)
     if plan.zero == 3 and plan.pp == 1:
         in_blocks = min(in_blocks, 2 * in_blocks // max(blocks, 1))
-    return cast + width * in_blocks + 4 * around
+    return width * (in_blocks + around)
 
 
 def _edges(plan: Plan, place: Place, sizes: Sizes, micro_batches: int, in_flight: int) -> int:
@@ -150,16 +175,22 @@ def _edges(plan: Plan, place: Place, sizes: Sizes, micro_batches: int, in_flight
     return round((receives * micro_batches + in_flight) * sizes.residual)
 
 
-def _head_work(held: list[Held], sizes: Sizes, compiled: bool) -> float:
-    """Backward of the head: the gradient of the logits, then that of the table as the matrix product leaves it and in
-    fp32; a compiled head lets go of the cast table before."""
+def _head_work(held: list[Held], sizes: Sizes) -> float:
+    """The head's forward pass: a chunk of logits, the table's gradient, in fp32 too where there are several chunks, and
+    in backward a copy of it."""
     table = next(p.by_tp for p in reversed(held) if p.name == TABLE)
-    narrow = sizes.width * table if sizes.width < 4 else 0
-    chunks = 0 if compiled else 3 * 4 * min(CHUNK, sizes.logits / sizes.width)
-    return sizes.logits + max(4 * table + narrow * (0 if compiled else 1), chunks)
+    chunk = min(sizes.logits, LOGITS_BYTES)
+    sums = 4 * table if sizes.logits > LOGITS_BYTES and sizes.width < 4 else 0
+    return max(chunk + sizes.width * table + sums, 2 * sizes.width * table)
 
 
-def _block_work(config: GPTConfig, sizes: Sizes, compiled: bool) -> float:
-    """Backward of a block: gradients of its widest tensors, and of the scores where they are explicit."""
-    scores = 0 if config.dropout == 0 else sizes.scores * (2 * sizes.width if compiled else 4 + 2 * sizes.width)
-    return 8 * sizes.split + 2 * sizes.whole + scores
+def _block_work(recipe: Recipe, sizes: Sizes, backend: str) -> float:
+    """Backward of a block: gradients of its widest tensors, of the scores where they are explicit, and what is computed
+    again."""
+    again = 0.0
+    if recipe.recompute == "full":
+        again = block_activations(replace(recipe, recompute="none"), sizes, backend)
+    elif recipe.recompute == "selective":
+        again = _core(recipe, sizes, backend)
+    scores = (4 + 2 * sizes.width) * sizes.scores if backend in ("explicit", "fused_softmax") else 0
+    return 8 * sizes.split + 2 * sizes.whole + scores + again

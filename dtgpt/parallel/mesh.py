@@ -85,14 +85,16 @@ class Mesh:
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = Place(plan, self.rank)
         self.devices: DeviceMesh | None = None
-        self.tp_group = self.pp_group = self.tied_group = None
+        self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
+        self.before_end: list[Callable[[], None]] = []  # what must be let go of before the process group ends
         if self.world > 1:
             shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
             self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
+            self.dp_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
             self.tied_group = self._make_tied_group()
             self._groups = [self.devices.get_group(name) for name in DIMENSIONS]
             self._groups += [self.tied_group] if self.tied_group else []

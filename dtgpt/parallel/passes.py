@@ -1,6 +1,5 @@
 """What the training loop asks of a plan: gradients of a batch, and logits."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,18 +9,20 @@ from torch import Tensor
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh, chunk
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # local logits [B, T, V_local], targets [B, T] -> mean loss
-
 
 class Passes(Protocol):
-    loss: LossFunction
-
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
-        """Add the gradient of this replica's mean loss to the parameters, in `micro_batches` equal pieces.
+        """Leave in the shards the gradient of the global batch, of which this replica has `micro_batches` equal pieces,
+        times the `gradient_scale` of the output layer.
 
         windows: int64 `[B, T + 1]`; keys: int64 `[B, num_sites, 2]` or None. Returns the mean loss, detached: 0 on a
-        rank that does not hold the head.
+        rank that does not hold the head. The same tensor comes back with another value next time.
         """
+        ...
+
+    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        """Without dropout or gradient: the mean loss of `targets [B, T]` after `tokens [B, T]`, or None on a rank that
+        does not hold the head."""
         ...
 
     def logits(self, tokens: Tensor) -> Tensor | None:

@@ -18,9 +18,11 @@ from torch.distributed.pipelining import (
 )
 
 from dtgpt.model import GPT, GPTConfig
-from dtgpt.parallel.mesh import Mesh, chunk
-from dtgpt.parallel.passes import LossFunction, Passes
+from dtgpt.parallel.data import reshard
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.passes import Passes
 from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.shards import Shards
 
 ONE_STAGE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 MANY_STAGES = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}
@@ -76,61 +78,73 @@ class Stage(PipelineStage):
 
 
 class Pipeline(Passes):
-    """The stages of this rank in a schedule."""
+    """The stages of this rank in a schedule, which is one piece of graph."""
 
     def __init__(
         self,
         stages: list[GPT],
-        mesh: Mesh,
-        loss: LossFunction,
+        shards: Shards,
+        graphs: Graphs,
         micro_batch_size: int,
         micro_batches: int,
         dtype: torch.dtype,
     ):
-        self.modules, self.mesh, self.loss, self.dtype = stages, mesh, loss, dtype
+        self.modules, self.shards, self.graphs, self.dtype = stages, shards, graphs, dtype
+        self.mesh = mesh = shards.mesh
         plan, config = mesh.plan, stages[0].config
         length = config.seq_length // (plan.tp if plan.sequence_parallel else 1)
-        self.edge = (length, config.hidden_size)
-        columns = len(chunk(range(config.padded_vocab_size), plan.tp, mesh.place.tp))
+        self.edge, self.micro_batches = (length, config.hidden_size), micro_batches
         tokens = torch.empty(micro_batch_size, config.seq_length, dtype=torch.int64, device="meta")
         edge = torch.empty(micro_batch_size, *self.edge, dtype=dtype, device="meta", requires_grad=True)
-        logits = edge.new_empty(micro_batch_size, config.seq_length, columns, requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         self.stages = [
             Stage(
                 module, index, plan.num_stages, mesh.device, group=mesh.pp_group,
                 input_args=(tokens if index == 0 else edge,),
-                output_args=(logits if index == plan.num_stages - 1 else edge,),
+                output_args=(loss if index == plan.num_stages - 1 else edge,),
             )
             for index, module in zip(mesh.place.stages, stages, strict=True)
         ]  # fmt: skip
-        self._micro_batches = micro_batches
-        options = {"n_microbatches": micro_batches, "loss_fn": self._share_of_loss, "scale_grads": False}
+        # The last stage is given its targets and makes the loss itself.
+        options = {"n_microbatches": micro_batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
         if plan.schedule in ONE_STAGE:
             self.schedule = ONE_STAGE[plan.schedule](self.stages[0], **options)
         else:
             self.schedule = MANY_STAGES[plan.schedule](self.stages, **options)
 
-    def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(logits, targets) / self._micro_batches
-
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
-        inputs = [windows[:, :-1].contiguous()] if self.mesh.place.holds_first else []
-        targets = {"target": windows[:, 1:].contiguous(), "losses": []} if self.mesh.place.holds_last else {}
+        return self.graphs.run("schedule", self._run_schedule, windows, keys)
+
+    def _run_schedule(self, windows: Tensor, keys: Tensor | None) -> Tensor:
+        if self.shards.buckets is not None:
+            self.shards.buckets.begin(self.micro_batches)
+        place, losses = self.mesh.place, []
+        inputs = [windows[:, :-1].contiguous()] if place.holds_first else []
         more = {} if keys is None else {"keys": keys}
-        self.schedule.step(*inputs, return_outputs=False, **targets, **more)
-        if not self.mesh.place.holds_last:
-            return torch.zeros((), device=self.mesh.device)
-        return torch.stack(targets["losses"]).detach().sum()
+        if place.holds_last:
+            targets = windows[:, 1:].contiguous()
+            more |= {"targets": targets, "target": targets, "losses": losses}
+        self.schedule.step(*inputs, return_outputs=False, **more)
+        self.shards.take_gradients()
+        return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Stage after stage: each rank meets its sends and receives by depth, so that none waits in a circle."""
+        return self._stages_in_turn(tokens)
+
+    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        return self._stages_in_turn(tokens, targets)
+
+    @torch.no_grad()
+    def _stages_in_turn(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """Each rank meets its sends and receives by depth, so that none waits in a circle."""
         place, x = self.mesh.place, tokens
         for index, module in zip(place.stages, self.modules, strict=True):
             source, target = place.comes_from(index), place.goes_to(index)
             if source is not None:
                 x = torch.empty(len(tokens), *self.edge, dtype=self.dtype, device=self.mesh.device)
                 dist.recv(x, place.neighbour(source), group=self.mesh.pp_group)
-            x = module(x)
+            x = module(x, None, targets)
             if target is not None:
                 dist.send(x.contiguous(), place.neighbour(target), group=self.mesh.pp_group)
+        reshard(*self.modules)
         return x if place.holds_last else None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.model import GPT, TABLE, GPTConfig, fill_weight, unique_parameters
+from dtgpt.ops.adamw import squared_norm
+from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh, Place, chunk
 
 Part = tuple[range, ...]
@@ -22,28 +24,35 @@ Part = tuple[range, ...]
 class Shard:
     """One parameter's share on this rank."""
 
+    index: int  # among the shards of this rank
     name: str  # of the whole parameter: the same under every plan
     parameter: nn.Parameter  # what the module holds
-    local: nn.Parameter  # this rank's memory of it, a plain tensor: what the optimizer works on
+    local: Tensor  # this rank's fp32 memory of it, a plain tensor: what the optimizer works on
+    narrow: Tensor | None  # the module's own memory, where it computes in a narrower type than fp32
     part: Part  # global indices of `local`
     copies: int  # ranks that hold this same part, each counted in the norm by 1 / copies
+    partial: bool  # gradients of it are addends on the tp ranks
     second: bool  # the token table once more, where the head is on another stage: trained like the first, never counted
     keeper: bool  # of all ranks that hold this part, this one speaks for it
 
 
 class Shards:
-    """All that this rank holds of the model, as shards."""
+    """All that this rank holds of the model, as shards, and their gradients."""
 
     def __init__(self, stages: list[GPT], mesh: Mesh):
         self.mesh = mesh
-        self.all = [
-            _shard(name, parameter, mesh.place, second=stage.embedding is None and name == TABLE)
-            for stage in stages
-            for name, parameter in unique_parameters(stage).items()
-        ]
-        self._counted = [s for s in self.all if not s.second]
-        self._shares = torch.tensor([1 / s.copies for s in self._counted], device=mesh.device)
-        self._tables = [s for s in self.all if s.name == TABLE]
+        self.all: list[Shard] = []
+        for stage in stages:
+            partial = _sums_over_tp(stage)
+            for name, parameter in unique_parameters(stage).items():
+                second = stage.embedding is None and name == TABLE
+                self.all.append(_shard(len(self.all), name, parameter, mesh.place, name in partial, second))
+        self.buckets: Buckets | None = None
+        self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
+        self._counted = [s.index for s in self.all if not s.second]
+        self._shares = torch.tensor([1 / self.all[i].copies for i in self._counted], device=mesh.device)
+        self._tables = [s.index for s in self.all if s.name == TABLE]
+        self._partial = [s.index for s in self.all if s.partial]
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.all)
@@ -53,30 +62,51 @@ class Shards:
         """Draw this rank's part of the initial weights, straight into its memory."""
         for shard in self.all:
             fill_weight(shard.local, shard.name, shard.part, config, key)
+        self.publish()
 
-    def take_gradients(self) -> None:
-        """Hand the gradients that the passes left on the modules to the local tensors, those of the tied table summed
-        over the stages that hold it."""
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the modules what `local` holds."""
         for shard in self.all:
-            gradient = shard.parameter.grad
-            shard.local.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if shard.narrow is not None:
+                shard.narrow.copy_(shard.local)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Collect the gradients that the passes left: summed over all replicas, over tp where the ranks hold addends,
+        and over the stages that hold the tied table."""
+        if self.buckets is not None:
+            self.buckets.finish()
+            totals = self.buckets.totals()
+            self.gradients = [totals[shard.parameter] for shard in self.all]
+        else:
+            self.gradients = [local_gradient(shard.parameter) for shard in self.all]
+        if self.mesh.tp_group is not None and self._partial:
+            parts = [self.gradients[i] for i in self._partial]
+            whole = torch.cat([part.flatten().float() for part in parts])
+            dist.all_reduce(whole, group=self.mesh.tp_group)
+            for part, piece in zip(parts, whole.split([p.numel() for p in parts]), strict=True):
+                part.copy_(piece.view_as(part))
         if self.mesh.tied_group is not None:
-            for shard in self._tables:
-                dist.all_reduce(shard.local.grad, group=self.mesh.tied_group)
+            for i in self._tables:
+                dist.all_reduce(self.gradients[i], group=self.mesh.tied_group)
         elif len(self._tables) == 2:  # first and last stage are both here
-            first, second = self._tables
-            first.local.grad += second.local.grad
-            second.local.grad.copy_(first.local.grad)
+            first, second = (self.gradients[i] for i in self._tables)
+            first += second
+            second.copy_(first)
 
     def drop_gradients(self) -> None:
+        self.gradients = []
         for shard in self.all:
-            shard.parameter.grad = shard.local.grad = None
+            shard.parameter.grad = None
+
+    def gradient(self, shard: Shard) -> Tensor:
+        return self.gradients[shard.index]
 
     def norm(self) -> Tensor:
         """The global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold counts
         once, and so does the tied table."""
-        norms = torch.stack(torch._foreach_norm([s.local.grad for s in self._counted]))
-        squares = (norms.square() * self._shares).sum()
+        squares = (squared_norm([self.gradients[i] for i in self._counted]) * self._shares).sum()
         if self.mesh.world > 1:
             dist.all_reduce(squares)
         return squares.sqrt()
@@ -108,20 +138,30 @@ class Shards:
         return whole
 
 
-def _shard(name: str, parameter: nn.Parameter, place: Place, second: bool) -> Shard:
+def _shard(index: int, name: str, parameter: nn.Parameter, place: Place, partial: bool, second: bool) -> Shard:
     part, tp_cut = _part(parameter, place)
-    local = nn.Parameter(parameter.to_local()) if isinstance(parameter, DTensor) else parameter
-    if tuple(local.shape) != tuple(map(len, part)):
-        raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its part is {tuple(map(len, part))}")
+    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    if tuple(own.shape) != tuple(map(len, part)):
+        raise ValueError(f"{name}: this rank holds {tuple(own.shape)}, but its part is {tuple(map(len, part))}")
+    narrow = None if own.dtype == torch.float32 else own
     return Shard(
+        index=index,
         name=name,
         parameter=parameter,
-        local=local,
+        local=own if narrow is None else torch.empty_like(own, dtype=torch.float32),
+        narrow=narrow,
         part=part,
         copies=place.plan.replicate * (1 if tp_cut else place.plan.tp),
+        partial=partial,
         second=second,
         keeper=not second and place.dp == place.shard and (tp_cut or place.tp == 0),
     )
+
+
+def _sums_over_tp(stage: GPT) -> set[str]:
+    """Names of the parameters whose gradients the table of tensor parallelism leaves as addends on the ranks."""
+    modules = stage.named_modules()
+    return {f"{name}.{p}" for name, module in modules for p in getattr(module, "sums_over_tp", ())}
 
 
 def _part(parameter: nn.Parameter, place: Place) -> tuple[Part, bool]:

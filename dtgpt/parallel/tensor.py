@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -26,22 +25,88 @@ from dtgpt.model import GPT, GPTConfig
 from dtgpt.parallel.plan import Plan
 
 
-class SequencePositions(ParallelStyle):
+class RowwiseProduct(RowwiseParallel):
+    """`RowwiseParallel` for a product whose bias is added behind the sum over the ranks: the bias stays a plain
+    tensor on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        bias, module.bias = module.bias, None  # what is there becomes a DTensor
+        super()._apply(module, device_mesh)
+        module.bias = bias
+        return module
+
+    @classmethod
+    def like(cls, style: RowwiseParallel) -> "RowwiseProduct":
+        layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
+        return cls(**layouts, use_local_output=style.use_local_output)
+
+
+class SequencePart(ParallelStyle):
+    """For a module that sees its part of the sequence with parameters that every rank holds: the gradients of these
+    `names` add up over the ranks."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.sums_over_tp = self.names
+        return module
+
+    def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
+        return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
+
+
+class SequencePositions(SequencePart):
     """For the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
     `[1, T / tp]`; the table stays whole."""
 
+    def __init__(self) -> None:
+        super().__init__("weight")
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            ids = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-            return (ids.redistribute(mesh, [Shard(1)]), *inputs[1:])
+        rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
+        module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(ranks, dim=1)[rank], *inputs[1:]))
+        return super()._apply(module, device_mesh)
 
-        def local(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, input_fn=cut, output_fn=local)
-
-    def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
+    def __repr__(self) -> str:
         return "SequencePositions()"
+
+
+class SequenceProduct(RowwiseProduct):
+    """`RowwiseProduct` that leaves each rank its part of the sequence, to which it then adds the bias."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.sums_over_tp = ("bias",)
+        return super()._apply(module, device_mesh)
+
+
+class VocabularyShard(ParallelStyle):
+    """For the output layer: its table is cut over the vocabulary, its input gathered. It makes local logits, or a loss
+    that is whole on every rank."""
+
+    def __init__(self, input_layout: Placement):
+        super().__init__()
+        self.input_layout = input_layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
+
+        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            x, *targets = inputs
+            x = DTensor.from_local(x, mesh, [self.input_layout], run_check=False).redistribute(mesh, [Replicate()])
+            if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
+                x = x.to_local(grad_placements=[Partial()])
+            return (x, *targets)
+
+        def local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local() if isinstance(output, DTensor) else output
+
+        return distribute_module(module, device_mesh, cut, gather, local)
+
+    def __repr__(self) -> str:
+        return f"VocabularyShard({self.input_layout})"
 
 
 class DropoutShard(ParallelStyle):
@@ -66,25 +131,27 @@ def default_table(config: GPTConfig, sequence_parallel: bool) -> dict[str, Paral
     length, heads = config.seq_length, config.num_heads
     # What lies between the matrices: whole on every rank, or its part of the sequence.
     between = Shard(1) if sequence_parallel else Replicate()
+    product = SequenceProduct if sequence_parallel else RowwiseProduct
     table: dict[str, ParallelStyle] = {
         "embedding.wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "blocks.*.attn.qkv": ColwiseParallel(input_layouts=between),
         "blocks.*.attn.dropout": DropoutShard(0, (heads, length, length)),
-        "blocks.*.attn.proj": RowwiseParallel(output_layouts=between),
+        "blocks.*.attn.proj": product(output_layouts=between),
         "blocks.*.mlp.fc": ColwiseParallel(input_layouts=between),
-        "blocks.*.mlp.proj": RowwiseParallel(output_layouts=between),
-        "head.lm_head": ColwiseParallel(input_layouts=between),
+        "blocks.*.mlp.proj": product(output_layouts=between),
+        "head.lm_head": VocabularyShard(between),
     }
     if sequence_parallel:
         site = DropoutShard(0, (length, config.hidden_size))
+        norm = SequencePart("weight", "bias")
         table |= {
             "embedding.wpe": SequencePositions(),
             "embedding.drop": site,
-            "blocks.*.ln_1": SequenceParallel(),
+            "blocks.*.ln_1": norm,
             "blocks.*.drop_1": site,
-            "blocks.*.ln_2": SequenceParallel(),
+            "blocks.*.ln_2": norm,
             "blocks.*.drop_2": site,
-            "head.ln_f": SequenceParallel(),
+            "head.ln_f": norm,
         }
     return table
 
@@ -100,7 +167,12 @@ def make_table(config: GPTConfig, plan: Plan) -> Table:
         with torch.device("meta"):
             model = GPT(config)
         _check_own(plan.table, [name for name, _ in model.named_modules()])
-    table = dict(plan.table) | {pattern: style for pattern, style in default.items() if pattern not in plan.table}
+    product = SequenceProduct if plan.sequence_parallel else RowwiseProduct
+    own = {
+        pattern: product.like(style) if type(style) is RowwiseParallel else style
+        for pattern, style in plan.table.items()
+    }
+    table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.table and plan.sequence_parallel:
         _check_covers(table, model)
     return table
@@ -111,18 +183,12 @@ def _check_covers(table: Table, model: GPT) -> None:
         if any(True for _ in module.parameters(recurse=False)) and style_of(name, table) is None:
             raise UserError(
                 f"under sequence parallelism {name!r} would see its part of the sequence alone and its gradient would "
-                "be wrong; give it a style in the plan's table, such as SequenceParallel()"
+                "be wrong; leave its entry out of the plan's table"
             )
 
 
 def _check_own(table: Table, names: list[str]) -> None:
-    fixed = {
-        name: "the loss and the tied table are cut over the vocabulary"
-        if name in ("embedding.wte", "head.lm_head")
-        else "the masks of a dropout site follow from the modules around it"
-        for name in names
-        if name in ("embedding.wte", "head.lm_head") or ".drop" in f".{name}"
-    }
+    fixed = {name: reason for name in names if (reason := _why_fixed(name))}
     for pattern, style in table.items():
         if style is not None and not isinstance(style, ParallelStyle):
             raise UserError(
@@ -137,6 +203,16 @@ def _check_own(table: Table, names: list[str]) -> None:
         for name in matched:
             if name in fixed:
                 raise UserError(f"the plan's table replaces {name!r}, but {fixed[name]}; leave this entry out")
+
+
+def _why_fixed(name: str) -> str | None:
+    if name in ("embedding.wte", "head.lm_head"):
+        return "the loss and the tied table are cut over the vocabulary"
+    if ".drop" in f".{name}":
+        return "the masks of a dropout site follow from the modules around it"
+    if ".ln_" in f".{name}" or name == "embedding.wpe":
+        return "what lies between the matrices follows from sequence parallelism"
+    return None
 
 
 def _matches(name: str, pattern: str) -> bool:

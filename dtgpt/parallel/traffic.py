@@ -57,23 +57,18 @@ def _over_tp(recipe: Recipe, plan: Plan, place: Place, blocks: list[int], dtype:
     else:
         n = passes * (rows + columns + last)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
-        embedding = 4 * tokens * config.hidden_size
-        found.append(
-            Collective("all-reduce", "tp", "token embeddings, fp32", passes * first, passes * first * embedding)
-        )
+        found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     return found
 
 
 def _shared_gradients(recipe: Recipe, plan: Plan, place: Place, blocks: int) -> Collective:
-    """Under sequence parallelism a rank sees its part of the sequence, so that gradients of LayerNorms and positions
-    are summed over tp: where `fully_shard` reduces them."""
+    """Under sequence parallelism a rank sees its part of the sequence, so that gradients of LayerNorms, of biases added
+    there and of positions are summed over tp, together at the end of a step. ZeRO has cut them before."""
     config = recipe.model
     first, last = place.holds_first, place.holds_last
-    times = recipe.micro_batches(plan.dp) if plan.zero >= 2 and plan.pp == 1 else 1
-    vectors = 4 * blocks + 2 * last
-    size = 4 * config.hidden_size * (vectors + config.seq_length * first)
-    what = "gradients of LayerNorms and positions, fp32"
-    return Collective("all-reduce", "tp", what, times * (vectors + first), times * size)
+    vectors = 6 * blocks + 2 * last
+    size = 4 * config.hidden_size * (vectors + config.seq_length * first) // plan.shard
+    return Collective("all-reduce", "tp", "gradients of LayerNorms, biases and positions, fp32", 1, size)
 
 
 def _over_dp(recipe: Recipe, plan: Plan, rank: int, blocks: int, dtype: torch.dtype) -> list[Collective]:
@@ -82,11 +77,10 @@ def _over_dp(recipe: Recipe, plan: Plan, rank: int, blocks: int, dtype: torch.dt
     held, passes = parameters_of(recipe.model, plan, rank), recipe.micro_batches(plan.dp)
     ends = sum(stage in (0, plan.num_stages - 1) for stage in Place(plan, rank).stages)
     groups = blocks + ends  # each block, and what is around the blocks of a stage
-    in_blocks = sum(p.by_tp for p in held if p.in_block)
     whole = sum(p.by_tp for p in held)
     if plan.zero == 0:
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
-    weights = dtype.itemsize * in_blocks + 4 * (whole - in_blocks)
+    weights = dtype.itemsize * whole
     fetches = 2 * passes if plan.zero == 3 and plan.pp == 1 else 1
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
     return [

@@ -1,0 +1,30 @@
+"""Batches made while the device works."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+Make = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step on the CPU
+
+
+class Ahead:
+    """The tensors of a step on the device. With CUDA a thread makes those of the next step ahead, in pinned memory."""
+
+    def __init__(self, make: Make, device: torch.device):
+        self.make, self.device = make, device
+        self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
+        self._next: tuple[int, Future] | None = None
+
+    def take(self, step: int) -> tuple[Tensor, ...]:
+        """Those of `step`; the one after it is begun. Never waits for the device."""
+        if self._thread is None:
+            return self.make(step)
+        begun, self._next = self._next, None
+        pinned = begun[1].result() if begun and begun[0] == step else self._pinned(step)
+        self._next = step + 1, self._thread.submit(self._pinned, step + 1)
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
+
+    def _pinned(self, step: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.pin_memory() for tensor in self.make(step))

@@ -1,0 +1,77 @@
+"""Pieces of a training step as CUDA graphs: captured once, then replayed without the host's help.
+
+Without a graph every parallel step waits for the host, which launches kernels one by one (DTensor and `fully_shard`
+two to four times slower than the GPU). What can be captured has static shapes and addresses and never asks the device
+for a value: each step of dtgpt is written so.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WARM_UP = 2  # steps that run as they are: kernels are built, libraries choose, communicators meet
+
+
+class Graphs:
+    """Pieces by name, captured in the order in which the first step after the warm-up meets them.
+
+    They share their memory: what one piece frees the next one uses, so that they must always run in that order.
+    """
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self._steps = 0
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+        if enabled:
+            _leave_default_stream()
+        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, tuple[Tensor | None, ...], object]] = {}
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed by now: then nothing that they left may be let go of."""
+        return bool(self._captured)
+
+    def release(self) -> None:
+        """Forget the pieces. A communicator waits at its end for graphs that hold it."""
+        for graph, _, _ in self._captured.values():
+            graph.reset()
+        self._captured.clear()
+        self.enabled = False
+
+    def next_step(self) -> None:
+        self._steps += 1
+
+    def run(self, name: str, work: Callable[..., object], *inputs: Tensor | None) -> object:
+        """What `work(*inputs)` returns. Once captured, inputs are copied to where the first ones lay, and the outputs
+        are the same tensors each time."""
+        if not self.enabled or self._steps <= WARM_UP:
+            return work(*inputs)
+        if name not in self._captured:
+            self._captured[name] = self._capture(work, inputs)
+        graph, places, result = self._captured[name]
+        for place, value in zip(places, inputs, strict=True):
+            if place is not None:
+                place.copy_(value)
+        graph.replay()
+        return result
+
+    def _capture(self, work: Callable[..., object], inputs: tuple[Tensor | None, ...]) -> tuple:
+        places = tuple(None if value is None else value.clone() for value in inputs)
+        graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            result = work(*places)
+        return graph, places, result
+
+
+def _leave_default_stream() -> None:
+    """The default stream cannot be captured, and autograd adds up gradients on the stream where a parameter was first
+    used: all that a run does is therefore queued on one stream of its own."""
+    default = torch.cuda.default_stream()
+    if torch.cuda.current_stream() == default:
+        own = torch.cuda.Stream()
+        own.wait_stream(default)
+        torch.cuda.set_stream(own)
