@@ -146,19 +146,13 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout)
-        self.joined = True  # one operation for a sum and its norm; a plan may want them apart
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
         core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(1)
-        norm = self.ln_1.weight, self.ln_1.bias, self.ln_1.eps
-        x, h = norm_and_pass(x, *norm) if self.joined else (x, layer_norm(x, *norm))
+        first, second = self.ln_1, self.ln_2
+        x, h = norm_and_pass(x, first.weight, first.bias, first.eps)
         branch = self.attn(h, core), self.attn.proj.bias
-        norm, site = (self.ln_2.weight, self.ln_2.bias, self.ln_2.eps), self.drop_1.site(attended)
-        if self.joined:
-            x, h = residual_norm(x, *branch, *norm, *site)
-        else:
-            x = residual(x, *branch, *site)
-            h = layer_norm(x, *norm)
+        x, h = residual_norm(x, *branch, second.weight, second.bias, second.eps, *self.drop_1.site(attended))
         return residual(x, self.mlp(h), self.mlp.proj.bias, *self.drop_2.site(expanded))
 
 

@@ -13,14 +13,15 @@ ROWS, BLOCKS = 8, 64  # of a tile: 8 rows of 64 x 8 columns
 
 @triton.jit
 def dropout_kernel(
-    x, key, out, rows, columns, drop, scale, first_row, first_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):
+    x, key, key_stride, out, rows, columns, drop, scale, first_row, first_column,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """x `[B, rows, columns]`: a tile of a sample's rows for each program."""
     sample = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     column = tl.program_id(0) * BLOCKS * 8 + tl.arange(0, BLOCKS * 8)
-    k0, k1 = tl.load(key + 2 * sample), tl.load(key + 2 * sample + 1)
+    k0, k1 = tl.load(key + key_stride * sample), tl.load(key + key_stride * sample + 1)
     keep = keep_tile(k0, k1, row + first_row, block + first_column // 8, 0, 0, drop)
     place = (sample * rows + row[:, None]) * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -29,12 +30,13 @@ def dropout_kernel(
 
 
 def launch_dropout(x: Tensor, key: Tensor, drop: int, scale: float, start: list[int]) -> Tensor:
-    """x `[B, R, C]`, contiguous; key `[B, 2]`; start: global row and column of the first element, the column a multiple
-    of eight."""
+    """x `[B, R, C]`, contiguous; key `[B, 2]`, the two words of each side by side; start: global row and column of the
+    first element, the column a multiple of eight."""
     samples, rows, columns = x.shape
     out = torch.empty_like(x)
     grid = (triton.cdiv(columns, 8 * BLOCKS), triton.cdiv(rows, ROWS), samples)
-    dropout_kernel[grid](x, key, out, rows, columns, drop, scale, *start, ROWS=ROWS, BLOCKS=BLOCKS)
+    stride = key.stride(0)  # keys of one site are a slice of those of all
+    dropout_kernel[grid](x, key, stride, out, rows, columns, drop, scale, *start, ROWS=ROWS, BLOCKS=BLOCKS)
     return out
 
 

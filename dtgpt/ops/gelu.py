@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fast import may_fuse
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     local part counts: x is then what a matrix cut along with the bias has made."""
     if isinstance(bias, DTensor) and not isinstance(x, DTensor):
         bias = bias.to_local()
-    return _bias_gelu(x, bias) if has_triton(x) else reference(x, bias)
+    return _bias_gelu(x, bias) if may_fuse(x) else reference(x, bias)
 
 
 @torch.library.custom_op("dtgpt::bias_gelu", mutates_args=(), device_types="cpu")

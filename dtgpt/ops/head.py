@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtgpt.ops import cross_entropy as passes
+from dtgpt.ops.fast import is_apart
 
 LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits
 
@@ -51,6 +52,9 @@ def head_loss(
     if hasattr(weight, "device_mesh"):  # a DTensor; importing the class takes as long as all the rest
         start, group = _cut_of(weight)
         weight = weight.to_local()
+    if is_apart():
+        loss = passes.cross_entropy(F.linear(x, weight), targets, vocab_size, start, group)
+        return loss if scale is None else _Scaled.apply(loss, scale)
     arguments = (x.flatten(0, -2), weight, targets.flatten(), vocab_size, start, group)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(*arguments, scale)
@@ -92,6 +96,19 @@ def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, sta
     chunks = _logits(x, weight, vocab_size, group)
     terms = [passes.row_terms(logits, targets[rows], start, real) for rows, logits in chunks]
     return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group)).mean()
+
+
+class _Scaled(torch.autograd.Function):
+    """A loss as it is, its gradient times `scale`."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.saved_tensors[0], None
 
 
 class _HeadLoss(torch.autograd.Function):

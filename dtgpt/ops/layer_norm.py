@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.dropout import dropout
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fast import may_fuse
 from dtgpt.ops.residual import WHOLE, check_site, cuts, given, kernels, like, residual_reference
 
 
@@ -35,7 +35,7 @@ def residual_norm_reference(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """x `[.., H]`, weight and bias `[H]` in x's dtype or fp32 -> `[.., H]` in x's dtype."""
-    if not has_triton(x):
+    if not may_fuse(x):
         return layer_norm_reference(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)[0]
 
@@ -43,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x, `layer_norm` of x), for a residual stream that goes on past its norm: backward adds both gradients of x while
     it makes one of them."""
-    if not has_triton(x):
+    if not may_fuse(x):
         return x, layer_norm_reference(x, weight, bias, eps)
     return _NormAndPass.apply(x, weight, bias, eps)[:2]
 
@@ -58,7 +58,7 @@ def residual_norm(
     column of the first element within a sample. ValueError where the column is no multiple of eight.
     """
     key = check_site(key, p, start)
-    if not has_triton(x):
+    if not may_fuse(x):
         return residual_norm_reference(x, branch, branch_bias, weight, bias, eps, key, p, start)
     return _residual_norm(x, branch, branch_bias, weight, bias, eps, key, p, start)[:2]
 
@@ -160,9 +160,10 @@ def _save_residual_norm(ctx, inputs, output) -> None:
 
 
 def _differentiate_residual_norm(ctx, d_sum, d_normed, *_):
-    total, _, _, _, branch_bias, key = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: recomputation gives them a single time
+    total, _, _, _, branch_bias, key = saved
     d_normed = torch.zeros_like(total) if d_normed is None else d_normed
-    dx, d_branch, dweight, dbias, d_branch_bias = _norm_backward(d_normed, d_sum, *ctx.saved_tensors, ctx.p, ctx.start)
+    dx, d_branch, dweight, dbias, d_branch_bias = _norm_backward(d_normed, d_sum, *saved, ctx.p, ctx.start)
     d_branch_bias = None if branch_bias is None else d_branch_bias
     return dx, dx if key is None else d_branch, d_branch_bias, dweight, dbias, None, None, None, None
 

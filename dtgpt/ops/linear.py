@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.bias import bias_gradient
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fast import may_fuse
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x `[.., in]`, weight `[out, in]`, bias `[out]` or None -> `[.., out]`; all of one dtype."""
-    if bias is None or not has_triton(x):
+    if bias is None or not may_fuse(x):
         return F.linear(x, weight, bias)
     return linear_by_column_sum(x, weight, bias)
 

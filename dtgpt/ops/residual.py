@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.bias import bias_gradient
 from dtgpt.ops.dropout import LANES, dropout
-from dtgpt.ops.fast import has_triton
+from dtgpt.ops.fast import may_fuse
 
 
 def residual_reference(
@@ -35,7 +35,7 @@ def residual(
     column of the first element within a sample. ValueError where the column is no multiple of eight.
     """
     key = check_site(key, p, start)
-    if not has_triton(x) or (branch_bias is None and key is None):
+    if not may_fuse(x) or (branch_bias is None and key is None):
         return residual_reference(x, branch, branch_bias, key, p, start)
     return _residual(x, branch, branch_bias, key, p, start)
 

@@ -48,7 +48,6 @@ def lay_out_stage(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, co
     if plan.tp > 1:
         apply_table(part, mesh.devices["tp"], make_table(config, plan))
     for block in part.blocks.values():
-        block.joined = not plan.splits_backward  # which follows the first output of an operation alone
         block.attn.core = partial(causal_attention, backend=recipe.attention)
         if recipe.recompute == "selective":
             block.attn.core = recomputed(block.attn.core)

@@ -5,6 +5,8 @@ through `fully_shard` (Rajbhandari et al. 2020).
 """
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,29 +47,38 @@ def reshard(*parts: GPT) -> None:
 
 
 class Accumulation(Passes):
-    """Forward and backward of each micro-batch in turn: a piece of graph for the first, the last and those between."""
+    """Forward and backward of each micro-batch in turn.
+
+    A piece of graph is a micro-batch: the first, the last, or any between. With `fully_shard` it is all of them, since
+    each pass waits for events of the one before, which must then be of the same graph.
+    """
 
     def __init__(self, model: GPT, shards: Shards, graphs: Graphs):
         self.model, self.shards, self.graphs = model, shards, graphs
         self._loss = torch.zeros((), device=shards.mesh.device)
 
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
+        if isinstance(self.model, FSDPModule):
+            at_once = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
+            self.graphs.run("micro-batches", at_once, windows, keys)
+        else:
+            self._accumulate(self.graphs.run, micro_batches, windows, keys)
+        return self._loss
+
+    def _accumulate(self, run: Callable, micro_batches: int, windows: Tensor, keys: Tensor | None) -> None:
         chunks_of_keys = [None] * micro_batches if keys is None else keys.chunk(micro_batches)
         for index, (window, key) in enumerate(zip(windows.chunk(micro_batches), chunks_of_keys, strict=True)):
-            first, last = index == 0, index == micro_batches - 1
+            name = f"micro-batch{' first' * (index == 0)}{' last' * (index == micro_batches - 1)}"
+            run(name, partial(self._micro_step, index, micro_batches), window, key)
 
-            def micro_step(window, key, index=index, first=first, last=last):
-                self._announce(index, micro_batches)
-                loss = self.model(window[:, :-1], key, window[:, 1:])
-                loss.backward()
-                share = loss.detach() / micro_batches
-                self._loss.copy_(share) if first else self._loss.add_(share)
-                if last:
-                    self.shards.take_gradients()
-
-            name = f"micro-batch{' first' if first else ''}{' last' if last else ''}"
-            self.graphs.run(name, micro_step, window, key)
-        return self._loss
+    def _micro_step(self, index: int, micro_batches: int, window: Tensor, key: Tensor | None) -> None:
+        self._announce(index, micro_batches)
+        loss = self.model(window[:, :-1], key, window[:, 1:])
+        loss.backward()
+        share = loss.detach() / micro_batches
+        self._loss.copy_(share) if index == 0 else self._loss.add_(share)
+        if index == micro_batches - 1:
+            self.shards.take_gradients()
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self._whole(tokens)

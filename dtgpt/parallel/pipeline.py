@@ -4,6 +4,7 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from dtgpt.model import GPT, GPTConfig
+from dtgpt.ops.fast import parameters_apart
 from dtgpt.parallel.data import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.passes import Passes
@@ -124,7 +126,8 @@ class Pipeline(Passes):
         if place.holds_last:
             targets = windows[:, 1:].contiguous()
             more |= {"targets": targets, "target": targets, "losses": losses}
-        self.schedule.step(*inputs, return_outputs=False, **more)
+        with parameters_apart() if self.mesh.plan.splits_backward else nullcontext():
+            self.schedule.step(*inputs, return_outputs=False, **more)
         self.shards.take_gradients()
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 
