@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.random import FOLD
-from dtgpt.ops.triton_random import keep_tile
+from dtgpt.ops.triton_random import keep_tile, philox
 
 ROWS, BLOCKS = 8, 64  # of a tile: 8 rows of 64 x 8 columns
 
@@ -43,9 +43,8 @@ def launch_dropout(x: Tensor, key: Tensor, drop: int, scale: float, start: list[
 @triton.jit
 def fold_words(k0, k1, data):
     """`fold` of a key by an int64: the first two words of Philox with the data as counter."""
-    seed = (k0.to(tl.uint64) & 0xFFFFFFFF) | (k1.to(tl.uint64) << 32)
     low, high = (data & 0xFFFFFFFF).to(tl.uint32), ((data >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, _, _ = tl.philox(seed, low, high, low * 0, low * 0 + FOLD_WORD)
+    w0, w1, _, _ = philox(k0.to(tl.uint32), k1.to(tl.uint32), low, high, low * 0, low * 0 + FOLD_WORD)
     return w0.to(tl.int64) & 0xFFFFFFFF, w1.to(tl.int64) & 0xFFFFFFFF
 
 

@@ -8,27 +8,10 @@ column alone is scalar, and a kernel that reads the words pays a test and a sele
 import triton
 import triton.language as tl
 
+from dtgpt.ops.triton_random import philox
+
 WORD = tl.constexpr(64)  # columns that share a word of keep decisions
 DRAWN = tl.constexpr(128)  # queries whose words a program draws at a time, one a thread
-PHILOX_A = tl.constexpr(0xD2511F53)
-PHILOX_B = tl.constexpr(0xCD9E8D57)
-WEYL_A = tl.constexpr(0x9E3779B9)
-WEYL_B = tl.constexpr(0xBB67AE85)
-
-
-@triton.jit
-def _philox(k0, k1, c0, c1, c2, c3):
-    """Philox4x32-10, all uint32. Each product is formed once with its 64 bits, and only in the shape of its factor."""
-    for _ in tl.static_range(10):
-        a = c0.to(tl.uint64) * PHILOX_A
-        b = c2.to(tl.uint64) * PHILOX_B
-        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = b.to(tl.uint32)
-        c3 = a.to(tl.uint32)
-        k0 = tl.add(k0, WEYL_A, sanitize_overflow=False)
-        k1 = tl.add(k1, WEYL_B, sanitize_overflow=False)
-    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -58,7 +41,7 @@ def _words(k0, k1, rows, group, head, drop, SIMD: tl.constexpr):
         bits = tl.zeros(rows.shape, tl.uint32)
         for i in tl.static_range(4):
             block = 8 * group + 4 * part + (3 - i) % 2 * 2 + (3 - i) // 2  # blocks 3, 1, 2, 0: see `kept`
-            words = _philox(
+            words = philox(
                 k0, k1, block.to(tl.uint32), rows.to(tl.uint32), head.to(tl.uint32), tl.full((), 0, tl.uint32)
             )
             for j in tl.static_range(4):
