@@ -32,7 +32,7 @@ def messages(recipe) -> dict[str, int]:
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
         training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
-        training.train_step(1e-3)
+        training.train_step()
         with Messages() as seen:
             training.gradients()
         return seen.counts

@@ -22,6 +22,7 @@ from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.recipe import Recipe
 from dtgpt.train import read_on_every_node
+from tests.bodies_shards import recipe_of
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def refusal(work: Callable[[], Any]) -> str | None:
 
 
 def refusal_of_build(config: GPTConfig, plan: Plan) -> str | None:
-    return refusal(lambda: build_stages(config, Mesh(plan, CPU), torch.float32, root_key(1)))
+    return refusal(lambda: build_stages(recipe_of(config), Mesh(plan, CPU), torch.float32, root_key(1)))
 
 
 def coordinates(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, list[int]]]:

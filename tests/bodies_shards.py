@@ -14,11 +14,12 @@ from dtgpt.model import GPT, TABLE, GPTConfig
 from dtgpt.ops.random import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_passes
 from dtgpt.parallel.cost import Held, parameters_of
+from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.passes import whole_row
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Part, Shards, slices
-from dtgpt.recipe import Recipe
+from dtgpt.recipe import OptimizerConfig, Recipe
 
 CPU = torch.device("cpu")
 KEY = root_key(11)
@@ -38,7 +39,7 @@ class Piece:
 
 def build(config: GPTConfig, plan: Plan) -> tuple[list[GPT], Shards, Mesh]:
     mesh = Mesh(plan, CPU)
-    return *build_stages(config, mesh, torch.float32, KEY), mesh
+    return *build_stages(recipe_of(config), mesh, torch.float32, KEY), mesh
 
 
 def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -56,12 +57,14 @@ def shards_of(config: GPTConfig, plan: Plan) -> tuple[list[Piece], list[Held], d
 
 def norm_of(config: GPTConfig, plan: Plan) -> float:
     """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
-    the model where two stages hold the table."""
+    the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
     _, shards, _ = build(config, plan)
     for shard in shards:
         part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.part)].contiguous()
         if shard.name == TABLE and plan.num_stages > 1:
             part = part / 2
+        if shard.partial:
+            part = part * (2 * (shards.mesh.place.tp + 1) / (plan.tp * (plan.tp + 1)))
         like = shard.parameter
         if isinstance(like, DTensor):
             options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
@@ -69,6 +72,12 @@ def norm_of(config: GPTConfig, plan: Plan) -> float:
         like.grad = part
     shards.take_gradients()
     return shards.norm().item()
+
+
+def recipe_of(config: GPTConfig) -> Recipe:
+    """With this model; the rest counts for nothing here."""
+    optimizer = OptimizerConfig(lr=1e-3)
+    return Recipe(name="x", model=config, optimizer=optimizer, steps=1, micro_batch_size=1, global_batch_size=1)
 
 
 class LargestMade(TorchDispatchMode):
@@ -94,7 +103,7 @@ def largest_made(config: GPTConfig, plan: Plan, chunk: int) -> tuple[int, str, i
     rank's largest shard). Initial weights are drawn `chunk` elements at a time."""
     mesh = Mesh(plan, CPU)
     with mock.patch.object(dtgpt.model, "row_chunks", partial(row_chunks, elements=chunk)), LargestMade() as watch:
-        _, shards = build_stages(config, mesh, torch.float32, KEY)
+        _, shards = build_stages(recipe_of(config), mesh, torch.float32, KEY)
     return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
 
 
@@ -102,8 +111,8 @@ def logits_of_stages(recipe: Recipe, plan: Plan, batches: list[Tensor]) -> list[
     """For each batch of tokens: (this rank's columns of the logits, the row of the last position on every rank).
     Gradients in between, whose messages must not be taken for one another's."""
     mesh, config = Mesh(plan, CPU), recipe.model
-    stages, shards = build_stages(config, mesh, torch.float32, KEY)
-    passes, results = make_passes(stages, recipe, mesh, torch.float32), []
+    stages, shards = build_stages(recipe, mesh, torch.float32, KEY)
+    passes, results = make_passes(stages, shards, recipe, Graphs(False), torch.float32), []
     for tokens in batches:
         with torch.no_grad():
             logits = passes.logits(tokens)
@@ -111,6 +120,5 @@ def logits_of_stages(recipe: Recipe, plan: Plan, batches: list[Tensor]) -> list[
         count = recipe.micro_batches(plan.dp)
         windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
         passes.gradients(count, windows.reshape(-1, config.seq_length + 1), None)
-        shards.take_gradients()
         shards.drop_gradients()
     return results

@@ -2,23 +2,44 @@
 
 import os
 import signal
+from contextlib import ExitStack
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from dtgpt.recipe import Recipe
-from dtgpt.train import Training, train
+from dtgpt.signals import StopRequest
+from dtgpt.train import Training, read_on_every_node, start, train
 
 
 def train_until(recipe: Recipe, step: int, rank: int) -> int:
     """The exit code of a run in which `rank` alone gets SIGTERM while it is at `step`."""
     done = Training.train_step
 
-    def step_then_signal(self, lr):
-        result = done(self, lr)
+    def step_then_signal(self):
+        result = done(self)
         if self.step == step and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
     with mock.patch.object(Training, "train_step", step_then_signal):
         return train(recipe)
+
+
+def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list[bool], int]:
+    """Three fp16 steps; in the second one number on rank 1 alone is infinite. What is told of the loss scale after
+    each, whether this rank's weights stayed the same, and the updates in the end."""
+    with ExitStack() as stack:
+        recipe, mesh, process = start(recipe, stack)
+        run = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        scaling, unchanged = [], []
+        for step in range(3):
+            before = [shard.local.clone() for shard in run.shards]
+            loss = run.gradients()
+            if step == 1 and mesh.rank == 1:
+                run.shards.gradients[0].view(-1)[0] = torch.inf
+            run.update(loss)
+            scaling.append(run.optimizer.scaling())
+            unchanged.append(all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True)))
+        return scaling, unchanged, run.optimizer.state()["updates"]

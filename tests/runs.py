@@ -21,9 +21,20 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def training(recipe) -> Training:
-    """As one process on the CPU."""
-    mesh = Mesh(Plan(dp=1), torch.device("cpu"))
+    """As one process on the recipe's device."""
+    mesh = Mesh(Plan(dp=1), torch.device(recipe.device))
     return Training(recipe, mesh, read_dataset(recipe), None, StopRequest())
+
+
+def on_cuda(recipe, **changes):
+    """With a model that fills a warp, and a learning rate that does not change."""
+    model = {"hidden_size": 128, "seq_length": 64}
+    return change(recipe, **{"device": "cuda", "steps": 40, "model": model, "optimizer": constant(1e-3), **changes})
+
+
+def constant(lr: float) -> dict:
+    """Of an optimizer, for `change`: this learning rate in every step."""
+    return {"lr": lr, "schedule": "constant", "warmup": 0}
 
 
 def change(recipe, **groups):

@@ -1,20 +1,16 @@
 """What only a CUDA device can show."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.model import GPTConfig, build_model, dropout_keys
+from dtgpt.model import GPTConfig, build_model
 from dtgpt.ops.cross_entropy import cross_entropy
-from dtgpt.ops.dropout import dropout, keep_mask
+from dtgpt.ops.dropout import dropout, dropout_keys, keep_mask
 from dtgpt.ops.random import bits, fold, root_key
-from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import Plan
-from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_dataset
+from tests.runs import on_cuda, training
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -60,37 +56,30 @@ def test_a_cuda_graph_replays_with_new_keys():
         assert torch.equal(y, dropout(x, keys, 0.5))
 
 
-def cuda_training(recipe, **changes) -> Training:
-    model = replace(recipe.model, hidden_size=128, seq_length=64)
-    recipe = replace(recipe, device="cuda", model=model, **changes)
-    return Training(recipe, Mesh(Plan(dp=1), CUDA), read_dataset(recipe), None, StopRequest())
+CURVES = {
+    "eager": {"compile": "off", "graph": "off"},
+    "compiled": {"compile": "on", "graph": "off"},
+    "both": {"compile": "on", "graph": "on"},
+}
 
 
-def test_bf16_compiled_training_follows_fp32(recipe):
-    curves = []
-    for changes in ({"precision": "fp32", "compile": "off"}, {"precision": "fp32"}, {"precision": "bf16"}):
-        run = cuda_training(recipe, **changes)
-        curves.append([run.train_step(lr=1e-3)[0].item() for _ in range(10)])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
-    assert curves[2] == pytest.approx(curves[0], rel=2e-2)
-    assert curves[2][-1] < curves[2][0]
+@pytest.mark.parametrize("precision, bound", [("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 2e-3)])
+def test_compiled_and_narrow_training_follow_fp32(recipe, precision, bound):
+    def curve(**changes) -> list[float]:
+        run = training(on_cuda(recipe, loss_scale={"initial": 2.0**14}, **changes))
+        return [run.train_step().loss.item() for _ in range(10)]
 
-
-def test_a_step_never_waits_for_the_device(recipe):
-    run = cuda_training(recipe)
-    run.train_step(lr=1e-3)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            run.train_step(lr=1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    exact = curve(precision="fp32", **CURVES["eager"])
+    for options in CURVES.values():
+        with torch.cuda.stream(torch.cuda.Stream()):  # which graphs would leave the default one for
+            found = curve(precision=precision, **options)
+        assert found == pytest.approx(exact, rel=bound), options
+    assert exact[-1] < exact[0]
 
 
 def test_generated_text_needs_no_new_compilation_per_token(recipe):
-    run = cuda_training(recipe)
-    run.train_step(lr=1e-3)
+    run = training(on_cuda(recipe, **CURVES["compiled"]))
+    run.train_step()
     with torch.compiler.set_stance("default"):
         assert run.sample() is not None
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -100,7 +89,9 @@ def test_generated_text_needs_no_new_compilation_per_token(recipe):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plans_on_gpus_follow_one_gpu(precision):
+    """Without graphs; `test_graphs.py` has them with graphs."""
     model = ["--model.num_layers", "4", "--model.dropout", "0.1", "--micro_batch_size", "8", "--precision", precision]
+    model += ["--graph", "off"]
     plans = ["dp2", "dp2_zero3", "tp2_sp", "pp2", "pp2_zbv"]
     with pytest.raises(SystemExit) as done:
         main(["compare", str(RECIPES / "gpt2_tiny.py"), "--plans", *plans, "--steps", "3", *model])

@@ -10,6 +10,8 @@ from dtgpt.device import (
     memory_errors_as_sentences,
     peak_of_name,
     use_compiler,
+    use_graphs,
+    wants_compiler,
 )
 from dtgpt.errors import UserError
 from dtgpt.model import GPT3_175B
@@ -46,13 +48,14 @@ def test_precision_follows_the_device_or_the_recipe(recipe):
     assert choose_dtype(recipe, CPU) == torch.float32 and choose_dtype(recipe, CUDA) == torch.bfloat16
     assert choose_dtype(replace(recipe, precision="bf16"), CPU) == torch.bfloat16
     assert choose_dtype(replace(recipe, precision="fp32"), CUDA) == torch.float32
+    assert choose_dtype(replace(recipe, precision="fp16"), CPU) == torch.float16
 
 
 def test_a_model_that_cannot_fit_is_refused(recipe, monkeypatch):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
     with pytest.raises(UserError, match=r"need 2,602 GiB under this plan, but CPU.* has 16 GiB; use a smaller model"):
-        check_memory(state_bytes(replace(recipe, model=GPT3_175B), Plan(dp=1), 0), 1, CPU)
+        check_memory(state_bytes(replace(recipe, model=GPT3_175B), Plan(dp=1), 0, width=4), 1, CPU)
 
 
 def test_the_processes_of_a_node_share_its_main_memory(monkeypatch):
@@ -83,7 +86,30 @@ def test_running_out_of_memory_is_one_sentence():
 def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recipe, monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert use_compiler(recipe, CPU, Plan()) is False and capsys.readouterr().err == ""
-    assert use_compiler(recipe, CUDA, Plan()) is False
+    without = replace(recipe, graph="off")
+    assert use_compiler(without, CUDA, Plan()) is False
     assert "no compiler (gcc or clang) was found" in capsys.readouterr().err
+    assert use_compiler(recipe, CUDA, Plan()) is False and capsys.readouterr().err == ""  # graphs need none
     with pytest.raises(UserError, match="compile=on, but no compiler"):
         use_compiler(replace(recipe, compile="on"), CPU, Plan())
+
+
+@pytest.mark.parametrize(
+    "graph, compile, graphs, compiled",
+    [
+        ("auto", "auto", True, False),
+        ("off", "auto", False, True),
+        ("on", "auto", True, False),
+        ("auto", "on", True, True),
+        ("off", "off", False, False),
+    ],
+)
+def test_on_cuda_steps_are_replayed_or_else_compiled(recipe, graph, compile, graphs, compiled):
+    recipe = replace(recipe, graph=graph, compile=compile)
+    assert use_graphs(recipe, CUDA) == graphs and wants_compiler(recipe, CUDA, Plan()) == compiled
+
+
+def test_graphs_on_a_cpu_are_refused_where_they_were_asked_for(recipe):
+    assert not use_graphs(recipe, CPU) and not use_graphs(replace(recipe, graph="off"), CPU)
+    with pytest.raises(UserError, match=r"^graph=on, but .* need a CUDA device; use --graph auto, or --device cuda"):
+        use_graphs(replace(recipe, graph="on"), CPU)

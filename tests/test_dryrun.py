@@ -9,9 +9,11 @@ import torch
 
 from dtgpt.dryrun import describe_plan
 from dtgpt.errors import UserError
-from dtgpt.model import Block, GPTConfig
+from dtgpt.model import GPTConfig
 from dtgpt.ops.random import fold, root_key
+from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.memory import Sizes, block_activations, memory_of, stages_in_flight
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.traffic import bubble, collectives_of
@@ -25,13 +27,15 @@ def planned(recipe, plan: str):
     return replace(recipe, plan=plan, global_batch_size=8, micro_batch_size=2)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype):
-    """Every byte but the statistics of the LayerNorms and the casts of weights, which are counted elsewhere."""
+def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, recompute):
+    """Every byte but the statistics of the LayerNorms and the weights, which are counted elsewhere."""
     config = GPTConfig(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
-    recipe = replace(recipe, model=config)
-    block, kept = Block(config), {}
+    recipe = replace(recipe, model=config, micro_batch_size=4, recompute=recompute)
+    mesh, kept = Mesh(Plan(dp=1), torch.device("cpu")), {}
+    block = build_stages(recipe, mesh, dtype, root_key(1))[0][0].blocks["0"]
     shapes = {shape for p in block.parameters() for shape in (p.shape, p.t().shape)}
     keys = fold(root_key(1), torch.arange(4)[:, None], torch.arange(3)) if dropout else None
     x = torch.randn(4, 128, 64, dtype=dtype, requires_grad=True)
@@ -44,9 +48,8 @@ def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = block(x, keys)
     seen = sum(storage.nbytes() for storage in kept.values())
-    expected = block_activations(
-        config, Sizes.of(replace(recipe, micro_batch_size=4), Plan(dp=1), dtype.itemsize), False
-    )
+    backend = "explicit" if dropout else "sdpa"
+    expected = block_activations(recipe, Sizes.of(recipe, Plan(dp=1), dtype.itemsize), backend)
     assert y.requires_grad
     assert seen == pytest.approx(expected, rel=0.06)
 
@@ -75,7 +78,7 @@ def test_the_weights_on_each_rank_are_what_the_plan_says(recipe, plan):
     recipe = planned(recipe, plan)
     seen = pool().run(2, bodies_dryrun.memory_of_weights, recipe)
     known = parse_plan(plan).for_world(2)
-    assert seen == [memory_of(recipe, known, rank, torch.float32, False).weights for rank in range(2)]
+    assert seen == [memory_of(recipe, known, rank, torch.float32, "explicit").weights for rank in range(2)]
 
 
 def test_activations_in_flight_grow_towards_the_first_stage():

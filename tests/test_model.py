@@ -15,11 +15,11 @@ from dtgpt.model import (
     GPTConfig,
     allocate,
     build_model,
-    dropout_keys,
     fill_weight,
     unique_parameters,
 )
 from dtgpt.ops.cross_entropy import cross_entropy
+from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, normal, root_key
 
 CPU = torch.device("cpu")

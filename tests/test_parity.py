@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt import compare
 from dtgpt.compare import Record, difference, record
 from dtgpt.metrics import read_records
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import OptimizerConfig, Recipe
+from dtgpt.recipe import LossScaleConfig, OptimizerConfig, Recipe
 from dtgpt.train import train
 from tests.ranks import pool
 
@@ -31,7 +32,10 @@ PRODUCTS = [
     "dp2_tp2_sp_pp2_zero3_interleaved",
     "dp2_pp2_zbv_zero3",
     "dp2_pp2_zero3",
+    "dp2_pp2_interleaved",
+    "dp2_pp2_zbv",
 ]
+NARROW = ["dp2", "tp2_sp", "pp2", "dp2_zero3", "pp2_zbv"]
 
 
 @pytest.fixture
@@ -48,12 +52,12 @@ def sized_for(recipe: Recipe, plan: Plan) -> Recipe:
     return replace(recipe, model=model, global_batch_size=2 * (plan.dp or 1) * max(2, plan.pp))
 
 
-references: dict[tuple[int, int], Record] = {}
+references: dict[tuple[int, int, str], Record] = {}
 
 
 def reference(recipe: Recipe) -> Record:
     """The record of one process."""
-    key = recipe.model.num_layers, recipe.global_batch_size
+    key = recipe.model.num_layers, recipe.global_batch_size, recipe.precision
     if key not in references:
         references[key] = record(replace(recipe, plan="single"), STEPS)
     return references[key]
@@ -69,6 +73,20 @@ def test_the_plan_follows_one_process(recipe, plan):
     recipe = sized_for(recipe, plan)
     found = difference(run(recipe, plan), reference(recipe))
     assert found.within(TOLERANCE, TOLERANCE), found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", NARROW)
+def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precision):
+    """Biases begin at zero and move by AdamW's whole steps, also where their gradients are rounding: a weight may
+    differ by more than `dtgpt compare` takes for a plan of a real size."""
+    plan = parse_plan(plan)
+    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=LossScaleConfig(initial=2.0**12))
+    record, expected = run(recipe, plan), reference(recipe)
+    found, (loss, tensors) = difference(record, expected), compare.TOLERANCE[record.dtype]
+    assert record.dtype == expected.dtype == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+    assert found.same_initial and found.loss < loss / 4, found
+    assert found.gradient < tensors and found.weight < 2 * tensors, found
 
 
 OWN = {

@@ -196,7 +196,7 @@ def test_a_table_that_names_no_module_is_refused_with_those_that_are():
         rule, _, remedy = str(error.value).partition("; ")
         assert repr(pattern) in rule
         names = remedy.removeprefix("use one of ").split(", ")
-        assert "blocks.*.attn.qkv" in names and "head.ln_f" in names
+        assert "blocks.*.attn.qkv" in names and "blocks.*.mlp" in names and "head.ln_f" not in names
         for name in names:
             make_table(MODEL, Plan(tp=2, table={name: ColwiseParallel()}))
 
@@ -215,10 +215,18 @@ def test_a_plans_entry_for_one_block_counts_there_alone():
     assert style_of("blocks.1.attn.dropout", table) is not None
 
 
-@pytest.mark.parametrize("name", ["embedding.wte", "head.lm_head", "*.wte", "blocks.*.attn.dropout", "blocks.0.drop_1"])
-def test_entries_that_follow_from_others_are_refused(name):
-    with pytest.raises(UserError, match="leave this entry out"):
-        make_table(MODEL, Plan(tp=2, table={name: None}))
+FIXED = [
+    "embedding.wte", "head.lm_head", "*.wte", "blocks.*.attn.dropout", "blocks.0.drop_1", "blocks.*.ln_1",
+    "embedding.wpe", "head.ln_f",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", FIXED)
+def test_entries_that_follow_from_others_are_refused(name, sequence_parallel):
+    for style in (None, ColwiseParallel()):
+        with pytest.raises(UserError, match="leave this entry out"):
+            make_table(MODEL, Plan(tp=2, sequence_parallel=sequence_parallel, table={name: style}))
 
 
 def test_zbv_is_not_compiled(recipe):
@@ -228,12 +236,13 @@ def test_zbv_is_not_compiled(recipe):
         replace(zbv, compile="on").plan_for(2)
 
 
-@pytest.mark.parametrize("module", ["blocks.*.ln_1", "embedding.wpe", "head.ln_f"])
+@pytest.mark.parametrize("module", ["blocks.*.attn.qkv", "blocks.*.mlp.proj"])
 def test_a_parameter_without_a_style_is_refused_under_sequence_parallelism(module):
     plan = Plan(dp=1, tp=2, sequence_parallel=True, table={module: None})
     first, second = pool().run(2, refusal_of_build, MODEL, plan)
     assert first == second
-    assert module.replace("*", "0") in first and "; give" in first and "a style in the plan's table" in first
+    rule, _, remedy = first.partition("; ")
+    assert repr(module.replace("*", "0")) in rule and remedy == "leave its entry out of the plan's table"
     cured = replace(plan, table={})
     assert pool().run(2, refusal_of_build, MODEL, cured) == [None, None]
 

@@ -80,6 +80,12 @@ def test_overrides_take_both_forms_and_both_dashes(recipe):
         (["--optimizer.lr", "nan"], ["finite"]),
         (["--seed", "9" * 30], ["too large"]),
         (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
+        (["--precision", "fp8"], ["--precision fp8", "auto, fp32, bf16, fp16"]),
+        (["--attention", "paged"], ["--attention paged", "auto, sdpa, fused_softmax, flash, explicit"]),
+        (["--recompute", "some"], ["--recompute some", "none, selective, full"]),
+        (["--graph", "yes"], ["--graph yes", "auto, on, off"]),
+        (["--loss_scale", "8"], ["no option --loss_scale"]),
+        (["--loss_scale.window", "0.5"], ["--loss_scale.window 0.5", "whole number"]),
         (["--steps"], ["--steps needs a value"]),
         (["--steps", "--seed", "1"], ["--steps needs a value"]),
         (["steps=3"], ["'steps=3' is not an option"]),
@@ -112,6 +118,15 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "1 to 1000000"]),
         (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),
         (["--model.num_heads", "3"], ["model.num_heads=3", "divisor"]),
+        (["--attention", "sdpa"], ["attention=sdpa", "model.dropout=0.1", "--attention auto", "--model.dropout 0"]),
+        (["--loss_scale.initial", "0"], ["loss_scale.initial=0.0", "more than 0"]),
+        (["--loss_scale.window", "0"], ["loss_scale.window=0", "more than 0"]),
+        (["--loss_scale.hysteresis", "0"], ["loss_scale.hysteresis=0", "more than 0"]),
+        (["--loss_scale.minimum", "-1"], ["loss_scale.minimum=-1.0", "more than 0"]),
+        (
+            ["--loss_scale.minimum", "8", "--loss_scale.initial", "4"],
+            ["loss_scale.minimum=8.0", "loss_scale.initial=4.0"],
+        ),
     ],
 )
 def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words):
@@ -133,5 +148,7 @@ def test_a_resolved_recipe_names_the_tokenizer_and_the_schedule(recipe):
 
 def test_validation_accepts_a_good_recipe(recipe):
     recipe.validate()
+    apply_overrides(recipe, ["--attention", "sdpa", "--model.dropout", "0", "--recompute", "full"]).validate()
+    apply_overrides(recipe, ["--precision", "fp16", "--loss_scale.initial", "1", "--graph", "on"]).validate()
     replace(recipe, global_batch_size=12).validate()
     assert isinstance(recipe, Recipe)

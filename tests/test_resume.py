@@ -35,6 +35,20 @@ def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
     assert state["consumed_samples"] == 5 * 8 + 16
 
 
+def test_a_checkpoint_from_before_there_was_fp16_is_read(recipe):
+    """Every step was an update then: the schedule goes on at the same rate."""
+    train(change(recipe, steps=5, optimizer={"decay_steps": 10}))
+    run = newest_run(recipe)
+    path = run / "checkpoints" / "step_00000005" / "state.json"
+    state = json.loads(path.read_text())
+    assert state.pop("updates") == 5
+    path.write_text(json.dumps(state))
+    train(change(recipe, resume=str(run), optimizer={"decay_steps": 10}))
+    resumed = losses(run)
+    train(change(recipe, optimizer={"decay_steps": 10}))
+    assert newest_run(recipe) != run and losses(newest_run(recipe)) == resumed
+
+
 def test_checkpoints_are_kept_as_told(recipe):
     train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
     names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]

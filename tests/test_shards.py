@@ -97,7 +97,7 @@ def test_the_cost_of_a_plan_is_what_its_ranks_hold(name, world, config):
 
 @every_plan
 def test_the_norm_is_that_of_the_whole_gradient(name, world, config):
-    """The tied table, whose gradient comes from both ends of the model, counts once."""
+    """The tied table, whose gradient comes from both ends of the model, counts once, and so do addends on tp ranks."""
     gradients = [whole_gradient(name, tuple(weight.shape)) for name, weight in whole_weights(config).items()]
     expected = torch.cat([g.flatten().double() for g in gradients]).norm().item()
     norms = pool().run(world, norm_of, config, plan_of(name, world))
@@ -151,8 +151,11 @@ def test_one_process_needs_no_group():
     stages, shards, mesh = build(CONFIG, plan_of("single", 1))
     assert isinstance(mesh, Mesh) and mesh.devices is None and len(stages) == 1
     for shard in shards:
-        assert shard.local is shard.parameter and shard.keeper and shard.copies == 1
+        assert shard.local.data_ptr() == shard.parameter.data_ptr() and shard.narrow is None
+        assert shard.local.shape == shard.parameter.shape and not shard.local.requires_grad
+        assert shard.keeper and shard.copies == 1 and not shard.partial
         shard.parameter.grad = whole_gradient(shard.name, tuple(shard.parameter.shape))
     shards.take_gradients()
-    expected = torch.cat([shard.local.grad.flatten().double() for shard in shards]).norm()
+    assert all(shards.gradient(shard) is shard.parameter.grad for shard in shards)
+    expected = torch.cat([shards.gradient(shard).flatten().double() for shard in shards]).norm()
     assert shards.norm().item() == pytest.approx(expected.item(), rel=1e-6)

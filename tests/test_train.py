@@ -9,10 +9,10 @@ import dtgpt.train
 from dtgpt.checkpoint import list_checkpoints
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
-from dtgpt.model import dropout_keys
+from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold
 from dtgpt.train import Training, train
-from tests.runs import change, losses, newest_run, training
+from tests.runs import change, constant, losses, newest_run, training
 
 
 def test_a_run_folder_holds_all_that_happened(recipe):
@@ -49,18 +49,19 @@ def test_the_loss_falls(recipe):
 def test_a_single_batch_is_learnt_by_heart(recipe):
     """Of windows long enough that the ambiguous beginnings, where some agree by chance, weigh little."""
     shape = {"dropout": 0.0, "hidden_size": 64, "seq_length": 64}
-    run = training(change(recipe, optimizer={"weight_decay": 0.0}, model=shape))
+    run = training(change(recipe, optimizer={"weight_decay": 0.0, **constant(3e-3)}, model=shape))
+    first = run.batches.take(0)
     for _ in range(200):
-        run.consumed_samples = 0
-        loss, _ = run.train_step(lr=3e-3)
+        run.batches.take = lambda step: first
+        loss, _ = run.train_step()
     assert loss.item() < 0.05
 
 
 def test_the_curve_does_not_depend_on_the_micro_batch_size(recipe):
     curves = []
     for size in (1, 2, 8):
-        run = training(change(recipe, micro_batch_size=size))
-        curves.append(torch.stack([run.train_step(lr=1e-3)[0] for _ in range(5)]))
+        run = training(change(recipe, micro_batch_size=size, optimizer=constant(1e-3)))
+        curves.append(torch.stack([run.train_step().loss for _ in range(5)]))
     for curve in curves[1:]:
         torch.testing.assert_close(curve, curves[0], rtol=1e-6, atol=0)
 
@@ -80,8 +81,8 @@ def test_dropout_masks_change_with_step_and_sample(recipe):
 def test_compiled_training_follows_eager_training(recipe):
     curves = []
     for mode in ("off", "on"):
-        run = training(change(recipe, compile=mode))
-        curves.append([run.train_step(lr=1e-3)[0].item() for _ in range(3)])
+        run = training(change(recipe, compile=mode, optimizer=constant(1e-3)))
+        curves.append([run.train_step().loss.item() for _ in range(3)])
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
@@ -94,8 +95,8 @@ def test_a_held_out_loss_that_is_no_number_is_told_as_that(recipe, monkeypatch):
 def test_a_stop_request_ends_the_run_with_a_checkpoint(recipe, monkeypatch, capsys):
     done = Training.train_step
 
-    def step_then_signal(self, lr):
-        result = done(self, lr)
+    def step_then_signal(self):
+        result = done(self)
         if self.step == 3:
             os.kill(os.getpid(), 15)
         return result
@@ -148,9 +149,9 @@ def test_a_signal_saves_also_when_nobody_reads_stderr(recipe, monkeypatch):
 
     done = Training.train_step
 
-    def step_then_signal(self, lr):
+    def step_then_signal(self):
         os.kill(os.getpid(), 2)
-        return done(self, lr)
+        return done(self)
 
     monkeypatch.setattr(Training, "train_step", step_then_signal)
     monkeypatch.setattr(os, "write", gone)

@@ -1,0 +1,110 @@
+"""One attention, several back ends: what is chosen, and that they agree, masks included."""
+
+import pytest
+import torch
+
+from dtgpt.errors import UserError
+from dtgpt.ops import flash
+from dtgpt.ops.attention import BACKENDS, causal_attention, check_backend, choose
+from dtgpt.ops.random import fold, root_key
+from tests.runs import change, constant, training
+
+DROPPING = ["explicit", "fused_softmax", "flash", "auto"]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # ||a - b|| / ||b||
+
+
+def make_input(dtype=torch.float32, shape=(3, 37, 4, 3, 8)) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    keys = fold(root_key(3), torch.arange(shape[0]))
+    return torch.randn(shape, generator=generator).to(dtype), keys
+
+
+def value_and_gradient(attention, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = qkv.detach().clone().requires_grad_()
+    y = attention(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    (y * weights).sum().backward()
+    return y.detach(), x.grad
+
+
+def check(found, expected, tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("backend", DROPPING)
+def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
+    """Held against float64, whose mask comes from the same key."""
+    qkv, keys = make_input(dtype)
+    exact = value_and_gradient(lambda x: flash.reference(x, keys, p), qkv.double())
+    found = value_and_gradient(lambda x: causal_attention(x, keys, p, backend=backend), qkv)
+    check(found, exact, TOLERANCE[dtype])
+    others = value_and_gradient(lambda x: causal_attention(x, keys + 1, p, backend=backend), qkv)
+    assert (others[0] - found[0]).norm() > 0.1 * found[0].norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_back_ends_agree_where_nothing_drops(backend, dtype):
+    """Also where a key comes with the probability 0."""
+    qkv, keys = make_input(dtype)
+    exact = value_and_gradient(lambda x: flash.reference(x, None, 0.0), qkv.double())
+    for key in (None, keys):
+        found = value_and_gradient(lambda x, key=key: causal_attention(x, key, 0.0, backend=backend), qkv)
+        check(found, exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", DROPPING)
+def test_a_shard_of_the_heads_has_the_values_of_the_whole(backend):
+    qkv, keys = make_input()
+    whole = value_and_gradient(lambda x: causal_attention(x, keys, 0.3, backend=backend), qkv)
+    y = causal_attention(qkv[:, :, 2:], keys, 0.3, (2, 0, 0), backend=backend)
+    torch.testing.assert_close(y, whole[0][:, :, 2:], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(causal_attention(qkv[:, :, 2:], keys, 0.3, backend=backend), y)
+
+
+@pytest.mark.parametrize(
+    "dropping, kernels, head_dim, backend",
+    [
+        (False, False, 64, "sdpa"),
+        (False, True, 64, "flash"),
+        (False, True, 128, "sdpa"),
+        (True, False, 64, "explicit"),
+        (True, True, 128, "flash"),
+    ],
+)
+def test_the_fastest_back_end_is_chosen(dropping, kernels, head_dim, backend):
+    """PyTorch's own never where something drops: it draws masks from a generator."""
+    assert choose(dropping, kernels, head_dim) == backend
+
+
+def test_pytorchs_own_never_draws_a_mask():
+    """A model that was trained without dropout may be evaluated with keys at hand."""
+    qkv, keys = make_input()
+    expected = causal_attention(qkv, keys, 0.3, backend="explicit")
+    assert torch.equal(causal_attention(qkv, keys, 0.3, backend="sdpa"), expected)
+
+
+def test_pytorchs_own_is_refused_under_dropout():
+    for backend in BACKENDS:
+        check_backend(backend, 0.0)
+        if backend != "sdpa":
+            check_backend(backend, 0.1)
+    with pytest.raises(UserError) as error:
+        check_backend("sdpa", 0.1)
+    rule, _, remedy = str(error.value).partition("; ")
+    assert "attention=sdpa" in rule and "model.dropout=0.1" in rule and "\n" not in str(error.value)
+    assert remedy == "use --attention auto, flash or fused_softmax, or --model.dropout 0"
+
+
+def test_training_has_the_same_curve_on_every_back_end(recipe):
+    curves = {}
+    for backend in DROPPING:
+        run = training(change(recipe, attention=backend, optimizer=constant(1e-3)))
+        curves[backend] = [run.train_step().loss.item() for _ in range(3)]
+    assert curves["auto"] == curves["explicit"]
+    for curve in curves.values():
+        assert curve == pytest.approx(curves["explicit"], rel=1e-6)
