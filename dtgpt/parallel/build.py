@@ -86,7 +86,7 @@ def make_passes(stages: list[GPT], shards: Shards, recipe: Recipe, graphs: Graph
     mesh = shards.mesh
     plan, count = mesh.plan, recipe.micro_batches(mesh.plan.dp)
     if keeps_totals(plan, count, dtype.itemsize):
-        shards.buckets = Buckets(stages, mesh.dp_group, hooks=not plan.splits_backward)
+        shards.buckets = Buckets(stages, mesh.dp_group, count, hooks=not plan.splits_backward)
     if plan.pp == 1:
         return Accumulation(stages[0], shards, graphs)
     return Pipeline(stages, shards, graphs, recipe.micro_batch_size, count, dtype)

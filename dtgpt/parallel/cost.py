@@ -94,7 +94,10 @@ def keeps_totals(plan: Plan, micro_batches: int, width: int) -> bool:
 def gradient_bytes(held: list[Held], plan: Plan, micro_batches: int, width: int) -> int:
     """In fp32, but for a single micro-batch of a single replica, whose gradients are as wide as the weights. ZeRO-2
     cuts them as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before it cuts."""
-    if plan.zero == 0 and not plan.splits_backward and not keeps_totals(plan, micro_batches, width):
+    narrow = width < 4 and not plan.splits_backward
+    if plan.zero == 0 and plan.dp > 1 and narrow:  # on the wire, from there, and the sums of several micro-batches
+        return sum((2 * width + (4 if micro_batches > 1 else 0)) * p.by_tp for p in held)
+    if plan.zero == 0 and narrow and not keeps_totals(plan, micro_batches, width):
         return sum(width * p.by_tp for p in held)
     cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and micro_batches == 1))
     return sum(4 * (p.local if cut else p.by_tp) for p in held)

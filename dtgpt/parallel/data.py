@@ -95,7 +95,7 @@ class Accumulation(Passes):
     def _announce(self, index: int, micro_batches: int) -> None:
         """Below ZeRO-2 gradients stay whole until the last micro-batch; below ZeRO-3 weights do."""
         if self.shards.buckets is not None:
-            self.shards.buckets.begin(micro_batches, done=index)
+            self.shards.buckets.begin(done=index)
         if isinstance(self.model, FSDPModule):
             zero, last = self.shards.mesh.plan.zero, index == micro_batches - 1
             self.model.set_requires_gradient_sync(last or zero >= 2)

@@ -1,8 +1,8 @@
-"""Gradients as the optimizer wants them: in fp32 over all micro-batches, and over all replicas.
+"""Gradients as the optimizer wants them: summed in fp32 over all micro-batches, and over all replicas.
 
-Where `fully_shard` cuts nothing, each block's gradients live in one flat fp32 tensor, a bucket. As soon as backward has
-left a block, its gradients are added to the bucket in one pass, and with the last micro-batch the bucket is summed over
-the replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
+Where `fully_shard` cuts nothing, each block's gradients live in one flat tensor, a bucket. As soon as backward has left
+a block, its gradients are added to the bucket in one pass, and with the last micro-batch the bucket is summed over the
+replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
 """
 
 import torch
@@ -24,25 +24,72 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient.to_local()
 
 
-class Bucket:
-    """The gradients of some parameters in one fp32 tensor."""
+class Sum:
+    """Of one flat fp32 tensor over the replicas, in place."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, hooks: bool):
-        self.parameters, self.group = parameters, group
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+        self.flat, self.group = flat, group
+        self._work: dist.Work | None = None
+
+    def begin(self) -> None:
+        self._work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class NarrowSum(Sum):
+    """Of 16-bit numbers, whose length the replicas divide: half the bytes travel. Each rank sums its piece in fp32 and
+    rounds once, so that the error does not grow with the number of replicas, as it does where sums are passed on."""
+
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+        super().__init__(flat, group)
+        self._pieces = torch.empty_like(flat)
+        self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
+
+    def begin(self) -> None:
+        if self._stream is None:
+            self._run()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._run()
+
+    def _run(self) -> None:
+        dist.all_to_all_single(self._pieces, self.flat, group=self.group)
+        own = self._pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
+        dist.all_gather_into_tensor(self.flat, own, group=self.group)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Bucket:
+    """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas of
+    `group`. What 16-bit weights send to other replicas has 16 bits too."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+        self.parameters, self.passes = parameters, passes
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        self.flat = torch.zeros(sum(p.numel() for p in locals_), device=locals_[0].device)
-        pieces = self.flat.split([p.numel() for p in locals_])
-        self.totals = [piece.view(p.shape) for piece, p in zip(pieces, locals_, strict=True)]
-        self._accumulator = Accumulator(self.totals)
-        self.passes = self.done = self._arrived = 0
-        self._sum: dist.Work | None = None
+        dtype = torch.float32 if group is None else locals_[0].dtype
+        multiple = 1 if group is None else group.size()
+        self.wire, self.sums = _flat(locals_, dtype, multiple)
+        self.flat, self._totals = self.wire, self.sums
+        if dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
+            self.flat, self._totals = _flat(locals_, torch.float32, multiple)
+        self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
+        self._over_replicas: Sum | None = None
+        if group is not None:
+            self._over_replicas = (Sum if dtype == torch.float32 else NarrowSum)(self.wire, group)
+        self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
-    def begin(self, passes: int, done: int = 0) -> None:
-        """Of `passes` backward passes that make a step, `done` are over."""
-        self.passes, self.done, self._arrived = passes, done, 0
+    def begin(self, done: int = 0) -> None:
+        """`done` backward passes of the step are over."""
+        self.done, self._arrived = done, 0
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         self._arrived += 1
@@ -53,41 +100,59 @@ class Bucket:
     def take(self) -> None:
         """Add what a backward pass left on the parameters; after the last pass, begin the sum over the replicas."""
         gradients = [local_gradient(p) for p in self.parameters]
-        (self._accumulator.add if self.done else self._accumulator.store)(gradients)
+        with torch.no_grad():
+            if self._accumulator is None:
+                torch._foreach_copy_(self._totals, gradients)
+            elif self.done:
+                self._accumulator.add(gradients)
+            else:
+                self._accumulator.store(gradients)
         for parameter in self.parameters:
             parameter.grad = None
         self.done += 1
-        if self.done == self.passes and self.group is not None:
-            self._sum = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        if self.done == self.passes and self._over_replicas is not None:
+            if self.wire is not self.flat:
+                self.wire.copy_(self.flat)
+            self._over_replicas.begin()
 
     def wait(self) -> None:
-        if self._sum is not None:
-            self._sum.wait()
-            self._sum = None
+        if self._over_replicas is not None:
+            self._over_replicas.wait()
+
+
+def _flat(parameters: list[Tensor], dtype: torch.dtype, multiple: int) -> tuple[Tensor, list[Tensor]]:
+    """(a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(-(-sum(sizes) // multiple) * multiple, dtype=dtype, device=parameters[0].device)
+    pieces = flat[: sum(sizes)].split(sizes)
+    return flat, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
 
 
 class Buckets:
-    """A bucket for each block of this rank's stages and one for the ends of each."""
+    """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
+    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
 
-    def __init__(self, stages: list[GPT], group: dist.ProcessGroup | None, hooks: bool):
+    def __init__(self, stages: list[GPT], group: dist.ProcessGroup | None, passes: int, hooks: bool):
         self.hooks = hooks
-        self.all = [Bucket(part, group, hooks) for stage in stages for part in _parts(stage)]
+        passes = passes if hooks else 1
+        self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
 
-    def begin(self, passes: int, done: int = 0) -> None:
+    def begin(self, done: int = 0) -> None:
         for bucket in self.all:
-            bucket.begin(passes, done)
+            bucket.begin(done)
 
     def finish(self) -> None:
-        """Wait for the sums. A schedule that cuts backward in two calls no hooks: then everything is taken here."""
+        """Wait for the sums, and without hooks take everything now."""
         if not self.hooks:
             for bucket in self.all:
-                bucket.begin(passes=1)
+                bucket.begin()
                 bucket.take()
         for bucket in self.all:
             bucket.wait()
 
-    def totals(self) -> dict[nn.Parameter, Tensor]:
-        return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.totals, strict=True)}
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """The whole gradient of each parameter, after `finish`."""
+        return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
 
 
 def _parts(stage: GPT) -> list[list[nn.Parameter]]:

@@ -119,7 +119,7 @@ class Pipeline(Passes):
 
     def _run_schedule(self, windows: Tensor, keys: Tensor | None) -> Tensor:
         if self.shards.buckets is not None:
-            self.shards.buckets.begin(self.micro_batches)
+            self.shards.buckets.begin()
         place, losses = self.mesh.place, []
         inputs = [windows[:, :-1].contiguous()] if place.holds_first else []
         more = {} if keys is None else {"keys": keys}

@@ -77,8 +77,8 @@ class Shards:
         and over the stages that hold the tied table."""
         if self.buckets is not None:
             self.buckets.finish()
-            totals = self.buckets.totals()
-            self.gradients = [totals[shard.parameter] for shard in self.all]
+            sums = self.buckets.sums()
+            self.gradients = [sums[shard.parameter] for shard in self.all]
         else:
             self.gradients = [local_gradient(shard.parameter) for shard in self.all]
         if self.mesh.tp_group is not None and self._partial:

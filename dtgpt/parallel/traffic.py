@@ -78,8 +78,14 @@ def _over_dp(recipe: Recipe, plan: Plan, rank: int, blocks: int, dtype: torch.dt
     ends = sum(stage in (0, plan.num_stages - 1) for stage in Place(plan, rank).stages)
     groups = blocks + ends  # each block, and what is around the blocks of a stage
     whole = sum(p.by_tp for p in held)
-    if plan.zero == 0:
+    if plan.zero == 0 and (dtype.itemsize == 4 or plan.splits_backward):
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
+    if plan.zero == 0:
+        size = dtype.itemsize * whole
+        return [
+            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, size),
+            Collective("all-gather", "dp", "gradients, the sums", groups, size),
+        ]
     weights = dtype.itemsize * whole
     fetches = 2 * passes if plan.zero == 3 and plan.pp == 1 else 1
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
