@@ -166,6 +166,11 @@ def compare(
             say(f"{name}: {plan.world} process{'es' if plan.world > 1 else ''}, {steps} steps")
             file = Path(folder) / f"{len(records)}.safetensors"
             records[name] = run_plan(path, name, plan.world, steps, options, file)
+            if not all(map(math.isfinite, records[name].norms)) and recipe.precision == "fp16":
+                raise UserError(
+                    f"plan {name} skipped steps of fp16, whose gradients cannot be compared; use a smaller scale such "
+                    "as --loss_scale.initial 65536"
+                )
             differences[name] = difference(records[name], records[REFERENCE])
             file.unlink()
             if name != REFERENCE:

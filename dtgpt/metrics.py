@@ -105,6 +105,8 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         f"gnorm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
     ]
+    if record.get("loss_scale"):
+        parts.append(f"scale {record['loss_scale']:g}, {record['skipped_steps']} skipped")
     if record.get("tokens_per_second"):
         each = record.get("tokens_per_second_per_device")
         parts.append(f"{record['tokens_per_second']:,.0f} tok/s" + (f" ({each:,.0f}/device)" if each else ""))

@@ -58,6 +58,7 @@ class Update:
         """share: what one micro-batch counts in the sum over all."""
         self.shards, self.clip, self.share = shards, recipe.optimizer.clip, share
         device, scale = shards.mesh.device, recipe.loss_scale
+        self.smallest_scale = scale.minimum
         self.adamw = make_optimizer(shards, recipe.optimizer)
         self.schedule = torch.tensor([learning_rate(step, recipe) for step in range(recipe.steps)], device=device)
         self.lr = torch.zeros((), device=device)
@@ -102,6 +103,10 @@ class Update:
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
             self.gradient_scale.copy_(self.scaler.scale * self.share)
+
+    def may_overflow(self) -> bool:
+        """Whether a norm that is not finite is no more than a skipped step, since a smaller loss scale is left."""
+        return self.scaler is not None and self.scaler.scale.item() > self.smallest_scale
 
     def scaling(self) -> dict[str, float]:
         """For a progress line: the loss scale and the steps skipped so far; nothing outside of fp16."""

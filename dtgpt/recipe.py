@@ -164,6 +164,10 @@ class Recipe:
             raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
         check_backend(self.attention, self.model.dropout)
         scale = self.loss_scale
+        if scale.initial > LARGEST_SCALE:
+            raise UserError(
+                f"loss_scale.initial={scale.initial} is more than fp32 holds; use 2**32 = 4294967296 or less"
+            )
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -197,6 +201,7 @@ class Recipe:
             raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
 
 
+LARGEST_SCALE = 2.0**64
 POSITIVE = (
     "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
     "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",

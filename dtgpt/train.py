@@ -184,8 +184,7 @@ class Training:
             if not (report_due or eval_due or save_due or sample_due):
                 continue
             loss, norm = self.mean_loss(on_device), on_device.norm.item()  # here the program waits for the device
-            # In fp16 a norm that is not finite is an overflow, and that step was skipped.
-            self._check_finite("loss and gradient norm", loss, norm if self.optimizer.scaler is None else loss)
+            self._check_finite("loss and gradient norm", loss, loss if self.optimizer.may_overflow() else norm)
             if report_due:
                 tokens = self.samples_before(self.step) * recipe.model.seq_length
                 memory = self.mesh.max(peak_memory(self.device)[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from dtgpt.errors import UserError
 from dtgpt.ops.dropout import dropout
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.flash import flash_attention
+from dtgpt.ops.flash import LARGEST_HEAD, flash_attention
 from dtgpt.ops.softmax import scaled_masked_softmax
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
@@ -56,7 +56,7 @@ def causal_attention(
 def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
     """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200: forward and
     backward of PyTorch's take a tenth longer at head_dim 64, copies between the layouts of q, k, v included."""
-    if kernels and (dropping or head_dim <= 64):
+    if kernels and head_dim <= (LARGEST_HEAD if dropping else 64):
         return "flash"
     return "explicit" if dropping else "sdpa"
 

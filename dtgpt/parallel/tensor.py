@@ -10,7 +10,8 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -25,13 +26,33 @@ from dtgpt.model import GPT, GPTConfig
 from dtgpt.parallel.plan import Plan
 
 
+class _SumInPlace(torch.autograd.Function):
+    """The sum over ranks that then all hold it; of its gradient each rank holds the whole."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(part, group=group)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
 class RowwiseProduct(RowwiseParallel):
     """`RowwiseParallel` for a product whose bias is added behind the sum over the ranks: the bias stays a plain
-    tensor on every rank."""
+    tensor on every rank. A sum that all are to hold is made in place, where DTensor would copy its addend first."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        super()._apply(module, device_mesh)
+        wanted, whole = self.output_layouts, (Replicate(),)
+        if wanted == whole and self.use_local_output:
+            self.output_layouts = (Partial(),)
+            super()._apply(module, device_mesh)
+            self.output_layouts = wanted
+            module.register_forward_hook(lambda module, inputs, part: _sum(part, device_mesh))
+        else:
+            super()._apply(module, device_mesh)
         module.bias = bias
         return module
 
@@ -39,6 +60,12 @@ class RowwiseProduct(RowwiseParallel):
     def like(cls, style: RowwiseParallel) -> "RowwiseProduct":
         layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
         return cls(**layouts, use_local_output=style.use_local_output)
+
+
+def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler removes the copy by itself
+        return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+    return _SumInPlace.apply(part, mesh.get_group())
 
 
 class SequencePart(ParallelStyle):
