@@ -3,9 +3,9 @@
 hardware   one GPU of 16 GB or more
 command    torchrun recipes/gpt2_345m.py --data.path your.jsonl
 quick look torchrun recipes/gpt2_345m.py --steps 50 --optimizer.decay_steps 50 --log.interval 5
-expect     of the quick look on one H200: loss 11.0 -> 6.05, 97,000 tokens/s, 13 GiB; --model.dropout 0
-           --micro_batch_size 16 --global_batch_size 16: 189,000 to 203,000 tokens/s by machine. The full run
-           was not repeated here.
+expect     with --micro_batch_size 16 --global_batch_size 16 on one H200: 203,000 tokens/s, 19 GiB; with
+           --model.dropout 0 too: 216,000. Loss of the quick look, measured before the step was fused: 11.0 -> 6.05.
+           The full run was not repeated here.
 """
 
 from dataclasses import replace
