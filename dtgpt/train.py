@@ -24,7 +24,15 @@ from dtgpt.checkpoint import (
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset, training_batch
-from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences, peak_memory, use_graphs
+from dtgpt.device import (
+    check_memory,
+    choose_device,
+    choose_dtype,
+    memory_errors_as_sentences,
+    peak_memory,
+    use_compiler,
+    use_graphs,
+)  # fmt: skip
 from dtgpt.errors import UserError
 from dtgpt.metrics import check_wandb
 from dtgpt.ops.dropout import dropout_keys
@@ -133,7 +141,8 @@ class Training:
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
         self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
 
-        stages, self.shards = build_stages(recipe, mesh, self.dtype, None if checkpoint else weights_key)
+        key, compiled = None if checkpoint else weights_key, use_compiler(recipe, self.device, self.plan)
+        stages, self.shards = build_stages(recipe, mesh, self.dtype, key, compiled)
         self.passes = make_passes(stages, self.shards, recipe, self.graphs, self.dtype)
         if self.plan.table:
             try_table(self.passes, recipe.model, self.device)

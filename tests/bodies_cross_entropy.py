@@ -30,15 +30,15 @@ class Result(NamedTuple):
     columns: range
 
 
-def losses(cases: list[Case], fused: bool = False) -> list[Result]:
+def losses(cases: list[Case]) -> list[Result]:
     """Of each case, with the columns cut over the ranks as a plan cuts them."""
-    return [loss_of(case, fused) for case in cases]
+    return [loss_of(case) for case in cases]
 
 
-def loss_of(case: Case, fused: bool) -> Result:
+def loss_of(case: Case) -> Result:
     columns, group = my_part(case.logits.shape[-1])
     mine = case.logits[..., columns.start : columns.stop].clone().requires_grad_()
-    loss = cross_entropy(mine, case.targets, case.vocab_size, columns.start, group, fused)
+    loss = cross_entropy(mine, case.targets, case.vocab_size, columns.start, group)
     (3 * loss).backward()
     return Result(loss.detach(), mine.grad, columns)
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dtgpt.ops.cross_entropy
 from dtgpt.ops.cross_entropy import cross_entropy, local_terms, reference
 from dtgpt.parallel.mesh import chunk
-from tests.bodies_cross_entropy import Case, loss_of, losses
+from tests.bodies_cross_entropy import Case, losses
 from tests.ranks import pool
 
 WIDTHS = [(257, 384), (384, 384), (130, 256), (3, 128), (1000, 1024)]  # (vocabulary, padded)
@@ -159,21 +159,3 @@ def test_only_bf16_logits_and_two_numbers_per_row_are_saved_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
         cross_entropy(logits, case.targets, 257)
     assert sorted(sizes) == sorted([logits.nbytes, case.targets.nbytes, 21 * 4, 21 * 4])
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_equals_eager(dtype):
-    case = make_case(257, 384, dtype)
-    fused, eager = (loss_of(case, fused=how) for how in (True, False))
-    torch.testing.assert_close(fused.loss, eager.loss, rtol=1e-6, atol=0)
-    rtol = 2e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(fused.gradient, eager.gradient, rtol=rtol, atol=1e-9)
-    check(case, [fused])
-
-
-@pytest.mark.compiler
-def test_fused_takes_part_in_a_cut_vocabulary():
-    """Here the second rank holds padding alone."""
-    case = make_case(100, 256)
-    check(case, [answer[0] for answer in pool().run(2, losses, [case], True)])

@@ -8,7 +8,7 @@ Sharding rule: samples and heads may be cut; a shard of the heads says in `start
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from dtgpt.ops.flash import LARGEST_HEAD, flash_attention
 from dtgpt.ops.softmax import scaled_masked_softmax
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
-BACKENDS = get_args(Backend)
 
 
 def causal_attention(

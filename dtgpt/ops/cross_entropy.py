@@ -5,15 +5,13 @@ sends three numbers per token, its largest logit, its sum of exponentials and th
 gathered. The columns that only pad the table, wherever they lie, stay outside the softmax.
 
 Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
-`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch walks through the rows in chunks, or
-torch.compile makes one kernel. Either way fp32 logits of full size never exist. `dtgpt.ops.head` puts the passes
+`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch walks through the rows in chunks.
+Either way fp32 logits of full size never exist. `dtgpt.ops.head` puts the passes
 between the products of the output projection; `cross_entropy` serves logits that are there already.
 Sharding rule: rows alike on all ranks of the group, columns `start ... start + V_local` here.
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -36,16 +34,14 @@ def cross_entropy(
     vocab_size: int,
     start: int = 0,
     group: dist.ProcessGroup | None = None,
-    fused: bool = False,
 ) -> Tensor:
     """Mean loss in nats, fp32 scalar, equal on all ranks of `group` (None: this rank holds the whole vocabulary).
 
     logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`.
-    fused: where there is no Triton, let torch.compile make one kernel of each pass.
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
-    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, fused)
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group)
 
 
 def real_columns(width: int, vocab_size: int, start: int) -> int:
@@ -55,29 +51,19 @@ def real_columns(width: int, vocab_size: int, start: int) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, fused: bool) -> Tensor:
-        compiled = fused and not has_triton(logits)
-        terms = (_compiled(local_terms) if compiled else row_terms)(logits, targets, start, real)
-        largest, total, target = over_group(terms, group)
+    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group) -> Tensor:
+        largest, total, target = over_group(row_terms(logits, targets, start, real), group)
         ctx.save_for_backward(logits, targets, largest, total)
-        ctx.start, ctx.real, ctx.compiled = start, real, compiled
+        ctx.start, ctx.real = start, real
         return losses_of(largest, total, target).mean()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         logits, targets, largest, total = ctx.saved_tensors
         scale = grad / len(logits)
-        if ctx.compiled:
-            result = _compiled(plain_gradient)(logits, targets, largest, total, scale, ctx.start, ctx.real)
-        else:
-            result = logits.clone()
-            to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
-        return result, None, None, None, None, None
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+        result = logits.clone()
+        to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
+        return result, None, None, None, None
 
 
 def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -98,9 +84,9 @@ def losses_of(largest: Tensor, total: Tensor, target: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """All rows at once for the compiler, which fuses the widening into the reduction."""
+    """Few enough rows at a time that their fp32 copy is small."""
     count, width = logits.shape
-    size = count if torch.compiler.is_compiling() else max(1, CHUNK // width)
+    size = max(1, CHUNK // width)
     return [slice(first, first + size) for first in range(0, count, size)]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.device import use_compiler
 from dtgpt.errors import UserError
 from dtgpt.model import GPT, GPTConfig, allocate
 from dtgpt.ops.attention import causal_attention
@@ -27,10 +26,11 @@ from dtgpt.parallel.tensor import apply_table, make_table
 from dtgpt.recipe import Recipe
 
 
-def build_stages(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None) -> tuple[list[GPT], Shards]:
+def build_stages(
+    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None, compiled: bool = False
+) -> tuple[list[GPT], Shards]:
     """The pipeline stages of this rank, one of them without a pipeline, and the shards that they consist of. No rank
     holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill."""
-    compiled = use_compiler(recipe, mesh.device, mesh.plan)
     stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled) for stage in mesh.place.stages]
     for stage in stages:
         allocate(stage, mesh.device)
