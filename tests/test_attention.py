@@ -1,11 +1,13 @@
 """One attention, several back ends: what is chosen, and that they agree, masks included."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from dtgpt.errors import UserError
 from dtgpt.ops import flash
-from dtgpt.ops.attention import BACKENDS, causal_attention, check_backend, choose
+from dtgpt.ops.attention import Backend, causal_attention, check_backend, choose
 from dtgpt.ops.random import fold, root_key
 from tests.runs import change, constant, training
 
@@ -47,7 +49,7 @@ def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", get_args(Backend))
 def test_back_ends_agree_where_nothing_drops(backend, dtype):
     """Also where a key comes with the probability 0."""
     qkv, keys = make_input(dtype)
@@ -89,7 +91,7 @@ def test_pytorchs_own_never_draws_a_mask():
 
 
 def test_pytorchs_own_is_refused_under_dropout():
-    for backend in BACKENDS:
+    for backend in get_args(Backend):
         check_backend(backend, 0.0)
         if backend != "sdpa":
             check_backend(backend, 0.1)
