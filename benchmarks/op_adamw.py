@@ -1,7 +1,7 @@
 """AdamW, gradient norm and accumulation over the 355M parameters of the 345M model, against PyTorch's."""
 
 import torch
-from timing import Case, run_cases
+from cases import Case, run_cases
 from torch import Tensor
 
 from dtgpt.model import GPT, GPT2_345M, unique_parameters

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timing import Case, run_cases
+from cases import Case, run_cases
 from torch import Tensor
 
 from dtgpt.ops import flash

@@ -1,7 +1,7 @@
 """Bias and GELU, and the gradient of a bias, against PyTorch's eager and compiled code."""
 
 import torch
-from timing import Case, run_cases
+from cases import Case, run_cases
 from torch import Tensor
 
 from dtgpt.ops import gelu_kernels, layer_norm_kernels

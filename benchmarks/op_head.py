@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from timing import Case, run_cases
+from cases import Case, run_cases
 from torch import Tensor
 
 import dtgpt.ops.cross_entropy_kernels as kernels

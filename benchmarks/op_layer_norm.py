@@ -1,7 +1,7 @@
 """LayerNorm with the residual addition before it, against PyTorch's eager and compiled code."""
 
 import torch
-from timing import Case, run_cases
+from cases import Case, run_cases
 from torch import Tensor
 
 from dtgpt.ops import layer_norm_kernels as kernels

@@ -4,7 +4,7 @@ The floor counts what a causal kernel must move: the half that is shown read, an
 """
 
 import torch
-from timing import Case, run_cases
+from cases import Case, run_cases
 
 from dtgpt.ops.extension import library
 from dtgpt.ops.random import fold, root_key

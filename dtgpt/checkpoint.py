@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dtgpt.errors import UserError
+from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig, unique_parameters
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
@@ -98,7 +99,8 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `state.json` says: step, consumed_samples, data_digest and the model's config."""
+    """What `state.json` says: step, updates, consumed_samples, data_digest, the model's config, and of a run in fp16
+    its loss scale."""
     path = checkpoint / "state.json"
     try:
         state = json.loads(path.read_text())
@@ -107,6 +109,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         counts = state["step"], state["consumed_samples"], state["updates"]
         if not all(isinstance(n, int) and n >= 0 for n in counts) or not isinstance(state["data_digest"], str):
             raise ValueError("step, consumed_samples and updates must be whole numbers, data_digest a string")
+        if state["updates"] > state["step"]:
+            raise ValueError(f"{state['updates']} updates are more than the steps")
+        check_state(state.get("loss_scale"))
         return state
     except (OSError, ValueError, TypeError, KeyError, UserError) as error:
         raise _unreadable(path, error) from None

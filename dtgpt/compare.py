@@ -1,7 +1,9 @@
 """`dtgpt compare`: run the same steps under several plans and hold each against one process.
 
 What is compared: the loss of every step, the gradients of the first and of the last step, the initial and the final
-weights. Gradients and weights are compared tensor by tensor, ||a - b|| / ||b||, and the worst tensor counts. The bias
+weights. Gradients and weights are compared tensor by tensor, ||a - b|| / ||b||, and the worst tensor counts; a weight's
+difference is held against how far AdamW may have moved it where that is more, since a bias that begins at zero makes
+whole steps by the sign of what may be rounding. The bias
 of the attention keys stays out: it moves all scores of a query alike, which the softmax does not see, so that its
 gradient is rounding alone, and AdamW makes steps of any size from that.
 """
@@ -50,6 +52,7 @@ class Record:
     memory: list[float]  # peak of each rank in GiB
     planned: float | None  # what `dtgpt plan` says of the fullest rank; None on a CPU, whose memory is not counted so
     initial: str  # digest of the initial weights
+    travel: float  # how far AdamW may have moved a weight: the sum of the learning rates
     tensors: dict[str, Tensor]  # "first gradient/NAME", "last gradient/NAME", "weight/NAME"
 
 
@@ -80,7 +83,7 @@ def record(recipe: Recipe, steps: int) -> Record | None:
             for name, whole in training.shards.gather(value):
                 kept[f"{kind}/{name}"] = without_key_bias(name, whole, recipe.model.num_heads)
 
-        digest, losses, norms = hashlib.sha256(), [], []
+        digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
         for _, whole in training.shards.gather(_weight):
             digest.update(b"" if whole is None else whole.numpy().tobytes())
         for step in range(steps):
@@ -92,13 +95,14 @@ def record(recipe: Recipe, steps: int) -> Record | None:
             curve = training.update(loss)
             losses.append(training.mean_loss(curve))
             norms.append(curve.norm.item())
+            travel += training.optimizer.lr.item()
         memory = mesh.gather(peak_memory(mesh.device)[0])
         keep("weight", _weight)
         planned = None
         if mesh.device.type == "cuda":
             memories = memory_by_rank(recipe, mesh.plan, training.dtype, mesh.device)
             planned = fullest(memories).total / 2**30
-        told = Record(str(training.dtype), losses, norms, memory, planned, digest.hexdigest(), kept)
+        told = Record(str(training.dtype), losses, norms, memory, planned, digest.hexdigest(), travel, kept)
         return told if mesh.rank == 0 else None
 
 
@@ -126,17 +130,18 @@ def difference(record: Record, reference: Record) -> Difference:
     worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
     for name, ours in reference.tensors.items():
         kind, _, parameter = name.partition("/")
-        found = (relative(record.tensors[name], ours), parameter)
         kind = kind.split()[-1]
+        least = reference.travel * math.sqrt(ours.numel()) if kind == "weight" else 0.0
+        found = (relative(record.tensors[name], ours, least), parameter)
         worst[kind] = max(worst[kind], found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     losses = [abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True)]
     loss = max(losses, key=lambda value: (math.isnan(value), value))
     return Difference(loss, *worst["gradient"], *worst["weight"], record.initial == reference.initial)
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||."""
-    scale = torch.linalg.vector_norm(b, dtype=torch.float64)
+def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+    """||a - b|| / ||b||, or over `least` where that is more."""
+    scale = torch.linalg.vector_norm(b, dtype=torch.float64).clamp(min=least)
     distance = torch.linalg.vector_norm(a - b, dtype=torch.float64)
     return (distance / scale).item() if scale > 0 else (0.0 if distance == 0 else math.inf)
 

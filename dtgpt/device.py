@@ -49,7 +49,7 @@ def choose_device(recipe: Recipe, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of weights and activations; masters stay fp32. Raises UserError for a precision that the device has not."""
+    """Of weights and activations; masters stay fp32."""
     if recipe.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision]
@@ -60,8 +60,8 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense FLOP/s at bf16, or None where it is not known (and in fp32, whose peak depends on the TF32 setting)."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    """Dense FLOP/s at 16 bits, or None where it is not known (and in fp32, whose peak depends on the TF32 setting)."""
+    if device.type != "cuda" or dtype.itemsize != 2:
         return None
     return peak_of_name(torch.cuda.get_device_name(device))
 

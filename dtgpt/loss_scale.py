@@ -9,6 +9,7 @@ All state is on the device and changes by tensor operations in place: nothing wa
 Every rank holds its own copy; they stay equal as long as `overflow` is agreed on, as a norm summed over the world is.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -66,3 +67,12 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("scale", *COUNTS):
             getattr(self, name).fill_(state[name])
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError, TypeError or KeyError where `state` is neither None nor a `state_dict` of a scaler."""
+    if state is None:
+        return
+    whole = all(isinstance(state[name], int) for name in COUNTS)
+    if not 0 < float(state["scale"]) < math.inf or not whole:
+        raise ValueError("loss_scale needs a positive scale and whole counts")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.errors import UserError
 from dtgpt.loss_scale import LossScaler
 from dtgpt.ops.adamw import AdamW, Slot
 from dtgpt.parallel.shards import Shard, Shards
@@ -58,7 +59,7 @@ class Update:
         """share: what one micro-batch counts in the sum over all."""
         self.shards, self.clip, self.share = shards, recipe.optimizer.clip, share
         device, scale = shards.mesh.device, recipe.loss_scale
-        self.smallest_scale = scale.minimum
+        self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.adamw = make_optimizer(shards, recipe.optimizer)
         self.schedule = torch.tensor([learning_rate(step, recipe) for step in range(recipe.steps)], device=device)
         self.lr = torch.zeros((), device=device)
@@ -87,6 +88,7 @@ class Update:
         inverse = self.scaler.inverse()
         norm = self.shards.norm() * inverse
         overflow = ~torch.isfinite(norm)
+        self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
         self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, overflow)
         self.scaler.update(overflow)
         self.gradient_scale.copy_(self.scaler.scale * self.share)
@@ -104,9 +106,14 @@ class Update:
             self.scaler.load_state_dict(state["loss_scale"])
             self.gradient_scale.copy_(self.scaler.scale * self.share)
 
-    def may_overflow(self) -> bool:
-        """Whether a norm that is not finite is no more than a skipped step, since a smaller loss scale is left."""
-        return self.scaler is not None and self.scaler.scale.item() > self.smallest_scale
+    def check_overflow(self, norm: float) -> None:
+        """Raise UserError where the last step, with the gradient norm `norm`, overflowed at the smallest loss scale: no
+        later one will do better."""
+        if not math.isfinite(norm) and self.at_smallest.item():
+            raise UserError(
+                f"gradients overflow at the smallest loss scale, {self.smallest_scale:g}; lower loss_scale.minimum or "
+                "optimizer.lr, or use --precision bf16"
+            )
 
     def scaling(self) -> dict[str, float]:
         """For a progress line: the loss scale and the steps skipped so far; nothing outside of fp16."""

@@ -162,12 +162,16 @@ class Recipe:
                 raise UserError(f"{name} is empty; give a path, or leave it out")
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
             raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
-        check_backend(self.attention, self.model.dropout)
+        if self.steps > MOST_STEPS:
+            raise UserError(f"steps={self.steps} is more than a schedule holds; use {MOST_STEPS} or less")
+        check_backend(self.attention, self.model.dropout, self.model.hidden_size // self.model.num_heads)
         scale = self.loss_scale
         if scale.initial > LARGEST_SCALE:
             raise UserError(
                 f"loss_scale.initial={scale.initial} is more than fp32 holds; use 2**32 = 4294967296 or less"
             )
+        if scale.minimum < 1 / LARGEST_SCALE:
+            raise UserError(f"loss_scale.minimum={scale.minimum} is less than gradients can be divided by; use 1")
         if scale.minimum > scale.initial:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
@@ -202,6 +206,7 @@ class Recipe:
 
 
 LARGEST_SCALE = 2.0**64
+MOST_STEPS = 10_000_000  # the learning rate of each lies on the device
 POSITIVE = (
     "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
     "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",

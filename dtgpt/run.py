@@ -24,6 +24,7 @@ from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 
+ABSENT = object()
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
 
@@ -75,8 +76,8 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     for name, _, _, value in leaves(recipe):
         before: Any = saved
         for part in name.split("."):
-            before = before.get(part) if isinstance(before, dict) else None
-        if before != value and name not in ("resume", "runs"):
+            before = before.get(part, ABSENT) if isinstance(before, dict) else ABSENT
+        if before not in (value, ABSENT) and name not in ("resume", "runs"):  # an older run lacks newer fields
             changes.append(f"{name} {before} -> {value}")
     return changes
 

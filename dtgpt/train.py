@@ -14,13 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dtgpt import evaluate
-from dtgpt.checkpoint import (
-    check_same_model,
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from dtgpt.checkpoint import check_same_model, list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset, training_batch
@@ -193,7 +187,11 @@ class Training:
             if not (report_due or eval_due or save_due or sample_due):
                 continue
             loss, norm = self.mean_loss(on_device), on_device.norm.item()  # here the program waits for the device
-            self._check_finite("loss and gradient norm", loss, loss if self.optimizer.may_overflow() else norm)
+            if self.optimizer.scaler is None:
+                self._check_finite("loss and gradient norm", loss, norm)
+            else:  # whose overflows are skipped steps
+                self._check_finite("loss", loss)
+                self.optimizer.check_overflow(norm)
             if report_due:
                 tokens = self.samples_before(self.step) * recipe.model.seq_length
                 memory = self.mesh.max(peak_memory(self.device)[0])
@@ -237,7 +235,7 @@ class Training:
 
     def gradient(self, shard: Shard) -> Tensor:
         """What `gradients` left of this shard, without the loss scale."""
-        return self.shards.gradient(shard) * self.optimizer.inverse_scale()
+        return self.shards.gradient(shard).float() * self.optimizer.inverse_scale()
 
     def update(self, loss: Tensor) -> Curve:
         """Clip the gradients that `gradients` left in the shards, and step."""

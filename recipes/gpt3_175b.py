@@ -7,9 +7,9 @@ expect     of the look: 16 stages of 6 blocks, under 80 GB on each rank. Neither
            size was done here. To save, rank 0 needs 1.4 TB of main memory, 8 bytes for each parameter.
 
 The script leaves dropout at Megatron-LM's defaults, 0.1 for hidden states and attention, and so does this recipe. Where
-it differs from the script: bf16 with fp32 master weights (there: fp16 with loss scaling), sequence parallelism, which
-changes no result, and the whole global batch from the first step (there: from 16 samples up to 1536 over the first
-5,859,375; dtgpt has no --rampup-batch-size).
+it differs from the script: bf16 with fp32 master weights (there: fp16 with loss scaling, which is --precision fp16
+here), sequence parallelism, which changes no result, and the whole global batch from the first step (there: from 16
+samples up to 1536 over the first 5,859,375; dtgpt has no --rampup-batch-size).
 """
 
 from dataclasses import replace

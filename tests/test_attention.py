@@ -92,11 +92,11 @@ def test_pytorchs_own_never_draws_a_mask():
 
 def test_pytorchs_own_is_refused_under_dropout():
     for backend in get_args(Backend):
-        check_backend(backend, 0.0)
+        check_backend(backend, 0.0, 128)
         if backend != "sdpa":
-            check_backend(backend, 0.1)
+            check_backend(backend, 0.1, 128)
     with pytest.raises(UserError) as error:
-        check_backend("sdpa", 0.1)
+        check_backend("sdpa", 0.1, 64)
     rule, _, remedy = str(error.value).partition("; ")
     assert "attention=sdpa" in rule and "model.dropout=0.1" in rule and "\n" not in str(error.value)
     assert remedy == "use --attention auto, flash or fused_softmax, or --model.dropout 0"
@@ -110,3 +110,12 @@ def test_training_has_the_same_curve_on_every_back_end(recipe):
     assert curves["auto"] == curves["explicit"]
     for curve in curves.values():
         assert curve == pytest.approx(curves["explicit"], rel=1e-6)
+
+
+def test_heads_that_the_kernel_cannot_hold_are_refused():
+    with pytest.raises(
+        UserError, match="heads of up to 128, but hidden_size / num_heads is 160; use --attention"
+    ):
+        check_backend("flash", 0.1, 160)
+    check_backend("auto", 0.1, 160)
+    assert choose(True, True, 160) == "explicit" and choose(False, True, 160) == "sdpa"

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dtgpt.loss_scale import LossScaler
+from dtgpt.loss_scale import LossScaler, check_state
 
 CPU = torch.device("cpu")
 SETTINGS = [
@@ -144,3 +144,12 @@ def test_a_cuda_graph_replays_the_update():
         graph.replay()
         rules.update(value)
         assert scaler.state_dict() == rules.state
+
+
+@pytest.mark.parametrize("state", [{}, 5, {"scale": "x"}, {"scale": 0.0}, {"scale": 1.0, "skipped": 0.5}])
+def test_a_state_that_is_none_is_told(state):
+    whole = {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": -3, "skipped": 2}
+    check_state(None)
+    check_state(whole)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        check_state({**whole, **state} if isinstance(state, dict) and state else state)

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt import compare
 from dtgpt.compare import Record, difference, record
@@ -89,7 +91,27 @@ def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precisio
     assert found.gradient < tensors and found.weight < 2 * tensors, found
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["tp2", "dp2_tp2", "dp2_pp2"])
+def test_gradients_that_other_ranks_hold_in_16_bits_are_gathered_as_they_are(recipe, plan, precision):
+    """One micro-batch leaves them as narrow as the weights; the loss scale must come off before anything is rounded."""
+    plan, scale = parse_plan(plan), LossScaleConfig(initial=2.0**12)
+    recipe = replace(sized_for(recipe, plan), precision=precision, loss_scale=scale)
+    recipe = replace(recipe, micro_batch_size=2 if plan.pp > 1 else recipe.global_batch_size // (plan.dp or 1))
+    found = difference(run(recipe, plan), record(replace(recipe, plan="single"), STEPS))
+    assert found.gradient < 0.1 and found.same_initial, found
+
+
 OWN = {
+    "a whole matrix behind a cut one": Plan(
+        dp=1, tp=2, table={"blocks.*.mlp.fc": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.proj": None}
+    ),
+    "a last matrix cut by columns": Plan(
+        dp=1, tp=2, table={"blocks.*.mlp.proj": ColwiseParallel(output_layouts=Replicate()), "blocks.*.mlp.fc": None}
+    ),
+    "a first matrix cut by rows": Plan(
+        dp=1, tp=2, table={"blocks.*.attn.qkv": RowwiseParallel(input_layouts=Replicate()), "blocks.*.attn.proj": None}
+    ),
     "an MLP that every rank holds whole": Plan(dp=1, tp=2, table={"blocks.*.mlp.fc": None, "blocks.*.mlp.proj": None}),
     "heads that every rank holds": Plan(dp=1, tp=2, table={f"blocks.*.attn.{name}": None for name in ("qkv", "proj")}),
     "one whole MLP": Plan(dp=1, tp=2, table={"blocks.1.mlp.fc": None, "blocks.1.mlp.proj": None}),

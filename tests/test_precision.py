@@ -1,12 +1,14 @@
 """Training in 16 bits: narrow weights beside fp32 masters, gradients summed in fp32, and the loss scale of fp16."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.optim import learning_rate
@@ -134,3 +136,17 @@ def test_one_micro_batch_of_one_process_needs_no_second_memory(recipe):
     run.gradients()
     assert run.shards.buckets is None
     assert all(run.shards.gradient(shard) is shard.parameter.grad for shard in run.shards)
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run_and_one_above_it_does_not(recipe):
+    """Halving to the smallest scale is no end: the steps at that scale may go."""
+    scale = {"initial": 2.0**40, "minimum": 2.0**39, "hysteresis": 1}
+    run = training(change(recipe, precision="fp16", loss_scale=scale))
+    norm = run.train_step().norm.item()
+    assert not math.isfinite(norm)
+    run.optimizer.check_overflow(norm)  # which was at 2^40
+    norm = run.train_step().norm.item()
+    with pytest.raises(
+        UserError, match=r"at the smallest loss scale, 5.49756e\+11; lower loss_scale.minimum or"
+    ):
+        run.optimizer.check_overflow(norm)

@@ -123,6 +123,9 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--loss_scale.window", "0"], ["loss_scale.window=0", "more than 0"]),
         (["--loss_scale.hysteresis", "0"], ["loss_scale.hysteresis=0", "more than 0"]),
         (["--loss_scale.minimum", "-1"], ["loss_scale.minimum=-1.0", "more than 0"]),
+        (["--loss_scale.minimum", "1e-30"], ["loss_scale.minimum=1e-30", "use 1"]),
+        (["--loss_scale.initial", "1e30"], ["loss_scale.initial=1e+30", "use 2**32"]),
+        (["--steps", "1000000000"], ["steps=1000000000", "10000000 or less"]),
         (
             ["--loss_scale.minimum", "8", "--loss_scale.initial", "4"],
             ["loss_scale.minimum=8.0", "loss_scale.initial=4.0"],

@@ -68,8 +68,13 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, star
     return (probabilities if key is None else dropout(probabilities, key, p, start)) @ v
 
 
-def check_backend(backend: str, dropout: float) -> None:
+def check_backend(backend: str, dropout: float, head_dim: int) -> None:
     """Raise UserError where a recipe's `attention` cannot do what its model wants."""
+    if backend == "flash" and head_dim > LARGEST_HEAD:
+        raise UserError(
+            f"attention=flash takes heads of up to {LARGEST_HEAD}, but hidden_size / num_heads is {head_dim}; use "
+            "--attention auto, or more heads"
+        )
     if backend == "sdpa" and dropout > 0:
         raise UserError(
             f"attention=sdpa draws masks from a generator, so those of model.dropout={dropout} would depend on the "

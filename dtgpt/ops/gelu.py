@@ -24,7 +24,9 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """x `[.., F]`, bias `[F]` -> gelu_tanh(x + bias) `[.., F]`, in x's dtype. Of a DTensor as bias of a plain x the
     local part counts: x is then what a matrix cut along with the bias has made."""
     if isinstance(bias, DTensor) and not isinstance(x, DTensor):
-        bias = bias.to_local()
+        bias = bias.full_tensor() if len(bias) == x.shape[-1] else bias.to_local()
+    if bias.shape != x.shape[-1:]:  # kernels believe it
+        raise ValueError(f"a bias of {tuple(bias.shape)} does not fit x of {tuple(x.shape)}")
     return _bias_gelu(x, bias) if may_fuse(x) else reference(x, bias)
 
 

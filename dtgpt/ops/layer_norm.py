@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.dropout import dropout
 from dtgpt.ops.fast import may_fuse
-from dtgpt.ops.residual import WHOLE, check_site, cuts, given, kernels, like, residual_reference
+from dtgpt.ops.residual import WHOLE, check_site, cuts, given, kernels, like, residual_reference, whole_bias
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -57,7 +57,7 @@ def residual_norm(
     x, branch: `[B, T, H]` of one dtype; key: int64 `[B, 2]`, or None for no dropout; start: the global position and
     column of the first element within a sample. ValueError where the column is no multiple of eight.
     """
-    key = check_site(key, p, start)
+    key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
     if not may_fuse(x):
         return residual_norm_reference(x, branch, branch_bias, weight, bias, eps, key, p, start)
     return _residual_norm(x, branch, branch_bias, weight, bias, eps, key, p, start)[:2]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from dtgpt.ops.bias import bias_gradient
@@ -34,10 +34,19 @@ def residual(
     x, branch: `[B, T, H]` of one dtype; key: int64 `[B, 2]`, or None for no dropout; start: the global position and
     column of the first element within a sample. ValueError where the column is no multiple of eight.
     """
-    key = check_site(key, p, start)
+    key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
     if not may_fuse(x) or (branch_bias is None and key is None):
         return residual_reference(x, branch, branch_bias, key, p, start)
     return _residual(x, branch, branch_bias, key, p, start)
+
+
+def whole_bias(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The bias, whole where tensor parallelism cut it. ValueError where shapes do not fit, which kernels believe."""
+    if isinstance(bias, DTensor) and not isinstance(branch, DTensor):
+        bias = bias.full_tensor()
+    if branch.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
+        raise ValueError(f"a branch of {tuple(branch.shape)} does not fit x of {tuple(x.shape)}")
+    return bias
 
 
 def check_site(key: Tensor | None, p: float, start: Sequence[int]) -> Tensor | None:

@@ -5,6 +5,8 @@ a block, its gradients are added to the bucket in one pass, and with the last mi
 replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,7 +47,7 @@ class NarrowSum(Sum):
     def __init__(self, flat: Tensor, group: dist.ProcessGroup):
         super().__init__(flat, group)
         self._pieces = torch.empty_like(flat)
-        self._stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
+        self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
         if self._stream is None:
@@ -63,6 +65,12 @@ class NarrowSum(Sum):
     def wait(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all buckets: PyTorch has few, and would in the end hand out the one that computes."""
+    return torch.cuda.Stream(device)
 
 
 class Bucket:

@@ -1,8 +1,8 @@
 """Pieces of a training step as CUDA graphs: captured once, then replayed without the host's help.
 
-Without a graph every parallel step waits for the host, which launches kernels one by one (DTensor and `fully_shard`
-two to four times slower than the GPU). What can be captured has static shapes and addresses and never asks the device
-for a value: each step of dtgpt is written so.
+Without a graph every parallel step waits for the host, which launches kernels one by one (`benchmarks/train_step.py
+--against "--graph off"`). What can be captured has static shapes and addresses and never asks the device for a value:
+each step of dtgpt is written so.
 """
 
 from collections.abc import Callable
@@ -60,10 +60,19 @@ class Graphs:
         places = tuple(None if value is None else value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            result = work(*places)
+        options = {"pool": self._pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
+        failure = None
+        try:
+            with torch.cuda.graph(graph, **options):
+                try:
+                    result = work(*places)
+                except torch.OutOfMemoryError as error:
+                    failure = error
+                    raise
+        except RuntimeError:
+            if failure is not None:  # what the end of a broken capture raises hides it
+                raise failure from None
+            raise
         return graph, places, result
 
 

@@ -87,7 +87,7 @@ def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:
 def code_digests() -> dict[str, str]:
     """A short digest of each source file of dtgpt."""
     root = Path(dtgpt.__file__).parent
-    files = sorted(root.rglob("*.py"))
+    files = sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".cuh"))
     return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
 
 

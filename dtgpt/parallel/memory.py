@@ -78,9 +78,8 @@ def _core(recipe: Recipe, sizes: Sizes, backend: str) -> float:
     if backend == "explicit":
         return (4 + sizes.width) * sizes.scores  # probabilities in fp32, and dropped
     if backend == "fused_softmax":
-        return (
-            sizes.width * sizes.scores * (1 if recipe.model.dropout == 0 else 2)
-        )  # probabilities; under dropout scores
+        kept = 1 if recipe.model.dropout == 0 else 2  # probabilities; under dropout the scores too
+        return kept * sizes.width * sizes.scores
     return 4 * sizes.scores / recipe.model.seq_length  # the logarithm of each row's sum, fp32
 
 
@@ -107,10 +106,13 @@ def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, backend
 
     in_flight = stages_in_flight(plan, micro_batches, place.pp)
     kept = in_flight / len(place.stages) * blocks * block_activations(recipe, sizes, backend)
-    head = (
-        2 * sizes.residual + 2 * sizes.whole if place.holds_last else 0
-    )  # the LayerNorm, and the gradient of its output
-    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": _gathered(held, blocks, plan, width, graphed)}
+    head = 2 * sizes.residual + 2 * sizes.whole  # the LayerNorm, and the gradient of its output
+    gathered = _gathered(held, blocks, plan, width, graphed)
+    if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
+        head += 2 * sizes.logits
+        gathered = round(gathered * in_flight / len(place.stages))
+    head = head if place.holds_last else 0
+    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
     common["edges"] = _edges(plan, place, sizes, micro_batches, in_flight)
 
     full = gradient_bytes(held, plan, micro_batches, width)

@@ -120,7 +120,7 @@ class Shards:
             for name, part in held.items():
                 parts.setdefault(name, []).append((rank, part))
         for name in sorted(parts):
-            mine = value(keepers[name]).detach().cpu().contiguous() if name in keepers else None
+            mine = value(keepers[name]).detach().float().cpu().contiguous() if name in keepers else None
             yield name, self._assemble(parts[name], mine)
 
     def _assemble(self, parts: list[tuple[int, Part]], mine: Tensor | None) -> Tensor | None:

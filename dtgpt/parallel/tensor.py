@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig
+from dtgpt.model import GPT, GPTConfig, Product
 from dtgpt.parallel.plan import Plan
 
 
@@ -196,13 +196,18 @@ def make_table(config: GPTConfig, plan: Plan) -> Table:
         _check_own(plan.table, [name for name, _ in model.named_modules()])
     product = SequenceProduct if plan.sequence_parallel else RowwiseProduct
     own = {
-        pattern: product.like(style) if type(style) is RowwiseParallel else style
+        pattern: product.like(style) if type(style) is RowwiseParallel and _are_products(model, pattern) else style
         for pattern, style in plan.table.items()
     }
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.table and plan.sequence_parallel:
         _check_covers(table, model)
     return table
+
+
+def _are_products(model: GPT, pattern: str) -> bool:
+    """Whether the modules of this pattern leave their bias to what comes behind them."""
+    return any(isinstance(module, Product) for name, module in model.named_modules() if _matches(name, pattern))
 
 
 def _check_covers(table: Table, model: GPT) -> None:

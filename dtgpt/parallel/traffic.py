@@ -106,7 +106,9 @@ def _over_pp(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype) -> list[
     found = [Collective("send", "pp", "activations and gradients", sends * passes, sends * passes * edge)]
     tables = [p for p in parameters_of(config, plan, rank) if p.name == TABLE]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
-        found.append(Collective("all-reduce", "pp", "gradient of the tied table, fp32", 1, 4 * tables[0].local))
+        narrow = dtype.itemsize < 4 and not plan.splits_backward and not plan.zero and (plan.dp > 1 or passes == 1)
+        size = (dtype.itemsize if narrow else 4) * tables[0].local
+        found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
     return found
 
 
