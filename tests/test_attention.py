@@ -113,9 +113,7 @@ def test_training_has_the_same_curve_on_every_back_end(recipe):
 
 
 def test_heads_that_the_kernel_cannot_hold_are_refused():
-    with pytest.raises(
-        UserError, match="heads of up to 128, but hidden_size / num_heads is 160; use --attention"
-    ):
+    with pytest.raises(UserError, match="heads of up to 128, but hidden_size / num_heads is 160; use --attention"):
         check_backend("flash", 0.1, 160)
     check_backend("auto", 0.1, 160)
     assert choose(True, True, 160) == "explicit" and choose(False, True, 160) == "sdpa"

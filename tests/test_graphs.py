@@ -40,6 +40,31 @@ def test_without_graphs_work_is_done_at_once():
     assert graphs.run("double", lambda x: 3 * x, torch.ones(())) == 3
 
 
+@pytest.mark.parametrize(
+    "cause", [RuntimeError("no such thing in a capture\nat line 1"), torch.OutOfMemoryError("full")]
+)
+def test_a_piece_that_cannot_be_captured_tells_its_own_cause(monkeypatch, cause):
+    """The end of a broken capture raises something else, which hides it."""
+
+    class Capture:
+        def __init__(self, graph, **options): ...
+        def __enter__(self): ...
+        def __exit__(self, *failure):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def work():
+        raise cause
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    expected = (torch.OutOfMemoryError, "full")
+    if not isinstance(cause, torch.OutOfMemoryError):
+        expected = UserError, r"cannot be captured as a CUDA graph \(no such thing in a capture\); use --graph off"
+    with pytest.raises(expected[0], match=expected[1]):
+        Graphs(False)._capture(work, ())
+
+
 def test_a_run_on_a_cpu_that_asks_for_graphs_is_refused_before_it_begins(recipe):
     with pytest.raises(UserError, match=r"^graph=on, but CUDA graphs need a CUDA device; use --graph auto"):
         train(replace(recipe, graph="on"))

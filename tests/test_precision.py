@@ -146,7 +146,5 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run_and_one_above_it_does_no
     assert not math.isfinite(norm)
     run.optimizer.check_overflow(norm)  # which was at 2^40
     norm = run.train_step().norm.item()
-    with pytest.raises(
-        UserError, match=r"at the smallest loss scale, 5.49756e\+11; lower loss_scale.minimum or"
-    ):
+    with pytest.raises(UserError, match=r"at the smallest loss scale, 5.49756e\+11; lower loss_scale.minimum or"):
         run.optimizer.check_overflow(norm)

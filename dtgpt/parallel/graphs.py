@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dtgpt.errors import UserError
+
 WARM_UP = 2  # steps that run as they are: kernels are built, libraries choose, communicators meet
 
 
@@ -66,13 +68,15 @@ class Graphs:
             with torch.cuda.graph(graph, **options):
                 try:
                     result = work(*places)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
                     failure = error
                     raise
-        except RuntimeError:
-            if failure is not None:  # what the end of a broken capture raises hides it
+        except RuntimeError as error:
+            failure = failure or error  # what the end of a broken capture raises hides the cause
+            if isinstance(failure, torch.OutOfMemoryError):
                 raise failure from None
-            raise
+            reason = str(failure).splitlines()[0]
+            raise UserError(f"a step cannot be captured as a CUDA graph ({reason}); use --graph off") from failure
         return graph, places, result
 
 
