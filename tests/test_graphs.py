@@ -40,9 +40,7 @@ def test_without_graphs_work_is_done_at_once():
     assert graphs.run("double", lambda x: 3 * x, torch.ones(())) == 3
 
 
-@pytest.mark.parametrize(
-    "cause", [RuntimeError("no such thing in a capture\nat line 1"), torch.OutOfMemoryError("full")]
-)
+@pytest.mark.parametrize("cause", [RuntimeError("not in a capture\nat line 1"), torch.OutOfMemoryError("full")])
 def test_a_piece_that_cannot_be_captured_tells_its_own_cause(monkeypatch, cause):
     """The end of a broken capture raises something else, which hides it."""
 
@@ -60,7 +58,7 @@ def test_a_piece_that_cannot_be_captured_tells_its_own_cause(monkeypatch, cause)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     expected = (torch.OutOfMemoryError, "full")
     if not isinstance(cause, torch.OutOfMemoryError):
-        expected = UserError, r"cannot be captured as a CUDA graph \(no such thing in a capture\); use --graph off"
+        expected = UserError, r"cannot be captured as a CUDA graph \(not in a capture\); use --graph off"
     with pytest.raises(expected[0], match=expected[1]):
         Graphs(False)._capture(work, ())
 
