@@ -143,3 +143,30 @@ def tensor_parallel(arguments: list[str]) -> int:
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 def test_tensor_parallelism_by_hand_has_the_gradients_of_dtensor(small, dropout):
     assert pool().run(2, tensor_parallel, [*small, "--dropout", dropout]) == [0, 0]
+
+
+def plans(arguments: list[str]) -> list[tuple]:
+    sys.path.insert(0, BENCHMARKS)
+    sys.argv = ["plans.py", *arguments]
+    from plans import main
+
+    return [(r["plan"], r["batch"], r["gpus"], r["step"] > 0, r["loss"]) for r in main()]
+
+
+def test_several_plans_are_measured_in_one_process_group(small):
+    wanted = ["--plans", "dp2", "tp2_sp", "--micro_batches", "2", "--dropout", "0"]
+    for found in pool().run(2, plans, [*small, *wanted]):
+        (dp, *dp_sizes, _), (tp, *tp_sizes, _) = found
+        assert (dp, *dp_sizes) == ("dp2", [2, 2, 2], 2, True) and (tp, *tp_sizes) == ("tp2_sp", [1, 2, 2], 2, True)
+
+
+def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
+    import curve
+
+    small = [*small[: small.index("--warmup")], *small[small.index("--warmup") + 2 :]]
+    call(curve.main, "curve.py", small, monkeypatch)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" against")[0].strip() for line in printed[:2]] == ["captured", "uncaptured again"]
+    assert all("largest 0.0e+00" in line for line in printed[:2])  # on a CPU all three are the same run
+    first, last = printed[2].removeprefix("losses ").split(",")[0].split(" -> ")
+    assert float(last) < float(first)
