@@ -9,13 +9,12 @@ The table is that of `train_step.py`. A plan that fails ends the run; what was m
 import argparse
 import gc
 import os
-import statistics
 import sys
 from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
-from train_step import host_time, make_recipe, result, table, timed
+from train_step import make_recipe, measured, result, table, timed
 
 from dtgpt.device import choose_device
 from dtgpt.parallel.launch import start_process_group
@@ -35,14 +34,8 @@ def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:
         for _ in range(args.warmup):
             training.train_step()
         rounds = [timed(training.train_step, args.steps, device)]
-        mine = {"step": statistics.median(rounds[0]), "allocated": 0.0, "reserved": 0.0}
-        mine["host"] = host_time(training.train_step, min(args.steps, 10), device)
-        if device.type == "cuda":
-            mine["allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
-            mine["reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
-        everyone = mesh.gather(mine)
-        slowest = {key: max(theirs[key] for theirs in everyone) for key in mine}
-        return result(name, training, slowest, rounds) | {"loss": training.mean_loss(training.train_step())}
+        found = result(name, training, measured(training, rounds, args.steps), rounds)
+        return found | {"loss": training.mean_loss(training.train_step())}
 
 
 def main() -> list[dict]:

@@ -147,15 +147,21 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
         times = alternating(steps, args.steps, mesh.device)
         results = []
         for (name, training), step, rounds in zip(runs.items(), steps, times, strict=True):
-            mine = {"host": host_time(step, min(args.steps, 10), mesh.device), "allocated": peak_memory(mesh.device)[0]}
-            mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if mesh.device.type == "cuda" else 0.0
-            mine["step"] = statistics.median(t for times in rounds for t in times)
-            everyone = mesh.gather(mine)
-            slowest = {key: max(theirs[key] for theirs in everyone) for key in mine}
-            results.append(result(name, training, slowest, rounds) | {"loss": training.mean_loss(step())})
+            results.append(result(name, training, measured(training, rounds, args.steps), rounds))
+            results[-1]["loss"] = training.mean_loss(step())
         if args.profile:
             profile(plan, steps[0], mesh.device, show=mesh.rank == 0)
         return results
+
+
+def measured(training: Training, rounds: list[list[float]], steps: int) -> dict[str, float]:
+    """Of the slowest and the fullest rank, on every rank the same: seconds of a step and of its host, GiB."""
+    device = training.device
+    mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)[0]}
+    mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
+    mine["step"] = statistics.median(t for times in rounds for t in times)
+    everyone = training.mesh.gather(mine)
+    return {key: max(theirs[key] for theirs in everyone) for key in mine}
 
 
 def result(name: str, training: Training, measured: dict[str, float], rounds: list[list[float]]) -> dict:

@@ -129,7 +129,7 @@ def use_graphs(recipe: Recipe, device: torch.device) -> bool:
     """Whether steps are replayed as CUDA graphs; raises UserError where that is asked for without CUDA."""
     if recipe.graph == "on" and device.type != "cuda":
         raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
-    return device.type == "cuda" and recipe.graph != "off"
+    return recipe.captures(device.type)
 
 
 def why_no_compiler(device: torch.device) -> str | None:

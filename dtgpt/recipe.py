@@ -115,6 +115,10 @@ class Recipe:
         warmup = self.optimizer.warmup
         return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
 
+    def captures(self, device_type: str) -> bool:
+        """Whether a step on this kind of device is replayed as CUDA graphs."""
+        return device_type == "cuda" and self.graph != "off"
+
     def micro_batches(self, dp: int) -> int:
         """Gradient accumulation: forward and backward passes of each of `dp` replicas per optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * dp)

@@ -44,7 +44,7 @@ def lay_out_stage(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, co
     """One stage on the meta device, cut as the plan says."""
     plan, config = mesh.plan, recipe.model
     with torch.device("meta"):
-        part = keep_stage(GPT(config, dtype), stage, plan).to(weights_dtype(plan, dtype))
+        part = keep_stage(GPT(config, dtype), stage, plan).to(dtype if plan.narrows_weights else torch.float32)
     if plan.tp > 1:
         apply_table(part, mesh.devices["tp"], make_table(config, plan))
     for block in part.blocks.values():
@@ -58,12 +58,6 @@ def lay_out_stage(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, co
     if plan.zero:
         shard_over_data(part, mesh, dtype)
     return part
-
-
-def weights_dtype(plan: Plan, dtype: torch.dtype) -> torch.dtype:
-    """Of the modules' own weights. `fully_shard` keeps fp32 masters and casts what it gathers; a schedule that cuts
-    backward in two sums the micro-batches in the weights' type, which must then be fp32."""
-    return torch.float32 if plan.zero or plan.splits_backward else dtype
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

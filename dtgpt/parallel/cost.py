@@ -85,27 +85,35 @@ def tp_dimension(module: str, name: str, table: Table) -> int | None:
     return None
 
 
+def narrow(plan: Plan, width: int) -> bool:
+    """Whether weights have 16 bits, where activations have `width` bytes."""
+    return width < 4 and plan.narrows_weights
+
+
 def keeps_totals(plan: Plan, micro_batches: int, width: int) -> bool:
-    """Whether gradients of all micro-batches and replicas are summed in fp32 tensors of their own, without ZeRO."""
-    narrow = width < 4 and not plan.splits_backward
-    return plan.zero == 0 and (plan.dp > 1 or (micro_batches > 1 and narrow))
+    """Whether gradients of all micro-batches and replicas are summed in tensors of their own, without ZeRO."""
+    return plan.zero == 0 and (plan.dp > 1 or (micro_batches > 1 and narrow(plan, width)))
+
+
+def gradient_width(plan: Plan, micro_batches: int, width: int) -> int:
+    """Bytes of a number of the gradient that the optimizer gets: it is as narrow as the weights where replicas sent it
+    so, and where a single micro-batch made it."""
+    return width if narrow(plan, width) and (plan.dp > 1 or micro_batches == 1) else 4
 
 
 def gradient_bytes(held: list[Held], plan: Plan, micro_batches: int, width: int) -> int:
-    """In fp32, but for a single micro-batch of a single replica, whose gradients are as wide as the weights. ZeRO-2
-    cuts them as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before it cuts."""
-    narrow = width < 4 and not plan.splits_backward
-    if plan.zero == 0 and plan.dp > 1 and narrow:  # on the wire, from there, and the sums of several micro-batches
+    """ZeRO-2 cuts gradients as they come, ZeRO-1 after the last micro-batch; a pipeline sums all micro-batches before
+    it cuts."""
+    if plan.dp > 1 and narrow(plan, width):  # on the wire, from there, and the sums of several micro-batches
         return sum((2 * width + (4 if micro_batches > 1 else 0)) * p.by_tp for p in held)
-    if plan.zero == 0 and narrow and not keeps_totals(plan, micro_batches, width):
-        return sum(width * p.by_tp for p in held)
+    each = gradient_width(plan, micro_batches, width)
     cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and micro_batches == 1))
-    return sum(4 * (p.local if cut else p.by_tp) for p in held)
+    return sum(each * (p.local if cut else p.by_tp) for p in held)
 
 
 def state_bytes(recipe: Recipe, plan: Plan, rank: int, width: int) -> int:
     """Weights, gradients and AdamW's two moments on `rank`, where activations have `width` bytes."""
     held = parameters_of(recipe.model, plan, rank)
-    narrow = width if width < 4 and not plan.zero and not plan.splits_backward else 0
-    own = sum(12 * p.local + narrow * p.by_tp for p in held)
+    copies = width if narrow(plan, width) else 0
+    own = sum(12 * p.local + copies * p.by_tp for p in held)
     return own + gradient_bytes(held, plan, recipe.micro_batches(plan.dp), width)

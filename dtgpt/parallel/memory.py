@@ -129,7 +129,7 @@ def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, backend
 
 def memory_by_rank(recipe: Recipe, plan: Plan, dtype: torch.dtype, device: torch.device) -> dict[int, Memory]:
     """Of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
-    backend, graphed = attention_backend(recipe, device, dtype), device.type == "cuda" and recipe.graph != "off"
+    backend, graphed = attention_backend(recipe, device, dtype), recipe.captures(device.type)
     return {r: memory_of(recipe, plan, r, dtype, backend, graphed) for r in range(0, plan.world, plan.dp * plan.tp)}
 
 

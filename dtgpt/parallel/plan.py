@@ -69,6 +69,13 @@ class Plan:
         return self.pp > 1 and self.schedule == "ZBVZeroBubble"
 
     @property
+    def narrows_weights(self) -> bool:
+        """Whether modules hold weights in the type of the activations, beside fp32 masters. `fully_shard` keeps the
+        masters and casts what it gathers; a schedule that cuts backward in two sums the micro-batches in the weights'
+        own type, which must then be fp32."""
+        return not self.zero and not self.splits_backward
+
+    @property
     def replicate(self) -> int:
         """Ranks that hold the same optimizer state."""
         return 1 if self.zero else self.dp or 1

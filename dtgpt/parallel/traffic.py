@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.model import TABLE
-from dtgpt.parallel.cost import parameters_of
+from dtgpt.parallel.cost import gradient_width, narrow, parameters_of
 from dtgpt.parallel.mesh import Place
 from dtgpt.parallel.pipeline import block_ranges
 from dtgpt.parallel.plan import Plan
@@ -78,7 +78,7 @@ def _over_dp(recipe: Recipe, plan: Plan, rank: int, blocks: int, dtype: torch.dt
     ends = sum(stage in (0, plan.num_stages - 1) for stage in Place(plan, rank).stages)
     groups = blocks + ends  # each block, and what is around the blocks of a stage
     whole = sum(p.by_tp for p in held)
-    if plan.zero == 0 and (dtype.itemsize == 4 or plan.splits_backward):
+    if plan.zero == 0 and not narrow(plan, dtype.itemsize):
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
     if plan.zero == 0:
         size = dtype.itemsize * whole
@@ -106,8 +106,7 @@ def _over_pp(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype) -> list[
     found = [Collective("send", "pp", "activations and gradients", sends * passes, sends * passes * edge)]
     tables = [p for p in parameters_of(config, plan, rank) if p.name == TABLE]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
-        narrow = dtype.itemsize < 4 and not plan.splits_backward and not plan.zero and (plan.dp > 1 or passes == 1)
-        size = (dtype.itemsize if narrow else 4) * tables[0].local
+        size = gradient_width(plan, passes, dtype.itemsize) * tables[0].local
         found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
     return found
 
