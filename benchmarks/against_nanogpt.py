@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.device import peak_flops
 from dtgpt.errors import UserError
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 
 def import_model(folder: Path) -> ModuleType:

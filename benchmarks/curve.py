@@ -11,9 +11,10 @@ from contextlib import ExitStack
 
 from train_step import make_recipe
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.device import choose_device
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 
 def losses(args: argparse.Namespace, overrides: list[str]) -> list[float]:

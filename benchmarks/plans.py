@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, measured, result, table, timed
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.device import choose_device
 from dtgpt.parallel.launch import start_process_group
 from dtgpt.parallel.process import Process
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 
 def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:

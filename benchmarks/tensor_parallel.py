@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from train_step import alternating, make_recipe, ratio
 
+from dtgpt.begin import start
 from dtgpt.device import choose_dtype
 from dtgpt.errors import UserError
 from dtgpt.model import GPT, Block
@@ -35,7 +36,6 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import Recipe
-from dtgpt.train import start
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from timing import COPY_RATE, MATRIX_RATE
 
-from dtgpt.cli import load_recipe
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.compare import fitting_plan
 from dtgpt.device import peak_flops, peak_memory
 from dtgpt.errors import UserError
@@ -35,9 +35,10 @@ from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import VARIABLES
 from dtgpt.recipe import Recipe
+from dtgpt.recipe_file import load_recipe
 from dtgpt.run import environment
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS = {  # name -> recipe file, and a model in place of the recipe's

@@ -2,23 +2,16 @@
 
 import difflib
 import errno
-import importlib.util
 import os
 import re
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from dtgpt.console import accept_any_text, say, say_error
 from dtgpt.errors import UserError
-
-if TYPE_CHECKING:
-    from dtgpt.recipe import Recipe
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -40,7 +33,10 @@ USAGE = """usage: dtgpt COMMAND ...
                                                 memory, messages and bubble of a plan; no GPU is needed
   dtgpt compare RECIPE.py --plans NAME [NAME ...] --steps N [--tolerance X] [--option value ...]
                                                 run the same steps under each plan and under none, and compare
-  dtgpt generate RUN [--prompt TEXT ...]        continue a text with a run's newest checkpoint
+  dtgpt generate RUN [--prompt TEXT ...]        continue a text with a run's newest checkpoint, or another model
+  dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
+                                                from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
+  dtgpt inspect MODEL [--tensors on]            step, plan, sizes, parameters and digests; every file is verified
   dtgpt plot RUN [RUN ...] [--output FILE.png]  draw the loss curves of runs into one picture
 """
 
@@ -58,6 +54,8 @@ def _command(words: list[str]) -> int:
         "compare": _compare,
         "record": _record,
         "generate": _generate,
+        "convert": _convert,
+        "inspect": _inspect,
         "plot": _plot,
     }
     if not words or words[0] in (*HELP, "help"):
@@ -117,8 +115,9 @@ def _say_once(sentence: str) -> None:
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.overrides import apply_overrides, help_text
     from dtgpt.parallel.process import Process
+    from dtgpt.recipe_file import call_recipe
 
-    recipe = _call_recipe(recipe_function)
+    recipe = call_recipe(recipe_function)
     if any(word in HELP for word in arguments):
         say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
@@ -135,7 +134,9 @@ def _train(words: list[str]) -> int:
     if words and words[0] in HELP:
         say(USAGE.rstrip())
         return 0
-    module = _recipe_module(words, "train")
+    from dtgpt.recipe_file import recipe_module
+
+    module = recipe_module(words, "train")
     return _run(module.recipe, module.__doc__ or "", words[1:])
 
 
@@ -143,7 +144,9 @@ def _plan(words: list[str]) -> int:
     if any(word in HELP for word in words):
         say(USAGE.rstrip())
         return 0
-    _recipe_module(words, "plan")
+    from dtgpt.recipe_file import load_recipe, recipe_module
+
+    recipe_module(words, "plan")
     own, options = _take_options(words[1:], {"world": 1, "gpu": 1})
     world, gpu = own.get("world"), own.get("gpu")
     if world and not re.fullmatch("[1-9][0-9]{0,8}", world[0]):
@@ -159,7 +162,9 @@ def _compare(words: list[str]) -> int:
     if any(word in HELP for word in words):
         say(USAGE.rstrip())
         return 0
-    _recipe_module(words, "compare")
+    from dtgpt.recipe_file import load_recipe, recipe_module
+
+    recipe_module(words, "compare")
     own, options = _take_options(words[1:], {"plans": None, "plan": None, "steps": 1, "tolerance": 1})
     if "plan" in own:
         raise UserError("dtgpt compare takes several plans; write --plans")
@@ -178,6 +183,7 @@ def _compare(words: list[str]) -> int:
 def _record(words: list[str]) -> int:
     """RECIPE.py FILE STEPS, then overrides: what dtgpt compare starts in the processes of a plan."""
     from dtgpt.compare import save_record
+    from dtgpt.recipe_file import load_recipe
 
     if len(words) < 3:
         raise UserError("dtgpt record is what dtgpt compare starts; use dtgpt compare")
@@ -205,70 +211,49 @@ def _take_options(words: list[str], counts: dict[str, int | None]) -> tuple[dict
     return own, rest
 
 
-def load_recipe(path: Path, options: list[str]) -> "Recipe":
-    """The recipe of a file with the overrides `options`."""
-    from dtgpt.overrides import apply_overrides
-
-    module = _load_module(path)
-    with _errors_of(path):
-        recipe = _call_recipe(module.recipe)
-    return apply_overrides(recipe, options)
-
-
-def _call_recipe(recipe_function: Callable) -> "Recipe":
-    from dtgpt.recipe import Recipe
-
-    recipe = recipe_function()
-    if not isinstance(recipe, Recipe):
-        raise UserError(f"recipe() returns {type(recipe).__name__}; let it return a dtgpt.recipe.Recipe")
-    return recipe
-
-
-def _recipe_module(words: list[str], command: str) -> ModuleType:
-    """The module of the recipe file that a command's first word names; raises UserError where it names none."""
-    if not words or words[0].startswith("-"):
-        raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
-    return _load_module(Path(words[0]))
-
-
-def _load_module(path: Path) -> ModuleType:
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    with _errors_of(path):
-        spec.loader.exec_module(module)
-    if not callable(getattr(module, "recipe", None)):
-        raise UserError(f"{path} is not a recipe: it defines no function recipe()")
-    return module
-
-
-@contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """What a recipe file raises, as a sentence that names its line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except SyntaxError as error:
-        raise UserError(f"{path} line {error.lineno}: {error.msg}; mend the recipe") from None
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")
-        raise UserError(f"{path}{line}: {type(error).__name__}: {error}; mend the recipe") from None
-
-
 def _generate(words: list[str]) -> int:
-    from dtgpt.generate import GenerateConfig, generate_from_run
+    from dtgpt.generate import GenerateConfig, generate_from
+
+    taken = _paths_and_config(words, "generate RUN", GenerateConfig, generate_from.__doc__)
+    if taken:
+        say(generate_from(*taken))
+    return 0
+
+
+def _convert(words: list[str]) -> int:
+    from dtgpt.interop.convert import ConvertConfig, convert
+
+    taken = _paths_and_config(words, "convert MODEL TARGET", ConvertConfig, convert.__doc__)
+    if taken:
+        convert(*taken)
+    return 0
+
+
+def _inspect(words: list[str]) -> int:
+    from dtgpt.interop.inspect import InspectConfig, inspect
+
+    taken = _paths_and_config(words, "inspect MODEL", InspectConfig, inspect.__doc__)
+    if taken:
+        say(inspect(*taken))
+    return 0
+
+
+def _paths_and_config(words: list[str], usage: str, config: Callable, doc: str) -> list | None:
+    """The paths that `usage` names in capitals, then a `config()` with the options after them; None where help was
+    asked for, and given."""
     from dtgpt.overrides import apply_overrides, help_text
 
     if any(word in HELP for word in words):
-        say(help_text(GenerateConfig(), generate_from_run.__doc__, "dtgpt generate RUN"))
-        return 0
-    if not words or words[0].startswith("-"):
-        raise UserError("dtgpt generate needs a run folder, such as dtgpt generate runs/gpt2_tiny-001 --prompt Hello")
-    say(generate_from_run(Path(words[0]), apply_overrides(GenerateConfig(), words[1:])))
-    return 0
+        say(help_text(config(), doc, f"dtgpt {usage}"))
+        return None
+    count = len(usage.split()) - 1
+    paths = words[:count]
+    if len(paths) < count or any(path.startswith("-") for path in paths):
+        example = {"generate": "runs/gpt2_tiny-001 --prompt Hello", "inspect": "runs/gpt2_tiny-001"}
+        command = usage.split()[0]
+        such = example.get(command, "runs/gpt2_tiny-001 exported --to hf")
+        raise UserError(f"dtgpt {command} needs {usage.partition(' ')[2]}, such as dtgpt {command} {such}")
+    return [*map(Path, paths), apply_overrides(config(), words[count:])]
 
 
 def _plot(words: list[str]) -> int:

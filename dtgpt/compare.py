@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.console import say, say_error
 from dtgpt.device import peak_memory
 from dtgpt.errors import UserError
@@ -34,7 +35,7 @@ from dtgpt.parallel.process import VARIABLES
 from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 REFERENCE = SINGLE
 # (loss, tensors): sums in another order differ by rounding. bf16 keeps 8 bits of an activation, and AdamW makes whole

@@ -8,13 +8,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint import load_weights, newest_checkpoint, read_state
-from dtgpt.data.tokenizer import Tokenizer
+from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
 from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig, build_model
+from dtgpt.interop.open import open_source, run_of
+from dtgpt.interop.source import load_model
+from dtgpt.model import GPT, GPT2_124M, GPTConfig
 from dtgpt.ops.random import root_key, uniform
-from dtgpt.run import load_tokenizer, open_run
+from dtgpt.run import load_tokenizer
 
 LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
 
@@ -92,16 +93,26 @@ class GenerateConfig:
 
 
 @memory_errors_as_sentences("ask for fewer tokens")
-def generate_from_run(run: Path, config: GenerateConfig) -> str:
-    """Continue a text with the newest checkpoint of a run folder."""
+def generate_from(path: Path, config: GenerateConfig) -> str:
+    """Continue a text with the newest checkpoint of a run folder, or with a model of another library."""
     for name in ("tokens", "temperature", "top_k"):
         if getattr(config, name) < 0:
             raise UserError(f"{name}={getattr(config, name)} is negative; use 0 or more")
-    checkpoint = newest_checkpoint(open_run(run))
+    source = open_source(path)
+    tokenizer = tokenizer_of(path, source.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(GPTConfig(**read_state(checkpoint)["model"]), device, torch.float32, key=None)
-    load_weights(checkpoint, model)
-    tokenizer = load_tokenizer(run)
+    model = load_model(source, device)
     key = root_key(config.seed, device)
     length = {"new_tokens": config.tokens, "temperature": config.temperature, "top_k": config.top_k}
     return sample_text(logits_of(model), model.config, tokenizer, config.prompt, key=key, **length)
+
+
+def tokenizer_of(path: Path, config: GPTConfig) -> Tokenizer:
+    """That of the run to which a path belongs; GPT-2's own for a model of another library with as many tokens."""
+    if run := run_of(path):
+        return load_tokenizer(run)
+    if config.vocab_size == GPT2_124M.vocab_size:
+        return make_tokenizer("gpt2", [], 0)
+    raise UserError(
+        f"nothing tells the tokenizer of {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder"
+    )

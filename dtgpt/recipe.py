@@ -72,6 +72,10 @@ class LogConfig:
 class CheckpointConfig:
     interval: Annotated[int, "steps between checkpoints; 0: at the end only"] = 1000
     keep_last: Annotated[int, "newest checkpoints kept; 0: all"] = 2
+    keep_every: Annotated[int, "checkpoints of steps that this divides are kept for ever; 0: none"] = 0
+    background: Annotated[
+        Literal["on", "off"], "written beside training, from a copy in the host's memory; off: training waits"
+    ] = "on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,13 @@ class Recipe:
     graph: Annotated[Literal["auto", "on", "off"], "steps replayed as CUDA graphs; auto: on cuda"] = "auto"
     timeout: Annotated[float, "seconds after which a rank that waits for others ends the run"] = 600.0
     runs: Annotated[str, "folder in which the run folder is made"] = "runs"
-    resume: Annotated[str | None, "run folder to go on with, from its newest checkpoint"] = None
+    resume: Annotated[
+        str | None, "run folder or checkpoint to go on with; auto: the newest run of this name, or a new one"
+    ] = None
+    init_from: Annotated[
+        str | None, "weights that a new run begins with: run, checkpoint, Hugging Face folder, ... (see dtgpt convert)"
+    ] = None
+    exit_after: Annotated[float | None, "minutes after which the run ends with a checkpoint; none: no limit"] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -168,6 +178,8 @@ class Recipe:
             raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
         if self.steps > MOST_STEPS:
             raise UserError(f"steps={self.steps} is more than a schedule holds; use {MOST_STEPS} or less")
+        if self.exit_after is not None and self.exit_after <= 0:
+            raise UserError(f"exit_after={self.exit_after} is not positive; give minutes, or leave it out")
         check_backend(self.attention, self.model.dropout, self.model.hidden_size // self.model.num_heads)
         scale = self.loss_scale
         if scale.initial > LARGEST_SCALE:
@@ -219,9 +231,9 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
     "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
-    "checkpoint.interval", "checkpoint.keep_last",
+    "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
 )  # fmt: skip
-PATHS = ("data.path", "runs", "resume")
+PATHS = ("data.path", "runs", "resume", "init_from")
 SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
 
 

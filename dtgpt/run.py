@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
+from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.console import say
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import device_name
@@ -25,6 +26,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 
 ABSENT = object()
+AUTO = "auto"  # as --resume: the newest run of the recipe's name
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
 
@@ -32,7 +34,7 @@ def create_run(runs: Path, name: str) -> Path:
     """Make and return the first free folder of `runs/NAME-001`, `runs/NAME-002`, ..."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((int(p.name[-3:]) for p in runs.glob(f"{name}-[0-9][0-9][0-9]")), default=0)
+        number = 1 + max((int(p.name[-3:]) for p in run_folders(runs, name)), default=0)
         while True:
             folder = runs / f"{name}-{number:03d}"
             try:
@@ -51,6 +53,27 @@ def open_run(folder: Path) -> Path:
     if not (folder / "recipe.json").is_file():
         raise UserError(f"{folder} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
     return folder
+
+
+def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
+    """(run folder to go on with, checkpoint that the user chose), each None where there is none. Raises UserError."""
+    if recipe.resume is None:
+        return None, None
+    if recipe.resume == AUTO:
+        begun = [p for p in run_folders(Path(recipe.runs), recipe.name) if (p / "recipe.json").is_file()]
+        if begun and list_checkpoints(begun[-1] / "checkpoints"):
+            return begun[-1], None
+        say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
+        return None, None
+    path = Path(recipe.resume)
+    if path.parent.name == "checkpoints":
+        return open_run(path.parents[1]), path
+    return open_run(path), None
+
+
+def run_folders(runs: Path, name: str) -> list[Path]:
+    """The folders NAME-001, NAME-002, ..., oldest first."""
+    return sorted(runs.glob(f"{name}-[0-9][0-9][0-9]"))
 
 
 def lock_run(folder: Path) -> TextIO:
@@ -102,11 +125,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__},
+        "packages": package_versions(),
         "cuda": torch.version.cuda,
         "device": device_name(device),
         "git": _git_revision(),
     }
+
+
+def package_versions() -> dict[str, str]:
+    return {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM as a request that the training loop meets at the next step boundary."""
+"""Ctrl-C, SIGTERM and the end of the time as a request that the training loop meets at the next step boundary."""
 
+import math
 import os
 import signal
 import time
@@ -10,17 +11,20 @@ IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal wit
 
 
 class StopRequest:
-    """While it is entered as a context, `requested` becomes the signal number once SIGINT or SIGTERM has arrived.
+    """While it is entered as a context, `requested` becomes the signal number once SIGINT or SIGTERM has arrived. It is
+    true from then on, and from the end of its time.
 
     A further signal, more than two seconds later, ends the process at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, minutes: float | None = None) -> None:
+        """minutes: from now to the end; None: no end."""
         self.requested: int | None = None
         self._first = 0.0
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def __bool__(self) -> bool:
-        return self.requested is not None
+        return self.requested is not None or time.monotonic() >= self._end
 
     def __enter__(self) -> "StopRequest":
         self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -10,38 +10,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dtgpt import evaluate
-from dtgpt.checkpoint import check_same_model, list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from dtgpt.begin import find_run, leave_newer, new_run, read_on_every_node, start
+from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
+from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
-from dtgpt.data.dataset import Dataset, default_cache, load_dataset, training_batch
+from dtgpt.data.dataset import Dataset, training_batch
 from dtgpt.device import (
-    check_memory,
-    choose_device,
     choose_dtype,
-    memory_errors_as_sentences,
     peak_memory,
     use_compiler,
     use_graphs,
 )  # fmt: skip
 from dtgpt.errors import UserError
-from dtgpt.metrics import check_wandb
+from dtgpt.interop.open import open_source, run_of
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import Update
 from dtgpt.parallel.build import build_stages, gradient_share, make_passes, scale_gradients, try_table
-from dtgpt.parallel.cost import state_bytes
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
+from dtgpt.parallel.launch import lost_peers_as_sentences
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report, Silence
-from dtgpt.run import changes_since, create_run, load_tokenizer, lock_run, open_run
+from dtgpt.run import AUTO, changes_since, load_tokenizer
 from dtgpt.signals import StopRequest
 
 
@@ -53,64 +51,21 @@ def train(recipe: Recipe) -> int:
     """
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        run, checkpoint = Path(recipe.resume) if recipe.resume else None, None
-        if run:
-            checkpoint = mesh.on_rank_0(lambda: newest_checkpoint(open_run(run)))
-            mesh.on_rank_0(lambda: _claim(stack, run))
-            check_same_model(checkpoint, recipe.model)
+        run, checkpoint = find_run(recipe, mesh, stack)
+        if run and recipe.resume == AUTO and checkpoint.state["step"] >= recipe.steps:
+            say(f"{run} has done its {checkpoint.state['step']} steps; nothing is left to do")
+            return 0
         dataset = read_on_every_node(recipe, mesh, process)
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest(recipe.exit_after))
         training = Training(recipe, mesh, dataset, checkpoint, stop)
         if training.interrupted():
             return training.exit_code()
         if run:
             say("; ".join(["resuming", *changes_since(run, recipe)]))
+            mesh.on_rank_0(lambda: leave_newer(run, training.step))
         else:
-            run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
-            mesh.on_rank_0(lambda: _claim(stack, run))
+            run = new_run(recipe, mesh, stack)
         return training.run_to_end(run)
-
-
-def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
-    """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` parts
-    them again."""
-    process = Process.from_environment()
-    recipe.validate()
-    recipe = recipe.resolved()
-    plan = recipe.plan_for(process.world)
-    check_wandb(recipe.log.wandb)
-    device = choose_device(recipe, process.local_rank)
-    width = choose_dtype(recipe, device).itemsize
-    check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
-    stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
-    return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
-
-
-def _claim(stack: ExitStack, run: Path) -> None:
-    stack.enter_context(lock_run(run))
-
-
-def read_dataset(recipe: Recipe) -> Dataset:
-    """The recipe's text as tokens, checked against the recipe's model."""
-    data = recipe.data
-    settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
-    dataset = load_dataset(*settings, cache=default_cache())
-    dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
-    return dataset
-
-
-def read_on_every_node(recipe: Recipe, mesh: Mesh, process: Process) -> Dataset:
-    """One process of each node reads first and fills the node's cache, from which the others read."""
-    dataset = None
-
-    def read() -> None:
-        nonlocal dataset
-        dataset = read_dataset(recipe)
-
-    mesh.turns(read, lambda rank: process.local_rank == 0)
-    mesh.turns(read, lambda rank: process.local_rank != 0)
-    mesh.agree({"the text": dataset.digest}, "give every node the same data")
-    return dataset
 
 
 class Curve(NamedTuple):
@@ -123,7 +78,7 @@ class Curve(NamedTuple):
 class Training:
     """What a run needs, in the order in which it is made, then its steps."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, dataset: Dataset, checkpoint: Path | None, stop: StopRequest):
+    def __init__(self, recipe: Recipe, mesh: Mesh, dataset: Dataset, checkpoint: Checkpoint | None, stop: StopRequest):
         self.recipe, self.mesh, self.dataset, self.stop = recipe, mesh, dataset, stop
         self.device, self.plan = mesh.device, mesh.plan
         self.dtype = choose_dtype(recipe, self.device)
@@ -135,7 +90,8 @@ class Training:
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
         self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
 
-        key, compiled = None if checkpoint else weights_key, use_compiler(recipe, self.device, self.plan)
+        begun = checkpoint is not None or recipe.init_from is not None
+        key, compiled = None if begun else weights_key, use_compiler(recipe, self.device, self.plan)
         stages, self.shards = build_stages(recipe, mesh, self.dtype, key, compiled)
         self.passes = make_passes(stages, self.shards, recipe, self.graphs, self.dtype)
         if self.plan.table:
@@ -143,9 +99,12 @@ class Training:
         self.optimizer = Update(self.shards, recipe, self.dtype, gradient_share(recipe, self.plan))
         scale_gradients(stages, self.optimizer.gradient_scale)
         self.batches = Ahead(self._batch, self.device)
+        self.saver: Saver | None = None
         self.step = self.first_step = self.samples_at_start = 0
         if checkpoint:
             self._resume(checkpoint)
+        elif recipe.init_from is not None:
+            self._begin_from(Path(recipe.init_from))
 
     def run_to_end(self, run: Path) -> int:
         """Train, report into the folder `run`, and return the exit code of `train`."""
@@ -159,6 +118,9 @@ class Training:
 
             self.mesh.on_rank_0(open_report)
             stack.enter_context(lost_peers_as_sentences(f"go on with --resume {run}"))
+            keep, made = self.recipe.checkpoint, (run / "checkpoints", self.shards, self.optimizer.adamw)
+            background, timeout = keep.background == "on", self.recipe.timeout
+            self.saver = stack.enter_context(Saver(*made, keep.keep_last, keep.keep_every, background, timeout))
             stopped = self._loop(report, run / "checkpoints")
             report.finish()
         if not stopped:
@@ -168,8 +130,11 @@ class Training:
         return self.exit_code()
 
     def exit_code(self) -> int:
-        """Of a run that ends by a signal, which perhaps not every process got."""
-        return 128 + int(self.mesh.max(self.stop.requested or 0) or signal.SIGTERM)
+        """Of a run that ends early: 0 after `exit_after`, else by a signal, which perhaps not every process got."""
+        number = int(self.mesh.max(self.stop.requested or 0))
+        if number == 0 and self.recipe.exit_after is not None:
+            return 0
+        return 128 + (number or signal.SIGTERM)
 
     def _loop(self, report: Report | Silence, checkpoints: Path) -> bool:
         """Steps to the end of the recipe; whether a signal came before it."""
@@ -239,6 +204,8 @@ class Training:
 
     def update(self, loss: Tensor) -> Curve:
         """Clip the gradients that `gradients` left in the shards, and step."""
+        if self.saver is not None:
+            self.saver.before_update()
         norm = self.graphs.run("update", self.optimizer.apply)
         self.step += 1
         return Curve(loss.clone(), norm.clone())  # a graph writes the next ones over them
@@ -268,25 +235,21 @@ class Training:
             )
 
     def _save(self, checkpoints: Path, must: bool) -> None:
-        """Save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must` save."""
-        keep_last = self.recipe.checkpoint.keep_last
-        state = {"consumed_samples": self.samples_before(self.step), "data_digest": self.dataset.digest}
-        state |= self.optimizer.state()
+        """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`
+        save: then this waits until it is written."""
+        state = describe(self.recipe, self.mesh, self.step, self.samples_before(self.step), self.dataset.digest)
         try:
-            made = self.step, self.recipe.model, self.shards, self.optimizer.adamw, state
-            save_checkpoint(checkpoints, *made, keep_last)
-        except (OSError, SafetensorError, UserError) as error:
-            sentence = f"no checkpoint of step {self.step} could be written to {checkpoints} ({error})"
+            self.saver.save(self.step, state | self.optimizer.state(), must)
+        except (OSError, UserError) as error:
             if must:
                 again = f"--resume {checkpoints.parent}" if list_checkpoints(checkpoints) else "start again"
-                raise UserError(f"{sentence}; free space and {again}") from None
-            say(f"{sentence}; training goes on", warning=True)
+                raise UserError(f"{error}; free space and {again}") from None
+            say(f"{error}; training goes on", warning=True)
 
-    def _resume(self, checkpoint: Path) -> None:
-        run = checkpoint.parents[1]
-        if load_tokenizer(run).ranks != self.dataset.tokenizer.ranks:
-            raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
-        state = load_checkpoint(checkpoint, self.shards, self.optimizer.adamw)
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        run, state = checkpoint.folder.parents[1], checkpoint.state
+        self._check_tokenizer(run)
+        load_training(checkpoint, self.shards, self.optimizer.adamw)
         self.optimizer.restore(state)
         self.step = self.first_step = state["step"]
         self.samples_at_start = state["consumed_samples"]
@@ -294,6 +257,20 @@ class Training:
             say(f"the text is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:
             raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
+
+    def _begin_from(self, path: Path) -> None:
+        """A new run with the weights of another one, or of another library."""
+        source = open_source(path, self.mesh)
+        check_same_model(path, source.config, self.recipe.model)
+        if run := run_of(path):
+            self._check_tokenizer(run)
+        for note in source.notes:
+            say(note, warning=True)
+        load_weights(source, self.shards)
+
+    def _check_tokenizer(self, run: Path) -> None:
+        if load_tokenizer(run).ranks != self.dataset.tokenizer.ranks:
+            raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 
 def due(step: int, interval: int) -> bool:

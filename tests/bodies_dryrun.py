@@ -5,8 +5,9 @@ from contextlib import ExitStack
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start
+from dtgpt.train import Training
 
 
 class Messages(TorchDispatchMode):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dtgpt.parallel.launch
+from dtgpt.begin import read_on_every_node
 from dtgpt.errors import UserError
 from dtgpt.model import GPTConfig
 from dtgpt.ops.random import root_key
@@ -21,7 +22,6 @@ from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.recipe import Recipe
-from dtgpt.train import read_on_every_node
 from tests.bodies_shards import recipe_of
 
 CPU = torch.device("cpu")

@@ -8,9 +8,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dtgpt.begin import read_on_every_node, start
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_on_every_node, start, train
+from dtgpt.train import Training, train
 
 
 def train_until(recipe: Recipe, step: int, rank: int) -> int:

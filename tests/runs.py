@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.begin import read_dataset
 from dtgpt.metrics import read_records
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, read_dataset
+from dtgpt.train import Training
 
 
 def newest_run(recipe) -> Path:

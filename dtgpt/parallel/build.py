@@ -27,14 +27,15 @@ from dtgpt.recipe import Recipe
 
 
 def build_stages(
-    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None, compiled: bool = False
+    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None, compiled: bool = False, masters: bool = True
 ) -> tuple[list[GPT], Shards]:
     """The pipeline stages of this rank, one of them without a pipeline, and the shards that they consist of. No rank
-    holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill."""
+    holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No
+    `masters`: nothing is to be trained."""
     stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled) for stage in mesh.place.stages]
     for stage in stages:
         allocate(stage, mesh.device)
-    shards = Shards(stages, mesh)
+    shards = Shards(stages, mesh, masters)
     if key is not None:
         shards.initialize(recipe.model, key)
     return stages, shards

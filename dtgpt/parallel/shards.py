@@ -18,6 +18,7 @@ from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh, Place, chunk
 
 Part = tuple[range, ...]
+SMALL = 1 << 16  # elements of a part below which one rank writes all of it
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,37 @@ class Shard:
     copies: int  # ranks that hold this same part, each counted in the norm by 1 / copies
     partial: bool  # gradients of it are addends on the tp ranks
     second: bool  # the token table once more, where the head is on another stage: trained like the first, never counted
-    keeper: bool  # of all ranks that hold this part, this one speaks for it
+    copy: int  # which of these copies this rank has
+
+    @property
+    def keeper(self) -> bool:
+        """Of all ranks that hold this part, this one speaks for it."""
+        return self.copy == 0 and not self.second
+
+    @property
+    def own(self) -> tuple[Part, slice]:
+        """(global indices, rows of `local`) of what this rank alone writes to a checkpoint: the ranks that hold the
+        same part share its rows, but for a small one."""
+        copies = 1 if self.second or self.local.numel() < SMALL else self.copies
+        rows = chunk(range(len(self.part[0])), copies, self.copy)
+        if self.second or self.copy >= copies:
+            rows = range(0)
+        first = self.part[0][rows.start : rows.stop]
+        return (first, *self.part[1:]), slice(rows.start, rows.stop)
 
 
 class Shards:
     """All that this rank holds of the model, as shards, and their gradients."""
 
-    def __init__(self, stages: list[GPT], mesh: Mesh):
+    def __init__(self, stages: list[GPT], mesh: Mesh, masters: bool = True):
+        """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds."""
         self.mesh = mesh
         self.all: list[Shard] = []
         for stage in stages:
             partial = _sums_over_tp(stage)
             for name, parameter in unique_parameters(stage).items():
                 second = stage.embedding is None and name == TABLE
-                self.all.append(_shard(len(self.all), name, parameter, mesh.place, name in partial, second))
+                self.all.append(_shard(len(self.all), name, parameter, mesh.place, name in partial, second, masters))
         self.buckets: Buckets | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.second]
@@ -138,12 +156,14 @@ class Shards:
         return whole
 
 
-def _shard(index: int, name: str, parameter: nn.Parameter, place: Place, partial: bool, second: bool) -> Shard:
+def _shard(
+    index: int, name: str, parameter: nn.Parameter, place: Place, partial: bool, second: bool, masters: bool
+) -> Shard:
     part, tp_cut = _part(parameter, place)
     own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
     if tuple(own.shape) != tuple(map(len, part)):
         raise ValueError(f"{name}: this rank holds {tuple(own.shape)}, but its part is {tuple(map(len, part))}")
-    narrow = None if own.dtype == torch.float32 else own
+    narrow = own if masters and own.dtype != torch.float32 else None
     return Shard(
         index=index,
         name=name,
@@ -154,7 +174,7 @@ def _shard(index: int, name: str, parameter: nn.Parameter, place: Place, partial
         copies=place.plan.replicate * (1 if tp_cut else place.plan.tp),
         partial=partial,
         second=second,
-        keeper=not second and place.dp == place.shard and (tp_cut or place.tp == 0),
+        copy=place.dp // place.plan.shard * (1 if tp_cut else place.plan.tp) + (0 if tp_cut else place.tp),
     )
 
 

@@ -1,0 +1,84 @@
+"""Before the first step: check what was asked for, bring the processes together, find what to go on from, read data."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from dtgpt.checkpoint.folder import Checkpoint, set_aside
+from dtgpt.checkpoint.load import check_same_model, find_checkpoint
+from dtgpt.console import say
+from dtgpt.data.dataset import Dataset, default_cache, load_dataset
+from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences
+from dtgpt.metrics import check_wandb
+from dtgpt.parallel.cost import state_bytes
+from dtgpt.parallel.launch import open_mesh
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
+from dtgpt.recipe import Recipe
+from dtgpt.run import create_run, lock_run, run_to_resume
+
+
+def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
+    """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` parts
+    them again."""
+    process = Process.from_environment()
+    recipe.validate()
+    recipe = recipe.resolved()
+    plan = recipe.plan_for(process.world)
+    check_wandb(recipe.log.wandb)
+    device = choose_device(recipe, process.local_rank)
+    width = choose_dtype(recipe, device).itemsize
+    check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
+    stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
+    return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
+
+
+def find_run(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> tuple[Path | None, Checkpoint | None]:
+    """The run folder to go on with, which belongs to this run until `stack` ends, and its checkpoint, every file of
+    which was verified; None, None for a new run."""
+    run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe))
+    if run is None:
+        return None, None
+    mesh.on_rank_0(lambda: claim(run, stack))
+    checkpoint = find_checkpoint(mesh, run, chosen)
+    check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
+    return run, checkpoint
+
+
+def claim(run: Path, stack: ExitStack) -> None:
+    stack.enter_context(lock_run(run))
+
+
+def new_run(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Path:
+    """A new run folder, which belongs to this run until `stack` ends."""
+    run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
+    mesh.on_rank_0(lambda: claim(run, stack))
+    return run
+
+
+def leave_newer(run: Path, step: int) -> None:
+    """Checkpoints of later steps than that from which the run goes on are damaged, or of another history."""
+    for name in set_aside(run / "checkpoints", step):
+        say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)
+
+
+def read_dataset(recipe: Recipe) -> Dataset:
+    """The recipe's text as tokens, checked against the recipe's model."""
+    data = recipe.data
+    settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
+    dataset = load_dataset(*settings, cache=default_cache())
+    dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
+    return dataset
+
+
+def read_on_every_node(recipe: Recipe, mesh: Mesh, process: Process) -> Dataset:
+    """One process of each node reads first and fills the node's cache, from which the others read."""
+    dataset = None
+
+    def read() -> None:
+        nonlocal dataset
+        dataset = read_dataset(recipe)
+
+    mesh.turns(read, lambda rank: process.local_rank == 0)
+    mesh.turns(read, lambda rank: process.local_rank != 0)
+    mesh.agree({"the text": dataset.digest}, "give every node the same data")
+    return dataset

@@ -1,0 +1,44 @@
+"""A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep."""
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
+from dtgpt.checkpoint.folder import commit, file_name
+from dtgpt.checkpoint.host import FILE_LIMIT
+from dtgpt.errors import UserError
+from dtgpt.interop.source import Source, parameter_shapes
+from dtgpt.run import package_versions
+
+
+def save_weights(source: Source, folder: Path, origin: str) -> None:
+    """Write the weights of `source` as the checkpoint `folder`, whose memory is that of one file at a time. `origin`:
+    where they came from, for its reader. Raises UserError where the folder exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already; give another path")
+    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        shapes = parameter_shapes(source.config)
+        whole = [Piece(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
+        files: dict[str, Written] = {}
+        for number, pieces in enumerate(by_size(whole, FILE_LIMIT)):
+            name = file_name("weights", 0, number)
+            data = torch.cat([source.read(piece.name).flatten() for piece in pieces])
+            files[name] = write_file(partial / name, pieces, data)
+        commit(partial, folder, _state(source, origin), files)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _state(source: Source, origin: str) -> dict:
+    config = source.config
+    return {
+        "step": 0, "updates": 0, "consumed_samples": 0, "tokens": 0, "data_digest": "", "origin": origin,
+        "model": asdict(config), "padded_vocab_size": config.padded_vocab_size, "versions": package_versions(),
+    }  # fmt: skip

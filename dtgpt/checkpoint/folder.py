@@ -1,0 +1,188 @@
+"""The folder of one checkpoint: what it is called, what it says of itself, and whether it still is what was written.
+
+checkpoints/
+  latest                                the name of the newest one, for people and scripts
+  step_00000100/
+    state.json                          everything but tensors, with the size and sha256 of every file below
+    weights-00000-000.safetensors       fp32 weights by parameter name: file 000 of rank 00000
+    optimizer-00000-000.safetensors     AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq
+
+See docs/checkpoints.md. There is no pickle in it, and no name in it is used as a path before it was checked.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, sync_folder, verify_file, write_text
+from dtgpt.errors import UserError
+from dtgpt.loss_scale import check_state
+from dtgpt.model import GPTConfig
+
+FORMAT = "dtgpt checkpoint"
+VERSION = 1
+STATE = "state.json"
+LARGEST_STATE = 1 << 26  # bytes
+FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+READERS = 4  # threads that read or hash
+VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
+def file_name(kind: str, rank: int, number: int) -> str:
+    return f"{kind}-{rank:05d}-{number:03d}.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Oldest first; what has another name, or is no folder, is not ours."""
+    ours = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    return sorted(ours, key=step_of)
+
+
+class Checkpoint:
+    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.state = read_state(folder)
+        self.config = GPTConfig(**self.state["model"])
+        self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
+        self._pieces: dict[str, list[tuple[str, Piece, int]]] | None = None
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer") for name in self.files)
+
+    def problem(self, share: int = 0, of: int = 1) -> str | None:
+        """What is wrong with the files, of which this process looks at each `of`th, in one sentence; None where all are
+        what was written."""
+        mine = list(self.files.items())[share::of]
+        with ThreadPoolExecutor(READERS) as pool:
+            found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
+        return next(filter(None, found), None)
+
+    def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
+        """(file, piece, position in the file) of all that is saved of a tensor."""
+        if self._pieces is None:
+            found: dict[str, list[tuple[str, Piece, int]]] = {}
+            for name in self.files:
+                for piece, position in read_header(self.folder / name):
+                    found.setdefault(piece.name, []).append((name, piece, position))
+            self._pieces = found  # not before it is whole: several threads ask
+        return self._pieces.get(tensor, [])
+
+
+def _problem(path: Path, expected: Written) -> str | None:
+    try:
+        verify_file(path, expected)
+    except Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _state_text(state: dict[str, Any], files: dict[str, Written]) -> str:
+    """The text of `state.json`, which ends with the digest of all before it."""
+    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
+    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
+    return _text(whole | {"digest": _digest(whole)})
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(state).encode()).hexdigest()
+
+
+def _text(state: dict[str, Any]) -> str:
+    return json.dumps(state, indent=2) + "\n"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, model, recipe, files, ...
+    and of a run in fp16 its loss scale. Raises Damaged."""
+    path = folder / STATE
+    try:
+        if path.stat().st_size > LARGEST_STATE:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        text = path.read_text(encoding="utf-8")
+        state = json.loads(text)
+        _check(state, text)
+        return state
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
+        raise Damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def _check(state: dict[str, Any], text: str) -> None:
+    if state.get("format") != FORMAT:
+        raise ValueError("it is not that of a dtgpt checkpoint, or of one older than dtgpt 0.2")
+    if state["version"] != VERSION:
+        raise ValueError(f"version {state['version']} of the format is not version {VERSION}, which this dtgpt reads")
+    digest = state.pop("digest")
+    if digest != _digest(state) or _text(state | {"digest": digest}) != text:
+        raise ValueError("its digest is another one")
+    GPTConfig(**state["model"]).validate()
+    counts = state["step"], state["consumed_samples"], state["updates"]
+    if not all(type(n) is int and n >= 0 for n in counts) or not isinstance(state["data_digest"], str):
+        raise ValueError("step, consumed_samples and updates must be whole numbers, data_digest a string")
+    if state["updates"] > state["step"]:
+        raise ValueError(f"{state['updates']} updates are more than the steps")
+    check_state(state.get("loss_scale"))
+    for name, file in state["files"].items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+        Written(int(file["bytes"]), str(file["sha256"]))
+
+
+def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
+    """Make a checkpoint of a folder in which all files are: from the rename on it is there, and before it is not."""
+    write_text(partial / STATE, _state_text(state, files))
+    sync_folder(partial)
+    if folder.exists():  # of an earlier attempt at the same step
+        remove(folder)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """First the name, so that what is left of a removal that was cut short is no checkpoint."""
+    gone = folder.with_name(f".removed-{folder.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def set_aside(checkpoints: Path, step: int) -> list[str]:
+    """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
+    damaged. Returns the new names."""
+    names = []
+    for folder in list_checkpoints(checkpoints):
+        if step_of(folder) > step:
+            count = sum(1 for _ in checkpoints.glob(f"aside-*{folder.name}"))
+            names.append(f"aside-{f'{count}-' if count else ''}{folder.name}")
+            folder.rename(checkpoints / names[-1])
+    return names
+
+
+def make_folder(partial: Path) -> None:
+    for leftover in [*partial.parent.glob(".partial-*"), *partial.parent.glob(".removed-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+
+
+def appears(folder: Path) -> bool:
+    """Whether a folder that another process made is seen here, perhaps a little later."""
+    end = time.monotonic() + VISIBLE_WITHIN
+    while not folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.05)
+    return folder.is_dir()

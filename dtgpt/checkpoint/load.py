@@ -1,0 +1,122 @@
+"""Reading a checkpoint: into the shards of any plan, or tensor by tensor.
+
+Each rank reads the slices that it holds and nothing else. No rank holds more than its own part and, for a moment, the
+pages of one piece of one tensor.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtgpt.checkpoint.files import Damaged, copy_overlap
+from dtgpt.checkpoint.folder import MOMENTS, READERS, Checkpoint, list_checkpoints
+from dtgpt.console import say
+from dtgpt.errors import UserError
+from dtgpt.interop.source import Part, Source, parameter_shapes
+from dtgpt.model import GPTConfig
+from dtgpt.ops.adamw import AdamW
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shard, Shards
+
+FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
+
+
+class Saved(Source):
+    """The weights of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self._shapes = parameter_shapes(self.config)
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        whole = tuple(map(range, self._shapes[name]))
+        target = torch.empty([len(r) for r in part or whole])
+        read_part(self.checkpoint, name, self._shapes[name], tuple(part or whole), target)
+        return target
+
+
+def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
+    """Fill `target` with the elements `part` of a saved tensor, whose whole shape must be `shape`; raises Damaged."""
+    found, wanted = 0, math.prod(map(len, part))
+    for file, piece, position in checkpoint.pieces(tensor):
+        if piece.shape != tuple(shape):
+            raise Damaged(checkpoint.folder / file, f"its {tensor} is of shape {piece.shape}, the model's {shape}")
+        found += copy_overlap(checkpoint.folder / file, piece, position, tuple(part), target)
+    if found != wanted:
+        raise Damaged(checkpoint.folder, f"of {tensor} {found} elements are there, where {wanted} are needed")
+
+
+def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> None:
+    """Give this rank's shards their weights and `optimizer` its moments, whatever plan wrote them."""
+    if not checkpoint.has_optimizer:
+        raise UserError(
+            f"{checkpoint.folder} holds weights alone; begin a new run with --init_from {checkpoint.folder}"
+        )
+
+    def load(shard: Shard) -> None:
+        place = (tuple(shard.parameter.shape), shard.part)
+        read_part(checkpoint, shard.name, *place, shard.local)
+        for moment in MOMENTS:
+            read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
+
+    fill(shards, load)
+
+
+def load_weights(source: Source, shards: Shards) -> None:
+    """Give this rank's shards the weights of any source, a tensor at a time."""
+    if isinstance(source, Saved):
+        fill(shards, lambda s: read_part(source.checkpoint, s.name, tuple(s.parameter.shape), s.part, s.local))
+    else:
+        fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.part)), threads=1)
+
+
+@torch.no_grad()
+def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS) -> None:
+    """Let `load` give every shard its values, several at a time, then give them to the modules."""
+
+    def one(shard: Shard) -> None:
+        with torch.no_grad():  # a thread has a mode of its own
+            load(shard)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, shards))
+    if shards.mesh.device.type == "cuda":  # threads queue on another stream than the run
+        torch.cuda.synchronize(shards.mesh.device)
+    shards.publish()
+
+
+def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None) -> Checkpoint:
+    """The newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was written.
+
+    The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
+    none is left.
+    """
+    folders = mesh.on_rank_0(lambda: [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1])
+    if not folders:
+        raise UserError(f"{run} has no checkpoint; give a run folder that holds checkpoints/step_...")
+    for folder in folders:
+        checkpoint, problem = None, None
+        try:
+            checkpoint = Checkpoint(folder)
+            problem = checkpoint.problem(mesh.rank, mesh.world)
+        except Damaged as damage:
+            problem = str(damage)
+        problem = next(filter(None, mesh.gather(problem)), None)
+        if problem is None:
+            return checkpoint
+        if folder is not folders[-1]:
+            say(f"{problem}; going on from the checkpoint before it", warning=True)
+    raise UserError(f"{problem}; no other checkpoint is left: begin again, or restore the file")
+
+
+def check_same_model(where: Path, saved: GPTConfig, wanted: GPTConfig) -> None:
+    """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
+    there, here = asdict(saved), asdict(wanted)
+    differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]
+    if differences:
+        raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")

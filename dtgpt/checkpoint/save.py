@@ -1,0 +1,208 @@
+"""Saving without stopping: copy to the host beside the next passes, write behind the following steps.
+
+Every rank copies what it alone has to write into memory of its own and goes on. A thread writes its files and leaves a
+report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks meet
+through the folder and not through collectives, which belong to the training thread. Whatever fails before the rename
+leaves the older checkpoints as they were.
+"""
+
+import json
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtgpt.checkpoint.files import Written, write_text
+from dtgpt.checkpoint.folder import appears, commit, list_checkpoints, make_folder, remove, step_folder, step_of
+from dtgpt.checkpoint.host import files_of
+from dtgpt.console import say
+from dtgpt.errors import UserError
+from dtgpt.ops.adamw import AdamW
+from dtgpt.parallel.shards import Shards
+
+WRITERS = 4  # threads
+POLL = 0.05  # s between two looks at what other ranks have written
+LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
+REPORT = "rank-{:05d}.json"
+
+
+class Saver:
+    """Saves the checkpoints of one run into the folder `checkpoints`; a context that waits for the last one.
+
+    `before_update` must be called before anything changes weights or moments.
+    """
+
+    def __init__(
+        self, checkpoints: Path, shards: Shards, optimizer: AdamW, keep_last: int = 0, keep_every: int = 0,
+        background: bool = True, timeout: float = 600.0,
+    ):  # fmt: skip
+        """keep_last: newest ones to keep, 0: all. keep_every: steps whose multiples are kept for ever, 0: none.
+        background: False takes no memory for copies, and stops training while it writes. timeout: seconds within which
+        all ranks must have written."""
+        self.checkpoints, self.mesh = checkpoints, shards.mesh
+        self._keep_last, self._keep_every, self._timeout = keep_last, keep_every, timeout
+        self._background = background
+        self._files = list(files_of(shards, optimizer))
+        self._stream = torch.cuda.Stream() if self.mesh.device.type == "cuda" else None
+        self._copied: torch.cuda.Event | threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self._must = False
+        self._leave = threading.Event()  # the run ends: wait for nobody
+        self._reserving = threading.Thread(target=self._reserve, name="checkpoint memory")
+        self._reserving.start()  # pinning gigabytes takes seconds; the first step compiles meanwhile
+
+    def save(self, step: int, state: dict[str, Any], must: bool = False) -> None:
+        """Begin to save what weights and moments are now. `state`: what `state.json` is to say. Raises UserError, on
+        all ranks, where the folder cannot be made. What fails later is a warning; where the checkpoint `must` be, this
+        waits for it, and raises UserError on all ranks."""
+        self.wait()
+        self._must = must
+        partial = self.checkpoints / f".partial-{step_folder(self.checkpoints, step).name}"
+        self.mesh.on_rank_0(lambda: make_folder(partial))
+        if self.mesh.any(not appears(partial)):
+            raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
+        self._failure = None
+        if self._background:
+            self._copied = self._begin_copy()
+            work = partial, step, state, self._copied
+            self._thread = threading.Thread(target=self._work, args=work, name="checkpoint")
+            self._thread.start()
+        else:
+            self._work(partial, step, state, None)
+        if must:
+            self.wait()
+            self.mesh.on_rank_0(self._raise)
+
+    def before_update(self) -> None:
+        """Let what comes next wait until the copies are made: on a GPU the stream waits, else this thread."""
+        self._reserving.join()
+        if isinstance(self._copied, threading.Event):
+            self._copied.wait()
+        elif self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+        self._copied = None
+
+    def wait(self) -> None:
+        """Until this rank has no more to do for the last checkpoint."""
+        self.before_update()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise UserError(self._failure)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_) -> None:
+        if failure is not None:
+            self._leave.set()
+        self.wait()
+
+    def _reserve(self) -> None:
+        """Memory for the copies; where there is too little, this rank does without."""
+        try:
+            for file in self._files if self._background else []:
+                file.reserve()
+        except (RuntimeError, MemoryError):
+            self._background = False
+            for file in self._files:
+                file.data = None
+
+    def _begin_copy(self) -> torch.cuda.Event | threading.Event:
+        """On a GPU the copies are queued on a stream beside that of the run; on a CPU the thread makes them."""
+        if self._stream is None:
+            return threading.Event()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for file in self._files:
+                file.copy()
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+    def _work(
+        self, partial: Path, step: int, state: dict[str, Any], copied: torch.cuda.Event | threading.Event | None
+    ) -> None:
+        """What the thread does: this rank's files, then on rank 0 everything else."""
+        written, failure = {}, None
+        try:
+            written = self._write(partial, copied)
+        except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
+            failure = f"{error}" or repr(error)
+            for file in self._files:  # makes room for the report
+                (partial / file.name).unlink(missing_ok=True)
+        if self.mesh.rank == 0:
+            self._finish(partial, step, state, written, failure)
+            return
+        report = {"files": {name: [f.num_bytes, f.sha256] for name, f in written.items()}, "failure": failure}
+        with suppress(OSError):  # rank 0 then waits for it in vain, and says so
+            write_text(partial / REPORT.format(self.mesh.rank), json.dumps(report))
+
+    def _write(self, partial: Path, copied: torch.cuda.Event | threading.Event | None) -> dict[str, Written]:
+        if copied is None:
+            return {file.name: file.write_at_once(partial) for file in self._files}
+        if isinstance(copied, threading.Event):
+            try:
+                for file in self._files:
+                    file.copy()
+            finally:
+                copied.set()
+        else:
+            copied.synchronize()
+        with ThreadPoolExecutor(WRITERS) as pool:
+            return dict(
+                zip([f.name for f in self._files], pool.map(lambda f: f.write(partial), self._files), strict=True)
+            )
+
+    def _finish(
+        self, partial: Path, step: int, state: dict[str, Any], files: dict[str, Written], failure: str | None
+    ) -> None:
+        """Rank 0: wait for the others, then make a checkpoint of the folder."""
+        folder = step_folder(self.checkpoints, step)
+        try:
+            for rank in range(1, self.mesh.world):
+                theirs, other = self._report(partial, rank)
+                failure, files = failure or other, files | theirs
+            if failure is not None:
+                raise UserError(failure)
+            commit(partial, folder, state, files)
+            write_text(self.checkpoints / LATEST, f"{folder.name}\n")
+            self._remove_old(step)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._failure = f"no checkpoint of step {step} could be written to {self.checkpoints} ({error})"
+            if not self._must and not self._leave.is_set():
+                say(f"{self._failure}; training goes on", warning=True)
+
+    def _report(self, partial: Path, rank: int) -> tuple[dict[str, Written], str | None]:
+        """(files, failure) of another rank, when it has written."""
+        path, end = partial / REPORT.format(rank), time.monotonic() + self._timeout
+        while not path.exists():
+            if self._leave.is_set():
+                raise UserError("the run ended before")
+            if time.monotonic() > end:
+                raise UserError(f"rank {rank} has not written its part within timeout={self._timeout:g} s")
+            time.sleep(POLL)
+            with suppress(OSError):
+                next(partial.iterdir(), None)  # a network file system looks for new names then
+        report = json.loads(path.read_text())
+        path.unlink()
+        return {name: Written(*values) for name, values in report["files"].items()}, report["failure"]
+
+    def _remove_old(self, step: int) -> None:
+        """Keep the newest `keep_last`, this one among them, and multiples of `keep_every`."""
+        if not self._keep_last:
+            return
+        older = [folder for folder in list_checkpoints(self.checkpoints) if step_of(folder) <= step]
+        for folder in older[: -self._keep_last]:
+            if not self._keep_every or step_of(folder) % self._keep_every:
+                remove(folder)

@@ -1,0 +1,134 @@
+"""Any model that dtgpt can open, cut by any plan, ready for inference.
+
+    import dtgpt
+    model = dtgpt.load("path/to/hf-gpt2", plan=dtgpt.Plan(tp=4))      # under torchrun --nproc-per-node 4
+    logits = model(tokens)                                            # [B, T] -> [B, T, V], on every rank
+
+Each rank reads and holds its own part alone.
+"""
+
+import atexit
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.checkpoint.load import load_weights
+from dtgpt.console import say
+from dtgpt.device import choose_device, choose_dtype
+from dtgpt.errors import UserError
+from dtgpt.generate import generate
+from dtgpt.interop.open import open_source
+from dtgpt.interop.source import Source
+from dtgpt.model import GPT2_124M
+from dtgpt.ops.random import root_key
+from dtgpt.parallel.build import build_stages, make_passes
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.launch import start_process_group
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.names import parse_plan
+from dtgpt.parallel.passes import whole_row
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.process import Process
+from dtgpt.recipe import OptimizerConfig, Recipe
+
+TIMEOUT = 600.0  # s that a rank waits for others
+
+
+class Model:
+    """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
+
+    def __init__(self, source: Source, recipe: Recipe, mesh: Mesh, dtype: torch.dtype):
+        self.config, self.mesh = source.config, mesh
+        stages, shards = build_stages(recipe, mesh, dtype, key=None, masters=False)
+        load_weights(source, shards)
+        self._passes = make_passes(stages, shards, recipe, Graphs(enabled=False), dtype)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 `[B, T]`, T up to `config.seq_length` -> logits `[B, T, V]`, V the true vocabulary, of the
+        dtype that the model computes in."""
+        length, whole = tokens.shape[1], self.config.seq_length
+        if not 1 <= length <= whole:
+            raise UserError(f"{length} tokens are no input; the model sees 1 to {whole}")
+        tokens, plan = tokens.to(self.mesh.device), self.mesh.plan
+        if plan.pp > 1 or plan.sequence_parallel:  # one length alone is cut and sent
+            tokens = F.pad(tokens, (0, whole - length))  # what comes after a token does not change it
+        logits = self._passes.logits(tokens)
+        if logits is not None:
+            logits = logits[:, :length]
+        return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
+
+    def generate(
+        self, prompt: list[int], new_tokens: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0
+    ) -> list[int]:
+        """Up to `new_tokens` ids after the non-empty `prompt`; temperature 0 takes the likeliest token."""
+
+        def logits_at(window: Tensor, position: int) -> Tensor:
+            return whole_row(self._passes.logits(window), position, self.config, self.mesh)
+
+        key = root_key(seed, self.mesh.device)
+        return generate(logits_at, self.config, prompt, new_tokens, key, temperature, top_k)
+
+    def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """Columns of tp ranks side by side, then from the stage that has the head to all others."""
+        mesh, plan = self.mesh, self.mesh.plan
+        if logits is not None and plan.tp > 1:
+            parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(plan.tp)]
+            dist.all_gather(parts, logits.contiguous(), group=mesh.tp_group)
+            logits = torch.cat(parts, dim=-1)
+        if plan.pp > 1:
+            if logits is None:
+                logits = torch.empty(
+                    *shape, self.config.padded_vocab_size, dtype=self._passes.dtype, device=mesh.device
+                )
+            last = mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1))
+            logits = logits.contiguous()
+            dist.broadcast(logits, last, group=mesh.pp_group)
+        return logits
+
+
+def load(
+    path: str | PathLike,
+    plan: Plan | str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> Model:
+    """The model at `path`, whatever wrote it (see `dtgpt.interop.open`), cut by `plan` over the processes that torchrun
+    started; None: tensor parallel over all of them. device: "auto", "cpu" or "cuda"; precision: "auto", "fp32", "bf16"
+    or "fp16". Raises UserError where the path, the plan or the device is wrong."""
+    process = Process.from_environment()
+    given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
+    given = given.for_world(process.world)
+    asked = _recipe(given, device, precision)
+    place = choose_device(asked, process.local_rank)
+    dtype = choose_dtype(asked, place)
+    if process.world > 1 and not dist.is_initialized():
+        start_process_group(place, TIMEOUT)
+        atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
+    mesh = Mesh(given, place)
+    source = open_source(Path(path), mesh)
+    for note in source.notes:
+        say(note, warning=True)
+    recipe = _recipe(given, device, precision, source.config)
+    recipe.validate()
+    recipe.plan_for(process.world)
+    return Model(source, recipe, mesh, dtype)
+
+
+def _recipe(plan: Plan, device: str, precision: str, model=GPT2_124M) -> Recipe:
+    """What building the parts of a model asks of a recipe."""
+    return Recipe(
+        name="inference", model=model, optimizer=OptimizerConfig(lr=1.0), steps=1, micro_batch_size=1,
+        global_batch_size=plan.dp * 2 * plan.pp, plan="given", plans={"given": plan}, device=device,
+        precision=precision, graph="off",
+    )  # fmt: skip
+
+
+def _leave_group() -> None:
+    with suppress(Exception):  # another rank may be gone
+        dist.destroy_process_group()

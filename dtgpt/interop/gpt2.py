@@ -1,0 +1,109 @@
+"""What is common to all formats with GPT-2's own names and order.
+
+OpenAI's release, and after it nanoGPT, Hugging Face and llm.c, keep the fused QKV as `[3, N, D]` along its output, name
+blocks `h.0`, and pad the token table as they like.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from dtgpt.errors import UserError
+from dtgpt.interop.source import Part, cut, pad_rows, parameter_shapes
+from dtgpt.model import TABLE, GPTConfig
+
+THEIR_NAMES = {
+    "embedding.": "", "head.": "", "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
+    "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+}  # fmt: skip
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def gpt2_name(name: str) -> str:
+    """dtgpt's name of a parameter -> GPT-2's, without the prefix `transformer.`."""
+    for ours, theirs in THEIR_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def is_matrix(name: str) -> bool:
+    """Whether dtgpt's parameter `name` is the weight of a linear map, `[out, in]`."""
+    return name.endswith(".weight") and (".attn." in name or ".mlp." in name)
+
+
+def from_gpt2(stored: Tensor, name: str, config: GPTConfig, part: Part | None) -> Tensor:
+    """dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own. `stored`: GPT-2's tensor, where a
+    matrix is `[out, in]`; it may lie in a mapped file."""
+    whole = stored
+    if ".attn.qkv." in name:
+        whole = rearrange(stored, "(three n d) ... -> (n three d) ...", three=3, n=config.num_heads)
+    elif name == TABLE:
+        whole = pad_rows(stored, config)
+    piece = cut(whole, part)
+    if part is None and whole.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
+        return piece.float().contiguous()  # copied already
+    return torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(piece)
+
+
+def gpt2_shapes(config: GPTConfig, found: Shapes, place: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes that GPT-2's tensors must have, by dtgpt's names: the table without padding, matrices `[out, in]`. Raises
+    UserError where `found`, by GPT-2's names, has another number of blocks: a wrong number is found out cheaply."""
+    blocks = {match[1] for name in found if (match := re.match(r"h\.(\d+)\.", name))}
+    if len(blocks) != config.num_layers:
+        raise UserError(
+            f"{place} is a model of {config.num_layers} blocks by its configuration, but holds {len(blocks)}; give a "
+            "complete model"
+        )
+    return {**parameter_shapes(config), TABLE: (config.vocab_size, config.hidden_size)}
+
+
+def check_tensors(found: Shapes, expected: Shapes, place: Path) -> None:
+    """Both by GPT-2's names. Raises UserError for a tensor that is missing, has another shape or is unknown."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
+        if tuple(found[name]) != shape:
+            raise UserError(
+                f"{place} has {name} of shape {list(found[name])} where its configuration asks for {list(shape)}; give "
+                "weights and configuration of the same model"
+            )
+    unknown = sorted(found.keys() - expected.keys())
+    if unknown:
+        raise UserError(f"{place} holds {unknown[0]}, which no GPT-2 language model has; give one without it")
+
+
+def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
+    """GPT-2's name -> the name in the file, which wrappers gave a prefix (torch.compile `_orig_mod.`). Old versions
+    saved the causal mask too; it is left out. Raises UserError where one tensor has two names."""
+    plain = {}
+    for there in names:
+        name = re.sub(r"^(_orig_mod\.)?(transformer\.)?", "", there)
+        if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
+            continue
+        if name in plain:
+            raise UserError(f"{place} holds {name} twice, as {plain[name]} and {there}; give a model as it was saved")
+        plain[name] = there
+    return plain
+
+
+def setting(settings: Mapping[str, Any], names: tuple[str, ...], default: int | None, place: Path) -> int:
+    """The whole number under the first of `names` that is there; raises UserError where it is none."""
+    value = next((settings[n] for n in names if settings.get(n) is not None), default)
+    if type(value) is not int:
+        raise UserError(f"{place} has {names[0]}={value!r}, which is no whole number; give the file as it was written")
+    return value
+
+
+def checked(config: GPTConfig, place: Path) -> GPTConfig:
+    """The same; raises UserError, with the place, when no model has this shape."""
+    try:
+        config.validate()
+    except UserError as error:
+        raise UserError(f"{place} is no model that dtgpt can hold: {error}") from None
+    return config

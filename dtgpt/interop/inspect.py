@@ -1,0 +1,84 @@
+"""`dtgpt inspect`: what a path holds, without a GPU."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from dtgpt.checkpoint.files import Damaged
+from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
+from dtgpt.checkpoint.load import Saved
+from dtgpt.errors import UserError
+from dtgpt.interop.open import open_source
+from dtgpt.interop.source import Source, parameter_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    tensors: Annotated[Literal["on", "off"], "every parameter with its shape and the sha256 of its values"] = "off"
+
+
+def inspect(path: Path, config: InspectConfig) -> str:
+    """What is known of a run folder, a checkpoint or a model of another library, each file of a checkpoint verified.
+    Raises UserError where there is no model, or no checkpoint is whole."""
+    lines: list[str] = []
+    if (path / "recipe.json").is_file():
+        found = list_checkpoints(path / "checkpoints")
+        lines = [f"run {path}: {len(found)} checkpoint{'s' * (len(found) != 1)}", *map(_one_line, found)]
+        if not found:
+            raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
+        path = found[-1]
+    if (path / STATE).is_file():
+        checkpoint = Checkpoint(path)
+        source: Source = Saved(checkpoint)
+        lines += _checkpoint(checkpoint)
+    else:
+        source = open_source(path)
+        lines += [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
+    if config.tensors == "on":
+        lines += list(_tensors(source))
+    return "\n".join(lines)
+
+
+def _one_line(folder: Path) -> str:
+    try:
+        checkpoint = Checkpoint(folder)
+        return f"  {folder.name}: {_size(checkpoint)}, {checkpoint.problem() or 'every file as it was written'}"
+    except Damaged as damage:
+        return f"  {folder.name}: {damage}"
+
+
+def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+    state = checkpoint.state
+    yield f"checkpoint {checkpoint.folder}: {_size(checkpoint)}"
+    yield f"  step {state['step']}, {state['consumed_samples']:,} samples, {state['tokens']:,} tokens seen"
+    if "plan" in state:
+        yield f"  written by the plan {state['plan']} on {state['world']} process{'es' * (state['world'] != 1)}"
+    if "origin" in state:
+        yield f"  weights of {state['origin']}"
+    if "loss_scale" in state:
+        yield f"  loss scale {state['loss_scale']['scale']:g}, {state['loss_scale']['skipped']} skipped steps"
+    yield from _model(Saved(checkpoint))
+    yield f"  {'weights and optimizer' if checkpoint.has_optimizer else 'weights alone'}, " + ", ".join(
+        f"{name} {version}" for name, version in state["versions"].items() if name in ("dtgpt", "torch")
+    )
+    for name, file in sorted(checkpoint.files.items()):
+        yield f"  {file.sha256}  {name}  {file.num_bytes:,} bytes"
+    yield f"  {checkpoint.problem() or 'every file is as it was written'}"
+
+
+def _model(source: Source) -> Iterator[str]:
+    config = source.config
+    shape = ", ".join(f"{name} {value}" for name, value in asdict(config).items() if name != "init_std")
+    yield f"  {config.num_parameters:,} parameters: {shape}; table of {config.padded_vocab_size} rows"
+
+
+def _tensors(source: Source) -> Iterator[str]:
+    for name, shape in parameter_shapes(source.config).items():
+        values = source.read(name).contiguous().numpy()
+        yield f"  {hashlib.sha256(values.tobytes()).hexdigest()}  {name} {list(shape)}"
+
+
+def _size(checkpoint: Checkpoint) -> str:
+    return f"{sum(file.num_bytes for file in checkpoint.files.values()) / 2**20:,.1f} MiB"

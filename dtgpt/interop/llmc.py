@@ -1,0 +1,93 @@
+"""Models that llm.c wrote, or its train_gpt2.py: `model_00001000.bin`, `gpt2_124M.bin`, `gpt2_124M_bf16.bin`.
+
+A header of 256 int32, then 16 arrays without a gap: the table (padded), the positions, and then kind by kind, each for
+all blocks; the final LayerNorm. Matrices are `[out, in]`, the fused QKV is `[3, N, D]` along its output.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtgpt.errors import UserError
+from dtgpt.interop.gpt2 import checked, from_gpt2
+from dtgpt.interop.source import Part, Source
+from dtgpt.model import TABLE, GPTConfig
+
+MAGIC = 20240326
+HEADER_BYTES = 256 * 4
+DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by the version in the header
+POSITIONS = "embedding.wpe.weight"
+
+
+class LLMC(Source):
+    """A model file of llm.c, version 3 (fp32) or 5 (bf16); `read` maps one tensor.
+
+    Raises UserError for another kind of file, a header that is no model's, or a size that is not the header's.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        header, size = _header(path)
+        self._dtype = DTYPES[header[1]]
+        length, vocabulary, layers, heads, width, rows = header[2:8]
+        config = GPTConfig(
+            num_layers=layers, hidden_size=width, num_heads=heads, seq_length=length, vocab_size=vocabulary
+        )
+        self.config = checked(config, path)
+        if not vocabulary <= rows:
+            raise UserError(f"{path} has a table of {rows} rows for {vocabulary} tokens; copy the file again, whole")
+        self._layout, elements = _layout(self.config, rows)
+        wanted = HEADER_BYTES + elements * self._dtype.itemsize
+        if size != wanted:
+            raise UserError(f"{path} has {size} bytes, where its header asks for {wanted}; copy it again, whole")
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        kind = re.sub(r"^blocks\.\d+\.", "", name)
+        start, shape = self._layout[kind]
+        if kind != name:  # of a block
+            start += int(name.split(".")[1]) * math.prod(shape)
+        return from_gpt2(self._map(start, shape), name, self.config, part)
+
+    def _map(self, start: int, shape: tuple[int, ...]) -> Tensor:
+        """`shape` elements from the element `start` on, as they lie in the file."""
+        integers, offset = f"<i{self._dtype.itemsize}", HEADER_BYTES + start * self._dtype.itemsize
+        try:  # numpy has no bf16; "c": torch wants writable memory, and the file stays as it is
+            bits = np.memmap(self.path, dtype=integers, mode="c", offset=offset, shape=shape)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} cannot be read ({error}); copy it again, whole") from None
+        return torch.from_numpy(bits).view(self._dtype)
+
+
+def _header(path: Path) -> tuple[list[int], int]:
+    """The 256 integers, and the size of the file in bytes; raises UserError for what is no model of llm.c."""
+    try:
+        with path.open("rb") as file:
+            header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give a model file of llm.c") from None
+    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC:
+        raise UserError(f"{path} does not begin as a model of llm.c (magic {MAGIC}); give its model_*.bin")
+    if header[1] not in DTYPES:
+        raise UserError(f"{path} has version {header[1]}; write it as version 3 (fp32) or 5 (bf16) of llm.c")
+    return header, size
+
+
+def _layout(config: GPTConfig, rows: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    """(first element, shape) by name, for blocks that of block 0 by the name within it; and the count of elements."""
+    h = config.hidden_size
+    blocks = {
+        "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
+        "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
+        "mlp.fc.weight": (4 * h, h), "mlp.fc.bias": (4 * h,), "mlp.proj.weight": (h, 4 * h), "mlp.proj.bias": (h,),
+    }  # fmt: skip
+    shapes = {TABLE: (rows, h), POSITIONS: (config.seq_length, h), **blocks}
+    shapes |= {"head.ln_f.weight": (h,), "head.ln_f.bias": (h,)}
+    layout, start = {}, 0
+    for name, shape in shapes.items():
+        layout[name] = start, shape
+        start += math.prod(shape) * (config.num_layers if name in blocks else 1)
+    return layout, start

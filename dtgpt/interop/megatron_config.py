@@ -1,0 +1,183 @@
+"""The shape of a GPT-2 from Megatron-LM's `args`, or where a release has none from its tensors; what is no GPT-2 is
+refused."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtgpt.errors import UserError
+from dtgpt.interop.foreign_pickle import StandIn
+from dtgpt.interop.megatron_names import POSITIONS, padded_rows
+from dtgpt.model import TABLE, GPTConfig
+
+GPT2_VOCABULARY = 50257
+HEAD_DIM = 64  # of every published GPT-2
+
+# What each rank's args must agree on with the first rank's.
+STRUCTURE = (
+    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "apply_layernorm_1p",
+)  # fmt: skip
+
+# args -> the only values with which a model is a GPT-2; None: where the version had no such argument.
+GPT2_VALUES: dict[str, tuple[Any, ...]] = {
+    "swiglu": (None, False),
+    "squared_relu": (None, False),
+    "quick_geglu": (None, False),
+    "glu_activation": (None, False),
+    "use_rotary_position_embeddings": (None, False),
+    "add_position_embedding": (None, True),
+    "add_bias_linear": (None, True),
+    "disable_bias_linear": (None, False),
+    "normalization": (None, "LayerNorm"),
+    "untie_embeddings_and_output_weights": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "multi_latent_attention": (None, False),
+    "qk_layernorm": (None, False),
+    "window_size": (None,),
+    "mtp_num_layers": (None, 0),
+}
+
+EXACT_GELU_NOTE = (
+    "the checkpoint was trained with exact GELU (no bias_gelu_fusion, no openai_gelu) and dtgpt computes the tanh form "
+    "of GPT-2; the two are at most 0.0005 apart, so logits and losses differ slightly from Megatron-LM's"
+)
+
+
+def read_config(
+    args: Namespace | None, first: Mapping[str, Tensor], num_layers: int, tensor_parallel_size: int, path: Path
+) -> tuple[GPTConfig, list[str]]:
+    """Config, whose vocabulary is all rows of the table, and notes. `first`: the tensors of the first stage's first
+    rank, with the token table `[rows, H]` and the positions `[T, H]`. Raises UserError, also where args and tensors
+    disagree."""
+    rows, hidden = first[TABLE].shape
+    positions = first[POSITIONS].shape[0]
+    found = {
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "max_position_embeddings": positions,
+        "padded_vocab_size": rows * tensor_parallel_size,
+    }
+    notes: list[str] = []
+    if args is None:
+        heads, eps = _guess_heads(hidden, path), GPTConfig.layer_norm_eps
+        notes.append(f"{path} says nothing of attention heads; {hidden} / {HEAD_DIM} = {heads} were taken")
+    else:
+        _check_agreement(args, found, path)
+        heads, eps = _number(args, "num_attention_heads", path), _epsilon(args, path)
+        _refuse_others(args, heads, hidden, path)
+        if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
+            notes.append(EXACT_GELU_NOTE)
+    config = GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        seq_length=positions,
+        vocab_size=found["padded_vocab_size"],
+        layer_norm_eps=eps,
+    )
+    config.validate()
+    return config, notes
+
+
+def true_vocabulary(
+    given: int | None, rows: int, args: Namespace | None, tensor_parallel_size: int
+) -> tuple[int, list[str]]:
+    """Tokens that the model can tell apart, of a table with `rows` rows in all, and notes. Raises UserError for a given
+    number that the table has not."""
+    if given is not None:
+        if not 1 <= given <= rows:
+            raise UserError(f"true_vocab_size={given} is not within the checkpoint's table; use 1 to {rows}")
+        return given, []
+    multiple = getattr(args, "make_vocab_size_divisible_by", None)
+    multiple = multiple if isinstance(multiple, int) and multiple > 0 else 128
+    if rows == padded_rows(GPT2_VOCABULARY, tensor_parallel_size, multiple):
+        note = (
+            f"the table has {rows} rows, to which Megatron-LM pads GPT-2's {GPT2_VOCABULARY} tokens; the others were "
+            "left out (true_vocab_size says otherwise)"
+        )
+        return GPT2_VOCABULARY, [note]
+    return rows, []
+
+
+def consumed_samples(args: Namespace | None) -> int:
+    value = getattr(args, "consumed_train_samples", 0)
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def parallel_sizes(args: Namespace | None) -> tuple[int | None, int | None]:
+    """(tensor, pipeline) parallel size where args say so; before checkpoint_version 3.0 there was only one."""
+    tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", None))
+    return tensor, getattr(args, "pipeline_model_parallel_size", None)
+
+
+def check_same_args(args: Namespace | None, first: Namespace | None, path: Path, first_path: Path) -> None:
+    """Raise UserError where two ranks' args are of two models."""
+    for name in STRUCTURE:
+        here, there = getattr(args, name, None), getattr(first, name, None)
+        if here != there:
+            raise UserError(
+                f"{path} has {name}={here}, but {first_path} has {name}={there}; give a folder with one checkpoint in "
+                "it"
+            )
+
+
+def _guess_heads(hidden: int, path: Path) -> int:
+    if hidden % HEAD_DIM:
+        raise UserError(
+            f"{path} has no args, and hidden size {hidden} is no multiple of {HEAD_DIM}, so its attention heads are "
+            "unknown; save it with args"
+        )
+    return hidden // HEAD_DIM
+
+
+def _number(args: Namespace, name: str, path: Path) -> int:
+    value = getattr(args, name, None)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{path} has args with {name}={value!r}, not a number; save the checkpoint again")
+    return value
+
+
+def _epsilon(args: Namespace, path: Path) -> float:
+    """`norm_epsilon` since 2024, `layernorm_epsilon` before."""
+    value = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", GPTConfig.layer_norm_eps))
+    if not isinstance(value, int | float) or not 0 < value < 1:
+        raise UserError(f"{path} has args with a LayerNorm epsilon of {value!r}; it must be between 0 and 1")
+    return float(value)
+
+
+def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
+    for name, value in found.items():
+        if name == "padded_vocab_size" and getattr(args, name, None) is None:
+            continue  # known only where a tokenizer was built
+        if _number(args, name, path) != value:
+            raise UserError(
+                f"{path} has args with {name}={getattr(args, name)}, but the checkpoint's tensors have {value}; give a "
+                "folder with one complete checkpoint in it"
+            )
+
+
+def _refuse_others(args: Namespace, heads: int, hidden: int, path: Path) -> None:
+    """Raise UserError where args describe a model that is not GPT-2."""
+    wrong = [name for name, values in GPT2_VALUES.items() if getattr(args, name, None) not in values]
+    positions = getattr(args, "position_embedding_type", None)
+    if not isinstance(positions, StandIn) and positions not in (None, "learned_absolute", "absolute"):
+        wrong.append("position_embedding_type")
+    if getattr(args, "group_query_attention", False) and getattr(args, "num_query_groups", None) != heads:
+        wrong.append("num_query_groups")
+    if getattr(args, "ffn_hidden_size", None) not in (None, 4 * hidden):
+        wrong.append("ffn_hidden_size")
+    if getattr(args, "kv_channels", None) not in (None, hidden / max(heads, 1)):
+        wrong.append("kv_channels")
+    experts = getattr(args, "num_experts", None)
+    if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
+        wrong.append("num_experts")
+    if wrong:
+        values = ", ".join(f"{name}={getattr(args, name)}" for name in wrong)
+        raise UserError(
+            f"{path} has args with {values}, and dtgpt's model is GPT-2: learned positions, LayerNorm and biases, "
+            "plain attention, a tanh-GELU MLP of 4 times the hidden size and tied embeddings; import one of those"
+        )

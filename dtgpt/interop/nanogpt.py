@@ -1,0 +1,90 @@
+"""nanoGPT's `ckpt.pt`: GPT-2's names and order, matrices `[out, in]` as dtgpt's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.errors import UserError
+from dtgpt.interop.foreign_pickle import open_pickle
+from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting
+from dtgpt.interop.source import Part, Source
+from dtgpt.model import TABLE, GPTConfig
+
+PADDED, TRUE = 50304, 50257  # outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that
+GELU_NOTE = (
+    "nanoGPT computes GELU exactly, dtgpt in the tanh form of GPT-2; the two are at most 0.0005 apart, so logits and "
+    "losses differ slightly from nanoGPT's"
+)
+PADDING_NOTE = (
+    f"the checkpoint has {PADDED} outputs, which is how nanoGPT rounds up GPT-2's {TRUE} tokens; the last "
+    f"{PADDED - TRUE}, which occur in no text, were left out"
+)
+
+
+class NanoGPT(Source):
+    """A checkpoint of nanoGPT, mapped where torch can. Biases that a model with bias=False lacks are zeros.
+
+    The file is opened for tensors and plain values only: nothing in it is run. Raises UserError for a file that cannot
+    be opened so, that is no checkpoint of nanoGPT, or whose tensors do not fit its model_args.
+    """
+
+    def __init__(self, path: Path):
+        saved = open_pickle(path)
+        model, args = saved.get("model"), saved.get("model_args")
+        if not isinstance(model, dict) or not isinstance(args, dict) or not all(isinstance(n, str) for n in model):
+            raise UserError(f"{path} is no checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
+        self.config = _config(args, path)
+        padded = setting(args, ("vocab_size",), None, path)
+        self.notes = (GELU_NOTE, PADDING_NOTE) if padded == PADDED else (GELU_NOTE,)
+        self._tensors = _tensors(model, path)
+        output = self._tensors.pop("lm_head.weight", None)
+        found = {name: tuple(t.shape) for name, t in self._tensors.items()}
+        self._shapes = {**gpt2_shapes(self.config, found, path), TABLE: (padded, self.config.hidden_size)}
+        biased = args.get("bias", True)
+        expected = {gpt2_name(n): s for n, s in self._shapes.items() if biased or not n.endswith(".bias")}
+        check_tensors(found, expected, path)
+        if output is not None and not _same(output, self._tensors["wte.weight"]):
+            raise UserError(
+                f"{path} has an output projection lm_head.weight that is not wte.weight, while dtgpt's model has one "
+                "table for both; give a model with tied embeddings"
+            )
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        stored = self._tensors.get(gpt2_name(name))
+        if stored is None:
+            stored = torch.zeros(self._shapes[name], device="cpu")
+        return from_gpt2(stored, name, self.config, part)
+
+
+def _config(args: Mapping[str, Any], path: Path) -> GPTConfig:
+    layers, width, heads, length, vocabulary = (
+        setting(args, (name,), None, path) for name in ("n_layer", "n_embd", "n_head", "block_size", "vocab_size")
+    )
+    config = GPTConfig(
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=heads,
+        seq_length=length,
+        vocab_size=TRUE if vocabulary == PADDED else vocabulary,
+    )
+    return checked(config, path)
+
+
+def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    """Weights by GPT-2's names; raises UserError for what is no weight."""
+    tensors = {}
+    for plain, name in plain_names(model, path).items():
+        value = model[name]
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+            raise UserError(f"{path} has {name}, which is no plain tensor; give ckpt.pt as nanoGPT wrote it")
+        if not value.is_floating_point():
+            raise UserError(f"{path} has {name} in {value.dtype}; give weights in a floating-point dtype")
+        tensors[plain] = value.detach()
+    return tensors
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))

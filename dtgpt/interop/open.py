@@ -1,0 +1,51 @@
+"""What a path holds, and its weights as a `Source`."""
+
+from pathlib import Path
+
+import torch
+
+from dtgpt.checkpoint.folder import STATE
+from dtgpt.checkpoint.load import Saved, find_checkpoint
+from dtgpt.errors import UserError
+from dtgpt.interop.source import Source
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.plan import Plan
+
+KNOWN = (
+    "a run folder of dtgpt, one of its checkpoints/step_..., a Hugging Face folder (config.json), a Megatron-LM folder "
+    "(latest_checkpointed_iteration.txt or iter_...), nanoGPT's ckpt.pt or llm.c's model.bin"
+)
+
+
+def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
+    """The weights at `path`, whatever wrote them; raises UserError where nothing here is known, or it is damaged. The
+    processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM tree."""
+    mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
+    if (path / STATE).is_file():
+        return Saved(find_checkpoint(mesh, path, path))
+    if (path / "recipe.json").is_file():
+        return Saved(find_checkpoint(mesh, path))
+    # A run that goes on with its own checkpoint needs none of these modules.
+    if (path / "config.json").is_file():
+        from dtgpt.interop.huggingface import HuggingFace
+
+        return HuggingFace(path)
+    if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
+        from dtgpt.interop.megatron import Megatron
+
+        return Megatron(path, true_vocab_size)
+    if path.is_file() and path.suffix in (".pt", ".pth"):
+        from dtgpt.interop.nanogpt import NanoGPT
+
+        return NanoGPT(path)
+    if path.is_file() and path.suffix == ".bin":
+        from dtgpt.interop.llmc import LLMC
+
+        return LLMC(path)
+    raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder to which a path belongs, as itself or as one of its checkpoints; None for anything else."""
+    owners = [path, *path.parents[1:2]]
+    return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)

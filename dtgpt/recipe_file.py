@@ -1,0 +1,61 @@
+"""Recipe files: Python, with a function `recipe()`."""
+
+import importlib.util
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from dtgpt.errors import UserError
+from dtgpt.overrides import apply_overrides
+from dtgpt.recipe import Recipe
+
+
+def load_recipe(path: Path, options: list[str]) -> Recipe:
+    """The recipe of a file with the overrides `options`."""
+    module = _load_module(path)
+    with _errors_of(path):
+        recipe = call_recipe(module.recipe)
+    return apply_overrides(recipe, options)
+
+
+def call_recipe(recipe_function: Callable) -> Recipe:
+    recipe = recipe_function()
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe() returns {type(recipe).__name__}; let it return a dtgpt.recipe.Recipe")
+    return recipe
+
+
+def recipe_module(words: list[str], command: str) -> ModuleType:
+    """The module of the recipe file that a command's first word names; raises UserError where it names none."""
+    if not words or words[0].startswith("-"):
+        raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
+    return _load_module(Path(words[0]))
+
+
+def _load_module(path: Path) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    with _errors_of(path):
+        spec.loader.exec_module(module)
+    if not callable(getattr(module, "recipe", None)):
+        raise UserError(f"{path} is not a recipe: it defines no function recipe()")
+    return module
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """What a recipe file raises, as a sentence that names its line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{path} line {error.lineno}: {error.msg}; mend the recipe") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")
+        raise UserError(f"{path}{line}: {type(error).__name__}: {error}; mend the recipe") from None
