@@ -55,7 +55,7 @@ def medians(times: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ours(training: Training, saver: Saver, step: int) -> dict[str, float]:
-    state = training.optimizer.state() | describe(training.recipe, training.mesh, step, 0, "")
+    state = describe(training.recipe, training.mesh, step, 0, "") | training.optimizer.state() | {"updates": step}
     begin = time.perf_counter()
     saver.save(step, state)
     if training.device.type == "cuda":
@@ -64,6 +64,7 @@ def ours(training: Training, saver: Saver, step: int) -> dict[str, float]:
         saver.before_update()
         stall = time.perf_counter() - begin
     saver.wait()
+    training.mesh.gather(None)  # rank 0 is the last
     total = time.perf_counter() - begin
     return {"stall": stall, "total": total, "load": load_ours(training, saver.checkpoints, step)}
 

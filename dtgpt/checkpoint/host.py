@@ -22,15 +22,13 @@ class File:
         self.name, self.pieces, self.values = name, pieces, values
         self.data: Tensor | None = None  # fp32, all pieces one after another
 
-    def reserve(self) -> None:
-        """Take memory for the copy, and keep it."""
+    def reserve(self, pinned: bool) -> None:
+        """Take memory for the copy, and keep it. A GPU copies to pinned memory beside other work."""
         if self.data is None:
-            count, pinned = sum(v.numel() for v in self.values), self.values[0].is_cuda
-            self.data = torch.empty(count, pin_memory=pinned)
+            self.data = torch.empty(sum(v.numel() for v in self.values), pin_memory=pinned)
 
     def copy(self) -> None:
         """Queue copies of all values to the host."""
-        self.reserve()
         for place, value in zip(self.data.split([v.numel() for v in self.values]), self.values, strict=True):
             place.view(value.shape).copy_(value, non_blocking=True)
 
@@ -39,6 +37,7 @@ class File:
 
     def write_at_once(self, folder: Path) -> Written:
         """With memory for this file alone, and only for now."""
+        self.reserve(pinned=False)
         self.copy()
         if self.values[0].is_cuda:
             torch.cuda.current_stream().synchronize()

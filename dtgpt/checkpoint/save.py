@@ -111,7 +111,7 @@ class Saver:
         """Memory for the copies; where there is too little, this rank does without."""
         try:
             for file in self._files if self._background else []:
-                file.reserve()
+                file.reserve(pinned=self._stream is not None)
         except (RuntimeError, MemoryError):
             self._background = False
             for file in self._files:
