@@ -34,8 +34,9 @@ from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.passes import whole_row
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
-from dtgpt.recipe import OptimizerConfig, Recipe
+from dtgpt.recipe import DataConfig, OptimizerConfig, Recipe
 
+DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others
 
 
@@ -67,6 +68,9 @@ class Model:
         self, prompt: list[int], new_tokens: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0
     ) -> list[int]:
         """Up to `new_tokens` ids after the non-empty `prompt`; temperature 0 takes the likeliest token."""
+
+        if not prompt:
+            raise UserError("an empty prompt tells nothing to go on from; give at least one token")
 
         def logits_at(window: Tensor, position: int) -> Tensor:
             return whole_row(self._passes.logits(window), position, self.config, self.mesh)
@@ -101,6 +105,9 @@ def load(
     """The model at `path`, whatever wrote it (see `dtgpt.interop.open`), cut by `plan` over the processes that torchrun
     started; None: tensor parallel over all of them. device: "auto", "cpu" or "cuda"; precision: "auto", "fp32", "bf16"
     or "fp16". Raises UserError where the path, the plan or the device is wrong."""
+    for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
+        if value not in known:
+            raise UserError(f"{name}={value!r} is not known; use {', '.join(known)}")
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     given = given.for_world(process.world)
@@ -125,7 +132,7 @@ def _recipe(plan: Plan, device: str, precision: str, model=GPT2_124M) -> Recipe:
     return Recipe(
         name="inference", model=model, optimizer=OptimizerConfig(lr=1.0), steps=1, micro_batch_size=1,
         global_batch_size=plan.dp * 2 * plan.pp, plan="given", plans={"given": plan}, device=device,
-        precision=precision, graph="off",
+        precision=precision, graph="off", data=DataConfig(tokenizer="bytes"),
     )  # fmt: skip
 
 

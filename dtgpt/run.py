@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from dtgpt.checkpoint.folder import list_checkpoints
+from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import device_name
@@ -24,6 +24,7 @@ from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
+from dtgpt.storage import write_json
 
 ABSENT = object()
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
@@ -68,6 +69,8 @@ def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
     path = Path(recipe.resume)
     if path.parent.name == "checkpoints":
         return open_run(path.parents[1]), path
+    if (path / STATE).is_file():
+        raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")
     return open_run(path), None
 
 
@@ -134,10 +137,6 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     return {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__}
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, default=repr) + "\n")
 
 
 def _version(package: str) -> str | None:

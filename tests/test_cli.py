@@ -119,10 +119,10 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png cannot be the picture"]),
         (["plot", "nothing", "--output", "x.jpg"], ["x.jpg cannot be the picture"]),
         (["plot", "--size", "3"], ["no option --size"]),
-        (["generate", "."], [". is not a run folder"]),
+        (["generate", "."], [". holds no model that dtgpt knows", "run folder"]),
         (["generate", "x" * 300], ["File name too long", "shorter"]),
-        (["generate"], ["needs a run folder"]),
-        (["generate", "nothing"], ["nothing is not a run folder"]),
+        (["generate"], ["dtgpt generate needs"]),
+        (["generate", "nothing"], ["nothing holds no model that dtgpt knows"]),
     ],
 )
 def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
@@ -188,7 +188,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher
     if launcher == "python":
         assert process.returncode == 128 + number and "Traceback" not in err
     folder = tmp_path / "runs" / "gpt2_tiny-001"
-    (checkpoint,) = (folder / "checkpoints").iterdir()
+    (checkpoint,) = (folder / "checkpoints").glob("step_*")
     stopped = int(checkpoint.name.removeprefix("step_"))
     resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(stopped + 2), "--log.sample_tokens", "0"]
     done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)

@@ -79,7 +79,7 @@ def test_a_resumed_fp16_run_goes_on_with_its_scale(recipe, tmp_path):
     told = ("loss", "lr", "loss_scale", "skipped_steps", "grad_norm")
     assert [[r[k] for k in told] for r in steps_of(run)] == [[r[k] for k in told] for r in steps_of(whole)]
     for name in ("weights", "optimizer"):
-        file = f"checkpoints/step_00000028/{name}.safetensors"
+        file = f"checkpoints/step_00000028/{name}-00000-000.safetensors"
         assert (run / file).read_bytes() == (whole / file).read_bytes()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dtgpt.train
-from dtgpt.checkpoint import list_checkpoints
+from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.dropout import dropout_keys
@@ -31,7 +31,9 @@ def test_a_run_folder_holds_all_that_happened(recipe):
         [r for r in records if "loss" in r][-1]
     )
     checkpoint = run / "checkpoints" / "step_00000010"
-    assert {p.name for p in checkpoint.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+    files = {f"{kind}-00000-000.safetensors" for kind in ("weights", "optimizer")}
+    assert {p.name for p in checkpoint.iterdir()} == {*files, "state.json"}
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000010\n"
     assert train(recipe) == 0
     assert newest_run(recipe).name == "test-002"
     assert losses(newest_run(recipe)) == losses(run)  # the same recipe, the same numbers

@@ -18,9 +18,10 @@ from dtgpt.run import package_versions
 def save_weights(source: Source, folder: Path, origin: str) -> None:
     """Write the weights of `source` as the checkpoint `folder`, whose memory is that of one file at a time. `origin`:
     where they came from, for its reader. Raises UserError where the folder exists."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; give another path")
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had the same number
     partial.mkdir(parents=True)
     try:
         shapes = parameter_shapes(source.config)

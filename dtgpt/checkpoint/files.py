@@ -102,7 +102,13 @@ def read_header(path: Path) -> list[tuple[Piece, int]]:
         where = json.loads(table.pop("__metadata__")[PIECES])
         if sorted(where) != sorted(table):
             raise ValueError("its tensors are not those of its metadata")
-        return [_entry(name, table[name], where[name], 8 + length, size) for name in table]
+        found = [_entry(name, table[name], where[name], 8 + length, size) for name in table]
+        expected = 8 + length
+        for piece, position in found:
+            if position != expected:
+                raise ValueError(f"{piece.name} does not begin where the tensor before it ends")
+            expected += piece.num_bytes
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"{type(error).__name__}: {error}") from None
 
@@ -150,25 +156,6 @@ def copy_overlap(path: Path, piece: Piece, position: int, part: tuple[range, ...
 
 def _within(inner: Iterable[range], outer: Iterable[range]) -> tuple[slice, ...]:
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file under another name, and rename it when it is on the disk: it is never half there."""
-    other = path.with_name(f".{path.name}.new")
-    with other.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    other.rename(path)
 
 
 def by_size(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:

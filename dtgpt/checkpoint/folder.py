@@ -16,13 +16,15 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, sync_folder, verify_file, write_text
+from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_file
 from dtgpt.errors import UserError
 from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig
+from dtgpt.storage import sync_folder, write_text
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
@@ -105,7 +107,7 @@ def _digest(state: dict[str, Any]) -> str:
 
 
 def _text(state: dict[str, Any]) -> str:
-    return json.dumps(state, indent=2) + "\n"
+    return json.dumps(state, indent=2, default=repr) + "\n"  # a plan's own table holds objects
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -168,8 +170,8 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     names = []
     for folder in list_checkpoints(checkpoints):
         if step_of(folder) > step:
-            count = sum(1 for _ in checkpoints.glob(f"aside-*{folder.name}"))
-            names.append(f"aside-{f'{count}-' if count else ''}{folder.name}")
+            free = (f"aside-{f'{n}-' if n else ''}{folder.name}" for n in count())
+            names.append(next(name for name in free if not (checkpoints / name).exists()))
             folder.rename(checkpoints / names[-1])
     return names
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,13 +43,23 @@ class Saved(Source):
 
 def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
     """Fill `target` with the elements `part` of a saved tensor, whose whole shape must be `shape`; raises Damaged."""
-    found, wanted = 0, math.prod(map(len, part))
+    found, wanted, used = 0, math.prod(map(len, part)), []
     for file, piece, position in checkpoint.pieces(tensor):
         if piece.shape != tuple(shape):
             raise Damaged(checkpoint.folder / file, f"its {tensor} is of shape {piece.shape}, the model's {shape}")
-        found += copy_overlap(checkpoint.folder / file, piece, position, tuple(part), target)
-    if found != wanted:
+        count = copy_overlap(checkpoint.folder / file, piece, position, tuple(part), target)
+        found += count
+        used += [piece.part] if count else []
+    if found != wanted or not disjoint(used):
         raise Damaged(checkpoint.folder, f"of {tensor} {found} elements are there, where {wanted} are needed")
+
+
+def disjoint(parts: list[Part]) -> bool:
+    """Whether no element is in two of the rectangles: one that is there twice could hide one that is missing."""
+    bounds = np.array([[(r.start, r.stop) for r in part] for part in parts]).reshape(len(parts), -1, 2)
+    begin, end = bounds[..., 0], bounds[..., 1]
+    meet = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(axis=-1)
+    return meet.sum() == len(parts)  # each meets itself
 
 
 def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> None:
@@ -111,7 +122,8 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None) -> Checkp
             return checkpoint
         if folder is not folders[-1]:
             say(f"{problem}; going on from the checkpoint before it", warning=True)
-    raise UserError(f"{problem}; no other checkpoint is left: begin again, or restore the file")
+    left = "resume from another one" if chosen else "no other checkpoint is left: begin again"
+    raise UserError(f"{problem}; {left}, or restore the file")
 
 
 def check_same_model(where: Path, saved: GPTConfig, wanted: GPTConfig) -> None:

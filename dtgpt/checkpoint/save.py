@@ -7,6 +7,7 @@ leaves the older checkpoints as they were.
 """
 
 import json
+import math
 import shutil
 import threading
 import time
@@ -17,17 +18,20 @@ from typing import Any
 
 import torch
 
-from dtgpt.checkpoint.files import Written, write_text
+from dtgpt.checkpoint.files import Written
 from dtgpt.checkpoint.folder import appears, commit, list_checkpoints, make_folder, remove, step_folder, step_of
 from dtgpt.checkpoint.host import files_of
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.shards import Shards
+from dtgpt.storage import write_text
 
 WRITERS = 4  # threads
 POLL = 0.05  # s between two looks at what other ranks have written
+GRACE = 10.0  # s that the last save of a run which fails may still take: other ranks may be gone
 LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
+LONG = 1.0  # s of waiting that are worth a word
 REPORT = "rank-{:05d}.json"
 
 
@@ -53,7 +57,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._must = False
-        self._leave = threading.Event()  # the run ends: wait for nobody
+        self._patience = math.inf  # until when to wait for other ranks, on the monotonic clock
         self._reserving = threading.Thread(target=self._reserve, name="checkpoint memory")
         self._reserving.start()  # pinning gigabytes takes seconds; the first step compiles meanwhile
 
@@ -61,7 +65,11 @@ class Saver:
         """Begin to save what weights and moments are now. `state`: what `state.json` is to say. Raises UserError, on
         all ranks, where the folder cannot be made. What fails later is a warning; where the checkpoint `must` be, this
         waits for it, and raises UserError on all ranks."""
+        begin = time.monotonic()
         self.wait()
+        if time.monotonic() - begin > LONG:
+            waited = f"training waited {time.monotonic() - begin:.0f} s until the checkpoint before was written"
+            say(f"{waited}; raise --checkpoint.interval", warning=True)
         self._must = must
         partial = self.checkpoints / f".partial-{step_folder(self.checkpoints, step).name}"
         self.mesh.on_rank_0(lambda: make_folder(partial))
@@ -104,7 +112,7 @@ class Saver:
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is not None:
-            self._leave.set()
+            self._patience = time.monotonic() + GRACE
         self.wait()
 
     def _reserve(self) -> None:
@@ -113,6 +121,7 @@ class Saver:
             for file in self._files if self._background else []:
                 file.reserve(pinned=self._stream is not None)
         except (RuntimeError, MemoryError):
+            say("there is no memory for copies of checkpoints: training waits while they are written", warning=True)
             self._background = False
             for file in self._files:
                 file.data = None
@@ -138,8 +147,9 @@ class Saver:
             written = self._write(partial, copied)
         except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
             failure = f"{error}" or repr(error)
-            for file in self._files:  # makes room for the report
-                (partial / file.name).unlink(missing_ok=True)
+            with suppress(OSError):
+                for file in self._files:  # makes room for the report
+                    (partial / file.name).unlink(missing_ok=True)
         if self.mesh.rank == 0:
             self._finish(partial, step, state, written, failure)
             return
@@ -159,9 +169,8 @@ class Saver:
         else:
             copied.synchronize()
         with ThreadPoolExecutor(WRITERS) as pool:
-            return dict(
-                zip([f.name for f in self._files], pool.map(lambda f: f.write(partial), self._files), strict=True)
-            )
+            written = pool.map(lambda file: file.write(partial), self._files)
+            return {file.name: found for file, found in zip(self._files, written, strict=True)}
 
     def _finish(
         self, partial: Path, step: int, state: dict[str, Any], files: dict[str, Written], failure: str | None
@@ -175,19 +184,23 @@ class Saver:
             if failure is not None:
                 raise UserError(failure)
             commit(partial, folder, state, files)
-            write_text(self.checkpoints / LATEST, f"{folder.name}\n")
-            self._remove_old(step)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             self._failure = f"no checkpoint of step {step} could be written to {self.checkpoints} ({error})"
-            if not self._must and not self._leave.is_set():
+            if not self._must:
                 say(f"{self._failure}; training goes on", warning=True)
+            return
+        try:
+            write_text(self.checkpoints / LATEST, f"{folder.name}\n")
+            self._remove_old(step)
+        except OSError as error:
+            say(f"{folder} is written, but what is older could not be cleared away ({error})", warning=True)
 
     def _report(self, partial: Path, rank: int) -> tuple[dict[str, Written], str | None]:
         """(files, failure) of another rank, when it has written."""
         path, end = partial / REPORT.format(rank), time.monotonic() + self._timeout
         while not path.exists():
-            if self._leave.is_set():
+            if time.monotonic() > self._patience:
                 raise UserError("the run ended before")
             if time.monotonic() > end:
                 raise UserError(f"rank {rank} has not written its part within timeout={self._timeout:g} s")

@@ -15,6 +15,7 @@ import numpy as np
 import tiktoken
 
 from dtgpt.errors import UserError
+from dtgpt.storage import write_text
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
@@ -55,7 +56,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         ranks = [base64.b64encode(token).decode() for token in self.ranks]
-        path.write_text(json.dumps({"name": self.name, "pattern": self.pattern, "ranks": ranks}))
+        write_text(path, json.dumps({"name": self.name, "pattern": self.pattern, "ranks": ranks}))
 
     @classmethod
     def load(cls, path: Path, remedy: str) -> "Tokenizer":

@@ -11,6 +11,7 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
 from dtgpt.interop.open import open_source
 
@@ -34,9 +35,13 @@ def convert(path: Path, target: Path, config: ConvertConfig) -> None:
     """Read the model at `path`, whatever wrote it, and write it to `target`. Raises UserError where an option does not
     fit, the source is damaged or the target exists; then nothing is written."""
     _check(config)
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; give another path")
     source = open_source(path, true_vocab_size=config.true_vocab_size)
+    if config.true_vocab_size is not None and not isinstance(source, Megatron):
+        raise UserError(
+            f"true_vocab_size={config.true_vocab_size} is of a Megatron-LM tree alone; leave it out: {path} tells it"
+        )
     for note in source.notes:
         say(note, warning=True)
     dtype = DTYPES[config.dtype]

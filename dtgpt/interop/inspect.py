@@ -12,6 +12,9 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import Source, parameter_shapes
+from dtgpt.model import TABLE
+
+VERIFIED = "  every file is as it was written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,32 +24,46 @@ class InspectConfig:
 
 def inspect(path: Path, config: InspectConfig) -> str:
     """What is known of a run folder, a checkpoint or a model of another library, each file of a checkpoint verified.
-    Raises UserError where there is no model, or no checkpoint is whole."""
+    Raises UserError where there is no model, or none that is whole."""
     lines: list[str] = []
     if (path / "recipe.json").is_file():
         found = list_checkpoints(path / "checkpoints")
-        lines = [f"run {path}: {len(found)} checkpoint{'s' * (len(found) != 1)}", *map(_one_line, found)]
         if not found:
             raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
-        path = found[-1]
-    if (path / STATE).is_file():
-        checkpoint = Checkpoint(path)
-        source: Source = Saved(checkpoint)
-        lines += _checkpoint(checkpoint)
+        opened = {folder: _open(folder) for folder in found}
+        lines = [f"run {path}: {len(found)} checkpoint{'s' * (len(found) != 1)}"]
+        lines += [_one_line(folder, *found) for folder, found in opened.items()]
+        whole = [checkpoint for checkpoint, problem in opened.values() if problem is None]
+        if not whole:
+            raise UserError("; ".join([*lines, "no checkpoint is whole: restore one"]))
+        source: Source = Saved(whole[-1])
+        lines += [*_checkpoint(whole[-1]), VERIFIED]
+    elif (path / STATE).is_file():
+        checkpoint, problem = _open(path)
+        if problem:
+            raise UserError(f"{problem}; restore the file, or give another checkpoint")
+        source = Saved(checkpoint)
+        lines = [*_checkpoint(checkpoint), VERIFIED]
     else:
         source = open_source(path)
-        lines += [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
+        lines = [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
     if config.tensors == "on":
         lines += list(_tensors(source))
     return "\n".join(lines)
 
 
-def _one_line(folder: Path) -> str:
+def _open(folder: Path) -> tuple[Checkpoint | None, str | None]:
+    """(checkpoint, what is wrong with it), each None where there is none."""
     try:
         checkpoint = Checkpoint(folder)
-        return f"  {folder.name}: {_size(checkpoint)}, {checkpoint.problem() or 'every file as it was written'}"
+        return checkpoint, checkpoint.problem()
     except Damaged as damage:
-        return f"  {folder.name}: {damage}"
+        return None, str(damage)
+
+
+def _one_line(folder: Path, checkpoint: Checkpoint | None, problem: str | None) -> str:
+    size = f"{_size(checkpoint)}, " if checkpoint else ""
+    return f"  {folder.name}: {size}{problem or 'every file as it was written'}"
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
@@ -65,7 +82,6 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     )
     for name, file in sorted(checkpoint.files.items()):
         yield f"  {file.sha256}  {name}  {file.num_bytes:,} bytes"
-    yield f"  {checkpoint.problem() or 'every file is as it was written'}"
 
 
 def _model(source: Source) -> Iterator[str]:
@@ -75,9 +91,12 @@ def _model(source: Source) -> Iterator[str]:
 
 
 def _tensors(source: Source) -> Iterator[str]:
-    for name, shape in parameter_shapes(source.config).items():
-        values = source.read(name).contiguous().numpy()
-        yield f"  {hashlib.sha256(values.tobytes()).hexdigest()}  {name} {list(shape)}"
+    for name in parameter_shapes(source.config):
+        values = source.read(name)
+        if name == TABLE:  # rows of padding mean nothing, and not every format has them
+            values = values[: source.config.vocab_size]
+        values = values.contiguous().numpy()
+        yield f"  {hashlib.sha256(values.tobytes()).hexdigest()}  {name} {list(values.shape)}"
 
 
 def _size(checkpoint: Checkpoint) -> str:

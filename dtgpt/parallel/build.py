@@ -32,7 +32,7 @@ def build_stages(
     """The pipeline stages of this rank, one of them without a pipeline, and the shards that they consist of. No rank
     holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No
     `masters`: nothing is to be trained."""
-    stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled) for stage in mesh.place.stages]
+    stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled, masters) for stage in mesh.place.stages]
     for stage in stages:
         allocate(stage, mesh.device)
     shards = Shards(stages, mesh, masters)
@@ -41,11 +41,15 @@ def build_stages(
     return stages, shards
 
 
-def lay_out_stage(recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, compiled: bool) -> GPT:
+def lay_out_stage(
+    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, compiled: bool, masters: bool = True
+) -> GPT:
     """One stage on the meta device, cut as the plan says."""
     plan, config = mesh.plan, recipe.model
     with torch.device("meta"):
-        part = keep_stage(GPT(config, dtype), stage, plan).to(dtype if plan.narrows_weights else torch.float32)
+        part = keep_stage(GPT(config, dtype), stage, plan).to(
+            dtype if plan.narrows_weights or not masters else torch.float32
+        )
     if plan.tp > 1:
         apply_table(part, mesh.devices["tp"], make_table(config, plan))
     for block in part.blocks.values():

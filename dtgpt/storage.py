@@ -1,0 +1,29 @@
+"""Small files and names on the disk that are never half there."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file under another name, and rename it when it is on the disk: it is never half there."""
+    other = path.with_name(f".{path.name}.new")
+    with other.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    other.rename(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
