@@ -3,10 +3,12 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+from dtgpt.batch_size import BatchSizes, check_rampup
 from dtgpt.checkpoint.folder import Checkpoint, set_aside
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint
 from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
+from dtgpt.data.prepared import is_prepared, load_prepared
 from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences
 from dtgpt.metrics import check_wandb
 from dtgpt.parallel.cost import state_bytes
@@ -24,6 +26,7 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     recipe.validate()
     recipe = recipe.resolved()
     plan = recipe.plan_for(process.world)
+    check_rampup(recipe, process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe, process.local_rank)
     width = choose_dtype(recipe, device).itemsize
@@ -62,10 +65,15 @@ def leave_newer(run: Path, step: int) -> None:
 
 
 def read_dataset(recipe: Recipe) -> Dataset:
-    """The recipe's text as tokens, checked against the recipe's model."""
+    """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
-    settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
-    dataset = load_dataset(*settings, cache=default_cache())
+    if is_prepared(data):
+        samples = data.train_samples or BatchSizes(recipe).before(recipe.steps)
+        seed, length = recipe.seed, recipe.model.seq_length
+        dataset: Dataset = load_prepared(data, length, samples, recipe.log.eval_samples, seed, default_cache())
+    else:
+        settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
+        dataset = load_dataset(*settings, default_cache(), data.vocab_file, data.merge_file)
     dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
     return dataset
 

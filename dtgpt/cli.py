@@ -28,6 +28,10 @@ EXAMPLES = {"world": "8", "gpu": "H200", "steps": "5", "tolerance": "1e-5"}
 HELP = ("-h", "--help")
 USAGE = """usage: dtgpt COMMAND ...
 
+  dtgpt prepare INPUT ... --output-prefix PREFIX [--append-eod] [--tokenizer NAME] [--workers N]
+                                                text to Megatron-LM's PREFIX_text_document.bin and .idx
+  dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]
+                                                a byte-level BPE of your own
   dtgpt train RECIPE.py [--option value ...]    train; `torchrun RECIPE.py` does the same (--help lists the options)
   dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME] [--option value ...]
                                                 memory, messages and bubble of a plan; no GPU is needed
@@ -37,6 +41,8 @@ USAGE = """usage: dtgpt COMMAND ...
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
                                                 from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
   dtgpt inspect MODEL [--tensors on]            step, plan, sizes, parameters and digests; every file is verified
+  dtgpt inspect PREFIX [--digest --split 949,50,1 --seq-length 1024 --num-samples N --seed 1234]
+                                                token files: statistics, or digests of samples in Megatron-LM's order
   dtgpt plot RUN [RUN ...] [--output FILE.png]  draw the loss curves of runs into one picture
 """
 
@@ -49,6 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _command(words: list[str]) -> int:
     commands = {
+        "prepare": _prepare,
+        "tokenizer": _tokenizer,
         "train": _train,
         "plan": _plan,
         "compare": _compare,
@@ -138,6 +146,18 @@ def _train(words: list[str]) -> int:
 
     module = recipe_module(words, "train")
     return _run(module.recipe, module.__doc__ or "", words[1:])
+
+
+def _prepare(words: list[str]) -> int:
+    from dtgpt.data.prepare_command import prepare_command
+
+    return prepare_command(words)
+
+
+def _tokenizer(words: list[str]) -> int:
+    from dtgpt.data.prepare_command import tokenizer_command
+
+    return tokenizer_command(words)
 
 
 def _plan(words: list[str]) -> int:
@@ -230,8 +250,11 @@ def _convert(words: list[str]) -> int:
 
 
 def _inspect(words: list[str]) -> int:
+    from dtgpt.data.inspect_data import inspect_data_command, is_data
     from dtgpt.interop.inspect import InspectConfig, inspect
 
+    if is_data(words):
+        return inspect_data_command(words)
     taken = _paths_and_config(words, "inspect MODEL", InspectConfig, inspect.__doc__)
     if taken:
         say(inspect(*taken))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import Dataset, bits_per_byte, held_out_batches
+from dtgpt.data.dataset import Dataset, bits_per_byte
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import to_device
 from dtgpt.generate import sample_text
@@ -23,9 +23,7 @@ def held_out_loss(
     dp = mesh.plan.dp
     token_bytes = torch.from_numpy(dataset.tokenizer.token_bytes())
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    batches = list(
-        held_out_batches(dataset.valid, recipe.model.seq_length, recipe.micro_batch_size, recipe.log.eval_samples)
-    )
+    batches = list(dataset.held_out(recipe.model.seq_length, recipe.micro_batch_size, recipe.log.eval_samples))
     for first in range(0, len(batches), dp):
         if interrupted():
             return None

@@ -57,18 +57,25 @@ class Update:
 
     def __init__(self, shards: Shards, recipe: Recipe, dtype: torch.dtype, share: float):
         """share: what one micro-batch counts in the sum over all."""
-        self.shards, self.clip, self.share = shards, recipe.optimizer.clip, share
+        self.shards, self.clip = shards, recipe.optimizer.clip
         device, scale = shards.mesh.device, recipe.loss_scale
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.adamw = make_optimizer(shards, recipe.optimizer)
         self.schedule = torch.tensor([learning_rate(step, recipe) for step in range(recipe.steps)], device=device)
         self.lr = torch.zeros((), device=device)
-        self.gradient_scale = torch.full((), share, device=device)
+        self.gradient_scale = torch.empty((), device=device)
         self.scaler = None
         if dtype == torch.float16:
             self.scaler = LossScaler(
                 device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
             )
+        self.share_among(share)
+
+    def share_among(self, share: float) -> None:
+        """From now on a micro-batch counts `share` in the sum over all."""
+        self.share = share
+        self.gradient_scale.fill_(share)
+        if self.scaler is not None:
             self.gradient_scale.mul_(self.scaler.scale)
 
     def inverse_scale(self) -> Tensor | float:

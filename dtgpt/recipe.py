@@ -3,26 +3,39 @@
 Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.overrides`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from dtgpt.data.prepared import is_prepared
 from dtgpt.errors import UserError
 from dtgpt.model import GPT2_124M, GPTConfig
-from dtgpt.ops.attention import Backend, check_backend
+from dtgpt.ops.attention import Backend
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
+from dtgpt.recipe_checks import check_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: Annotated[str | None, ".txt or .jsonl file; none: the text that Python carries"] = None
+    path: Annotated[
+        str | None,
+        ".txt or .jsonl file; prefix of a prepared .bin and .idx, or weights and prefixes: '0.3 A 0.7 B'; none: the "
+        "text that Python carries",
+    ] = None
+    valid_path: Annotated[str | None, "prepared data for validation; path and this are then used whole"] = None
+    split: Annotated[str, "weights of the training, validation and test parts of prepared data"] = "969,30,1"
+    train_samples: Annotated[
+        int | None, "for how many the order of prepared data is made; none: steps x global_batch_size"
+    ] = None
     json_key: Annotated[str, "field of a .jsonl line that holds the text"] = "text"
     tokenizer: Annotated[
         Literal["auto", "gpt2", "bpe", "bytes"],
         "auto: gpt2 for a path where the model has its 50257 tokens, else a bpe trained on the text",
     ] = "auto"
+    tokenizer_file: Annotated[str | None, "of prepared data: what dtgpt tokenizer train wrote"] = None
+    vocab_file: Annotated[str | None, "vocab.json for gpt2, with merge_file; none: as tiktoken carries it"] = None
+    merge_file: Annotated[str | None, "merges.txt for gpt2, with vocab_file"] = None
     bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024
     held_out: Annotated[float, "share of the text kept for validation, in [0, 1)"] = 0.05
 
@@ -86,6 +99,9 @@ class Recipe:
     steps: Annotated[int, "optimizer steps"]
     micro_batch_size: Annotated[int, "samples per forward and backward pass on a device"]
     global_batch_size: Annotated[int, "samples per optimizer step"]
+    rampup_batch_size: Annotated[
+        str | None, "'START INCREMENT SAMPLES': fewer samples a step at first; none: global_batch_size from the start"
+    ] = None
     plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica on each process"] = "dp"
     plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
     seed: Annotated[int, "of weights, batches, dropout masks and samples"] = 1234
@@ -152,7 +168,8 @@ class Recipe:
         """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
         tokenizer = self.data.tokenizer
         if tokenizer == "auto":
-            tokenizer = "gpt2" if self.data.path and self.model.vocab_size >= GPT2_124M.vocab_size else "bpe"
+            own = "auto" if is_prepared(self.data) else "bpe"  # token files were made by another one already
+            tokenizer = "gpt2" if self.data.path and self.model.vocab_size >= GPT2_124M.vocab_size else own
         return replace(
             self,
             data=replace(self.data, tokenizer=tokenizer),
@@ -161,84 +178,4 @@ class Recipe:
 
     def validate(self) -> None:
         """Raise UserError, one sentence, on the first value that cannot be trained with."""
-        self.model.validate()
-        for name in POSITIVE:
-            if not value_of(self, name) > 0:
-                raise UserError(f"{name}={value_of(self, name)} is not positive; use more than 0")
-        for name in NOT_NEGATIVE:
-            if not value_of(self, name) >= 0:
-                raise UserError(f"{name}={value_of(self, name)} is negative; use 0 or more")
-        for name in SHARES:
-            if not 0 <= value_of(self, name) < 1:
-                raise UserError(f"{name}={value_of(self, name)} is out of range; use 0 or more and less than 1")
-        for name in PATHS:
-            if value_of(self, name) == "":
-                raise UserError(f"{name} is empty; give a path, or leave it out")
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
-            raise UserError(f"name={self.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
-        if self.steps > MOST_STEPS:
-            raise UserError(f"steps={self.steps} is more than a schedule holds; use {MOST_STEPS} or less")
-        if self.exit_after is not None and self.exit_after <= 0:
-            raise UserError(f"exit_after={self.exit_after} is not positive; give minutes, or leave it out")
-        check_backend(self.attention, self.model.dropout, self.model.hidden_size // self.model.num_heads)
-        scale = self.loss_scale
-        if scale.initial > LARGEST_SCALE:
-            raise UserError(
-                f"loss_scale.initial={scale.initial} is more than fp32 holds; use 2**32 = 4294967296 or less"
-            )
-        if scale.minimum < 1 / LARGEST_SCALE:
-            raise UserError(f"loss_scale.minimum={scale.minimum} is less than gradients can be divided by; use 1")
-        if scale.minimum > scale.initial:
-            raise UserError(
-                f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
-            )
-        self._validate_batch()
-        self._validate_schedule()
-        vocab_size, bpe_size = self.model.vocab_size, self.data.bpe_vocab_size
-        if self.resolved().data.tokenizer == "bpe" and bpe_size > vocab_size:
-            raise UserError(
-                f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
-                f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
-            )
-
-    def _validate_batch(self) -> None:
-        micro, whole = self.micro_batch_size, self.global_batch_size
-        if whole % micro:
-            raise UserError(
-                f"global_batch_size={whole} is not a multiple of micro_batch_size={micro}; "
-                f"use --global_batch_size {whole // micro * micro or micro} or a micro_batch_size that divides it"
-            )
-
-    def _validate_schedule(self) -> None:
-        config = self.optimizer
-        if self.decay_steps < 1:
-            raise UserError(
-                f"optimizer.decay_steps={self.decay_steps} is not positive; use 1 or more, or none for steps"
-            )
-        if config.min_lr > config.lr:
-            raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
-        if config.wsd_decay > 1:
-            raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
-
-
-LARGEST_SCALE = 2.0**64
-MOST_STEPS = 10_000_000  # the learning rate of each lies on the device
-POSITIVE = (
-    "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
-    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",
-    "loss_scale.hysteresis", "loss_scale.minimum",
-)  # fmt: skip
-NOT_NEGATIVE = (
-    "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
-    "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
-    "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
-)  # fmt: skip
-PATHS = ("data.path", "runs", "resume", "init_from")
-SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
-
-
-def value_of(config: Any, name: str) -> Any:
-    """The value of a dotted field name: `value_of(recipe, "optimizer.lr")`."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+        check_recipe(self)

@@ -31,11 +31,11 @@ class Report:
         describe_run(run, recipe, mesh, {**described, "tokens": tokenizer.vocab_size})
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
-        self._lap_begin, self._lap_step = time.perf_counter(), None
+        self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
         say(
             f"model   {recipe.model.num_parameters / 1e6:,.1f} M parameters; {recipe.steps:,} steps of "
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
-            f"data    {data.source}: {len(data.train):,} tokens to train on, {len(data.valid):,} held out, "
+            f"data    {data.source}: {data.num_train_tokens:,} tokens to train on, {data.num_valid_tokens:,} held out, "
             f"{self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
             f"plan    {mesh.plan.name}\n"
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
@@ -58,7 +58,7 @@ class Report:
             "memory_gib": memory,
             "memory_total_gib": total_memory(self.device) / 2**30 if self.device.type == "cuda" else None,
             **scaling,
-            **self._rates(step),
+            **self._rates(step, tokens),
         }
         self._write(record)
         say(progress_line(record, self.recipe.steps))
@@ -101,14 +101,13 @@ class Report:
         yield
         self._lap_begin += time.perf_counter() - begin
 
-    def _rates(self, step: int) -> dict[str, float]:
+    def _rates(self, step: int, tokens: int) -> dict[str, float]:
         """Since the last progress line; nothing on the first."""
-        now, last = time.perf_counter(), self._lap_step
-        seconds, self._lap_begin, self._lap_step = now - self._lap_begin, now, step
+        now, last, seen = time.perf_counter(), self._lap_step, tokens - self._lap_tokens
+        seconds, self._lap_begin, self._lap_step, self._lap_tokens = now - self._lap_begin, now, step, tokens
         if last is None or step == last:
             return {}
-        per_step = seconds / (step - last)
-        tokens_per_second = self.recipe.global_batch_size * self.recipe.model.seq_length / per_step
+        per_step, tokens_per_second = seconds / (step - last), seen / seconds
         rates = {
             "tokens_per_second": tokens_per_second,
             "seconds_per_step": per_step,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtgpt import evaluate
+from dtgpt.batch_size import BatchSizes
 from dtgpt.begin import find_run, leave_newer, new_run, read_on_every_node, start
 from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
@@ -20,7 +21,7 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
-from dtgpt.data.dataset import Dataset, training_batch
+from dtgpt.data.dataset import Dataset
 from dtgpt.device import (
     choose_dtype,
     peak_memory,
@@ -96,11 +97,13 @@ class Training:
         self.passes = make_passes(stages, self.shards, recipe, self.graphs, self.dtype)
         if self.plan.table:
             try_table(self.passes, recipe.model, self.device)
-        self.optimizer = Update(self.shards, recipe, self.dtype, gradient_share(recipe, self.plan))
+        self.micro_batches = recipe.micro_batches(self.plan.dp)
+        share = gradient_share(self.micro_batches, self.plan)
+        self.optimizer = Update(self.shards, recipe, self.dtype, share)
         scale_gradients(stages, self.optimizer.gradient_scale)
         self.batches = Ahead(self._batch, self.device)
         self.saver: Saver | None = None
-        self.step = self.first_step = self.samples_at_start = 0
+        self.step, self.sizes = 0, BatchSizes(recipe)
         if checkpoint:
             self._resume(checkpoint)
         elif recipe.init_from is not None:
@@ -178,25 +181,34 @@ class Training:
     def gradients(self) -> Tensor:
         """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
         where the head is elsewhere."""
-        recipe, config = self.recipe, self.recipe.model
+        config = self.recipe.model
+        self._expect(self.sizes.at(self.step) // (self.recipe.micro_batch_size * self.plan.dp))
         self.graphs.next_step()
         if not self.graphs.captured:
             self.shards.drop_gradients()
         windows, sample_ids, step_key = self.batches.take(self.step)
         keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
-        return self.passes.gradients(recipe.micro_batches(self.plan.dp), windows, keys)
+        return self.passes.gradients(self.micro_batches, windows, keys)
+
+    def _expect(self, micro_batches: int) -> None:
+        """Where the batch ramps up, steps change now and then."""
+        if micro_batches != self.micro_batches:
+            self.micro_batches = micro_batches
+            self.graphs.restart()
+            self.passes.expect(micro_batches)
+            self.optimizer.share_among(gradient_share(micro_batches, self.plan))
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of this rank in `step`: windows int64 `[B, T + 1]`, sample ids `[B]` and the step's dropout key `[2]`."""
-        share = self.recipe.global_batch_size // self.plan.dp
+        share = self.sizes.at(step) // self.plan.dp
         first = self.samples_before(step) + self.mesh.place.dp * share
         sample_ids = first + torch.arange(share)
-        windows = training_batch(self.dataset.train, self.data_key, sample_ids, self.recipe.model.seq_length)
+        windows = self.dataset.windows(sample_ids, self.recipe.model.seq_length, self.data_key)
         return windows, sample_ids, fold(self.dropout_key, step)
 
     def samples_before(self, step: int) -> int:
         """Samples that the run had seen when `step` began."""
-        return self.samples_at_start + (step - self.first_step) * self.recipe.global_batch_size
+        return self.sizes.before(step)
 
     def gradient(self, shard: Shard) -> Tensor:
         """What `gradients` left of this shard, without the loss scale."""
@@ -251,10 +263,10 @@ class Training:
         self._check_tokenizer(run)
         load_training(checkpoint, self.shards, self.optimizer.adamw)
         self.optimizer.restore(state)
-        self.step = self.first_step = state["step"]
-        self.samples_at_start = state["consumed_samples"]
+        self.step = state["step"]
+        self.sizes = BatchSizes(self.recipe, self.step, state["consumed_samples"])
         if state["data_digest"] != self.dataset.digest:
-            say(f"the text is not the one that {run} began with", warning=True)
+            say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:
             raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
 

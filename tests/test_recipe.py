@@ -8,7 +8,8 @@ import pytest
 
 from dtgpt.errors import UserError
 from dtgpt.overrides import apply_overrides, help_text, leaves
-from dtgpt.recipe import NOT_NEGATIVE, POSITIVE, SHARES, Recipe, value_of
+from dtgpt.recipe import Recipe
+from dtgpt.recipe_checks import NOT_NEGATIVE, POSITIVE, SHARES, value_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 

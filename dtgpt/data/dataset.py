@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,36 @@ from dtgpt.ops.random import fold
 CACHE_FORMAT = 1  # raise when the same settings would give other tokens
 
 
+class Dataset(ABC):
+    """What a run trains on and is judged by. `source`: for people; `digest`: of all that decides which tokens a sample
+    has."""
+
+    tokenizer: Tokenizer
+    source: str
+    digest: str
+    num_train_tokens: int
+    num_valid_tokens: int
+
+    @abstractmethod
+    def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
+        """Training samples, int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and the
+        run's `key [2]` alone."""
+
+    @abstractmethod
+    def held_out(self, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        """The fixed windows for validation, int64 `[B, seq_length + 1]`, at most `max_samples` in all."""
+
+    @abstractmethod
+    def bytes_per_token(self) -> float:
+        """Mean over the training split, with which a training loss is told in bits per byte."""
+
+    @abstractmethod
+    def check(self, seq_length: int, vocab_size: int) -> None:
+        """Raise UserError where a model of this shape cannot be trained on these tokens."""
+
+
 @dataclass(frozen=True)
-class Dataset:
+class TextDataset(Dataset):
     """Tokens of both splits, memory-mapped, and the tokenizer that made them."""
 
     tokenizer: Tokenizer
@@ -36,18 +65,26 @@ class Dataset:
     source: str
     digest: str
 
+    @property
+    def num_train_tokens(self) -> int:
+        return len(self.train)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        return len(self.valid)
+
+    def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
+        return training_batch(self.train, key, sample_ids, seq_length)
+
+    def held_out(self, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        return held_out_batches(self.valid, seq_length, batch_size, max_samples)
+
     def bytes_per_token(self) -> float:
-        """Mean over the training split, with which a training loss is told in bits per byte."""
         counts = np.bincount(self.train, minlength=self.tokenizer.vocab_size)
         return float(counts @ self.tokenizer.token_bytes()) / len(self.train)
 
     def check(self, seq_length: int, vocab_size: int) -> None:
-        """Raise UserError where a model of this shape cannot be trained on these tokens."""
-        if self.tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"model.vocab_size={vocab_size} is smaller than the tokenizer's {self.tokenizer.vocab_size} tokens; "
-                f"use --model.vocab_size {self.tokenizer.vocab_size} or more, or another --data.tokenizer"
-            )
+        check_vocabulary(self.tokenizer, vocab_size)
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 raise UserError(
@@ -57,19 +94,40 @@ class Dataset:
                 )
 
 
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
+            f"use --model.vocab_size {tokenizer.vocab_size} or more, or another --data.tokenizer"
+        )
+
+
 def load_dataset(
-    path: str | None, json_key: str, tokenizer: str, bpe_vocab_size: int, held_out: float, cache: Path
-) -> Dataset:
-    """Tokens of the text at `path` (None: the embedded text), made once per content; `tokenizer`: its kind."""
+    path: str | None,
+    json_key: str,
+    tokenizer: str,
+    bpe_vocab_size: int,
+    held_out: float,
+    cache: Path,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> TextDataset:
+    """Tokens of the text at `path` (None: the embedded text), made once per content; `tokenizer`: its kind, "gpt2"
+    perhaps from its two files."""
     documents = read_documents(path, json_key)
     settings = {"format": CACHE_FORMAT, "tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
+    files = []
+    if tokenizer == "gpt2" and vocab_file is not None:
+        files = [vocab_file, merge_file]
+        settings["files"] = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
     folder = cache / f"text-{digest[:16]}"
     if not folder.exists():
         train, valid = split_documents(documents, held_out)
-        made = make_tokenizer(tokenizer, train, bpe_vocab_size)
+        made = make_tokenizer(tokenizer, train, bpe_vocab_size, *files)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
-    return Dataset(
+    return TextDataset(
         tokenizer=Tokenizer.load(folder / "tokenizer.json", remedy=f"delete {folder}"),
         train=_load_tokens(folder / "train.npy"),
         valid=_load_tokens(folder / "valid.npy"),

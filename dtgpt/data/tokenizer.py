@@ -68,8 +68,13 @@ class Tokenizer:
             raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
 
 
-def make_tokenizer(kind: str, documents: list[str], bpe_vocab_size: int) -> Tokenizer:
-    """The tokenizer `kind` ("bpe", "gpt2" or "bytes"); only "bpe" looks at the documents."""
+def make_tokenizer(
+    kind: str, documents: list[str], bpe_vocab_size: int, vocab_file: str | None = None, merge_file: str | None = None
+) -> Tokenizer:
+    """The tokenizer `kind` ("bpe", "gpt2" or "bytes"); only "bpe" looks at the documents. "gpt2": from its files, or as
+    tiktoken carries it."""
+    if kind == "gpt2" and vocab_file is not None:
+        return _from_files(vocab_file, merge_file)
     if kind == "gpt2":
         return _gpt2()
     if kind == "bytes":
@@ -86,6 +91,20 @@ def _gpt2() -> Tokenizer:
             "once, set TIKTOKEN_CACHE_DIR to a filled cache, or use --data.tokenizer bpe"
         ) from None
     return Tokenizer("gpt2", PATTERN, [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)])
+
+
+def _from_files(vocab_file: str, merge_file: str) -> Tokenizer:
+    """A byte-level BPE like GPT-2's, whose last id is END_OF_TEXT."""
+    from dtgpt.data.vocabulary import ByteLevel, from_files
+
+    vocabulary = from_files(Path(vocab_file), Path(merge_file))
+    ranks = vocabulary.ranks() if isinstance(vocabulary, ByteLevel) else []
+    if vocabulary.end_of_text != len(ranks) or vocabulary.vocab_size != len(ranks) + 1:
+        raise UserError(
+            f"{vocab_file} and {merge_file} are no vocabulary like GPT-2's: bytes, merges, then {END_OF_TEXT}; give "
+            "its vocab.json and merges.txt"
+        )
+    return Tokenizer("gpt2", PATTERN, ranks)
 
 
 def _train_bpe(documents: list[str], vocab_size: int) -> Tokenizer:

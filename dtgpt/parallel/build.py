@@ -98,10 +98,10 @@ def scale_gradients(stages: list[GPT], scale: Tensor) -> None:
             stage.head.lm_head.gradient_scale = scale
 
 
-def gradient_share(recipe: Recipe, plan: Plan) -> float:
+def gradient_share(micro_batches: int, plan: Plan) -> float:
     """What the gradient of one micro-batch's mean loss counts in a sum over all. `fully_shard` takes the mean over the
     replicas by itself."""
-    return 1 / (recipe.micro_batches(plan.dp) * (1 if plan.zero else plan.dp))
+    return 1 / (micro_batches * (1 if plan.zero else plan.dp))
 
 
 @torch.no_grad()

@@ -57,6 +57,10 @@ class Accumulation(Passes):
         self.model, self.shards, self.graphs = model, shards, graphs
         self._loss = torch.zeros((), device=shards.mesh.device)
 
+    def expect(self, micro_batches: int) -> None:
+        if self.shards.buckets is not None:
+            self.shards.buckets.expect(micro_batches)
+
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
         if isinstance(self.model, FSDPModule):
             at_once = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)

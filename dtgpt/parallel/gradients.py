@@ -145,6 +145,11 @@ class Buckets:
         passes = passes if hooks else 1
         self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
 
+    def expect(self, passes: int) -> None:
+        """Backward passes of the steps to come, as many as at first or fewer."""
+        for bucket in self.all:
+            bucket.passes = passes if self.hooks else 1
+
     def begin(self, done: int = 0) -> None:
         for bucket in self.all:
             bucket.begin(done)

@@ -36,10 +36,16 @@ class Graphs:
 
     def release(self) -> None:
         """Forget the pieces. A communicator waits at its end for graphs that hold it."""
+        self.restart()
+        self.enabled = False
+
+    def restart(self) -> None:
+        """Forget the pieces because steps change; they are captured anew after another warm-up."""
         for graph, _, _ in self._captured.values():
             graph.reset()
         self._captured.clear()
-        self.enabled = False
+        self._steps = 0
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def next_step(self) -> None:
         self._steps += 1

@@ -20,6 +20,10 @@ class Passes(Protocol):
         """
         ...
 
+    def expect(self, micro_batches: int) -> None:
+        """Micro-batches of the steps to come, as many as at first or fewer; nothing is captured then."""
+        ...
+
     def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
         """Without dropout or gradient: the mean loss of `targets [B, T]` after `tokens [B, T]`, or None on a rank that
         does not hold the head."""

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from dtgpt.model import GPT, GPTConfig
 from dtgpt.ops.fast import parameters_apart
@@ -92,27 +93,34 @@ class Pipeline(Passes):
         dtype: torch.dtype,
     ):
         self.modules, self.shards, self.graphs, self.dtype = stages, shards, graphs, dtype
-        self.mesh = mesh = shards.mesh
-        plan, config = mesh.plan, stages[0].config
-        length = config.seq_length // (plan.tp if plan.sequence_parallel else 1)
-        self.edge, self.micro_batches = (length, config.hidden_size), micro_batches
-        tokens = torch.empty(micro_batch_size, config.seq_length, dtype=torch.int64, device="meta")
-        edge = torch.empty(micro_batch_size, *self.edge, dtype=dtype, device="meta", requires_grad=True)
+        self.mesh, self.micro_batch_size = shards.mesh, micro_batch_size
+        plan, config = self.mesh.plan, stages[0].config
+        self.edge = config.seq_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
+        self.schedule = self._make_schedule(micro_batches)
+
+    def _make_schedule(self, micro_batches: int) -> _PipelineSchedule:
+        mesh, plan, config = self.mesh, self.mesh.plan, self.modules[0].config
+        tokens = torch.empty(self.micro_batch_size, config.seq_length, dtype=torch.int64, device="meta")
+        edge = torch.empty(self.micro_batch_size, *self.edge, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
-        self.stages = [
+        stages = [
             Stage(
                 module, index, plan.num_stages, mesh.device, group=mesh.pp_group,
                 input_args=(tokens if index == 0 else edge,),
                 output_args=(loss if index == plan.num_stages - 1 else edge,),
             )
-            for index, module in zip(mesh.place.stages, stages, strict=True)
+            for index, module in zip(mesh.place.stages, self.modules, strict=True)
         ]  # fmt: skip
         # The last stage is given its targets and makes the loss itself.
         options = {"n_microbatches": micro_batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
         if plan.schedule in ONE_STAGE:
-            self.schedule = ONE_STAGE[plan.schedule](self.stages[0], **options)
-        else:
-            self.schedule = MANY_STAGES[plan.schedule](self.stages, **options)
+            return ONE_STAGE[plan.schedule](stages[0], **options)
+        return MANY_STAGES[plan.schedule](stages, **options)
+
+    def expect(self, micro_batches: int) -> None:
+        self.schedule = self._make_schedule(micro_batches)
+        if self.shards.buckets is not None:
+            self.shards.buckets.expect(micro_batches)
 
     def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
         return self.graphs.run("schedule", self._run_schedule, windows, keys)

@@ -1,0 +1,152 @@
+"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is none."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dtgpt.errors import UserError
+
+BLOCK = 1 << 20  # bytes
+LONGEST = 1 << 30  # bytes of a line, and characters of a field of CSV
+STDIN = "-"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Document = dict[str, list[str]]
+
+
+class Broken(NamedTuple):
+    """A line that is no document."""
+
+    source: str
+    line: int  # from 1
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
+
+
+class Source(NamedTuple):
+    """An input: its path, and "jsonl", "csv", "txt" (one document) or "lines" (one a line)."""
+
+    path: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return "standard input" if self.path == STDIN else self.path
+
+
+class Unreadable(Exception):
+    """Why a line is no document."""
+
+
+def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end."""
+    first, held, size = 1, [], 0
+    for piece in pieces:
+        if first == 1 and not held:
+            piece = piece.removeprefix(BYTE_ORDER_MARK)
+        held.append(piece)
+        size += len(piece)
+        cut = piece.rfind(b"\n") + 1
+        if size >= BLOCK and cut:
+            held[-1] = piece[:cut]
+            data = b"".join(held)
+            yield first, data
+            first += data.count(b"\n")
+            held, size = [piece[cut:]], len(piece) - cut
+        elif size > LONGEST:
+            raise UserError(f"{source.name}, line {first} or later: longer than 1 GiB; is this file {source.kind}?")
+    if size:
+        yield first, b"".join(held)
+
+
+def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
+    except (ValueError, RecursionError) as error:
+        column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Unreadable(f"not JSON ({getattr(error, 'msg', error)}{column})") from None
+    if not isinstance(fields, dict):
+        raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
+    document = {key: _texts(fields, key) for key in keys}
+    if b"\\u" in line:  # half of a surrogate pair may be escaped, which is no text: U+FFFD takes its place
+        return {key: [_paired(text) for text in texts] for key, texts in document.items()}
+    return document
+
+
+def _texts(fields: dict, key: str) -> list[str]:
+    if key not in fields:
+        raise Unreadable(f"no key {key!r}")
+    texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
+    if not all(isinstance(text, str) for text in texts):
+        raise Unreadable(f"{key!r} holds neither text nor a list of texts")
+    return texts
+
+
+def _paired(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
+    try:
+        return {keys[0]: [line.removesuffix(b"\r").decode()]}
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
+
+
+def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
+    data = b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+    try:
+        return {keys[0]: [data.decode()]}
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
+
+
+def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
+    """Columns by the names in the first row. A record may go over several lines; its first one is its number."""
+    limit = csv.field_size_limit(LONGEST)
+    try:
+        lines = (
+            line
+            for _, data in whole_lines(source, pieces)
+            for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+        )
+        reader = csv.reader(lines, strict=True)
+        header = next(reader, [])
+        missing = [key for key in keys if key not in header]
+        if missing:
+            raise UserError(
+                f"{source.name} has no column {missing[0]!r}, only {', '.join(header)[:200] or 'none'}; name the right "
+                "one with --json-keys"
+            )
+        columns = [header.index(key) for key in keys]
+        yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _records(source: Source, reader: Iterator[list[str]], columns: dict[str, int]) -> Iterator[Document | Broken]:
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader, None)
+            if row is None:
+                return
+            if not row:
+                continue
+            document = {key: [row[column]] for key, column in columns.items()}
+            for (text,) in document.values():
+                text.isascii() or text.encode()
+            yield document
+        except csv.Error as error:
+            yield Broken(source.name, number, f"not CSV ({error})")
+        except IndexError:
+            yield Broken(source.name, number, f"{len(row)} columns, fewer than the header names")
+        except UnicodeEncodeError:
+            yield Broken(source.name, number, "not UTF-8")

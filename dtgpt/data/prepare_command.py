@@ -1,0 +1,176 @@
+"""`dtgpt prepare` and `dtgpt tokenizer`: words of the command line to configs, and what is said afterwards."""
+
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from dtgpt.console import say
+from dtgpt.data.documents import Broken
+from dtgpt.data.indexed import merge
+from dtgpt.data.inputs import find_sources, read_blocks
+from dtgpt.data.prepare import PrepareConfig, check_target, prepare
+from dtgpt.data.tokenizer import SMALLEST, Tokenizer, make_tokenizer
+from dtgpt.errors import UserError
+from dtgpt.overrides import apply_overrides, help_text
+
+HELP = ("-h", "--help")
+# Megatron-LM's other name for the same.
+ALIASES = {"tokenizer_model": "tokenizer"}
+PREPARE_HELP = """Text to token files PREFIX_KEY_document.bin and .idx, as Megatron-LM's preprocess_data.py writes them.
+
+INPUT is a path, a glob in quotes or - (standard input): .jsonl or .json (an object a line), .csv, .txt; each also
+compressed (.gz, .xz, .zst, .bz2). Broken lines are left out and reported. Options of several words:
+  --input INPUT ...      as INPUT before the options
+  --json-keys KEY ...    keys of the objects, or columns of a .csv; each makes a dataset  [text]
+  --merge PREFIX ...     join datasets, in this order, into PREFIX.bin and .idx, instead of encoding
+on|off options may be written alone: --append-eod is --append-eod on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    input: tuple[str, ...] = ()  # paths, globs, or - for standard input
+    json_keys: tuple[str, ...] = ("text",)
+    output: Annotated[str, "the file that dtgpt prepare --tokenizer takes"] = "tokenizer.json"
+    vocab_size: Annotated[int, f"tokens, with 256 bytes and the end of text; {SMALLEST} or more"] = 50257
+    input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
+    txt: Annotated[Literal["file", "line"], "what one document of a text is"] = "file"
+    overwrite: Annotated[Literal["on", "off"], "replace a file of this name"] = "off"
+
+
+def prepare_command(words: list[str]) -> int:
+    """`dtgpt prepare [INPUT ...] --output-prefix PREFIX [--option value ...]`; returns the exit code.
+
+    Raises UserError; then nothing is left behind.
+    """
+    if not words or any(word in HELP for word in words):
+        say(help_text(PrepareConfig(), PREPARE_HELP, "dtgpt prepare INPUT ... --output-prefix PREFIX"))
+        return 0
+    config = parse_config(PrepareConfig(), words)
+    config.validate()
+    # The default would leave a partial file behind.
+    with _TerminatedAsExit():
+        if config.merge:
+            target = Path(config.output_prefix)
+            check_target(target, config.overwrite == "on")
+            merge(config.merge, target)
+            say(f"{target}: {len(config.merge)} datasets joined")
+        else:
+            say(str(prepare(config)))
+    return 0
+
+
+def tokenizer_command(words: list[str]) -> int:
+    """`dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]`; returns the exit code. Raises UserError."""
+    doc = train_tokenizer.__doc__.partition("\n\n")[0]
+    if not words or any(word in HELP for word in words):
+        say(help_text(TrainTokenizerConfig(), doc, "dtgpt tokenizer train INPUT ..."))
+        return 0
+    if words[0] != "train":
+        raise UserError(f"dtgpt tokenizer has no command {words[0]!r}; it has train, as in dtgpt tokenizer train a.txt")
+    config = parse_config(TrainTokenizerConfig(), words[1:])
+    tokenizer = train_tokenizer(config)
+    say(f"{config.output}: {tokenizer.vocab_size:,} tokens; use it with dtgpt prepare --tokenizer {config.output}")
+    return 0
+
+
+def train_tokenizer(config: TrainTokenizerConfig) -> Tokenizer:
+    """Train a byte-level BPE with GPT-2's pre-tokenization on the user's own text, and save it.
+
+    Raises UserError where the inputs hold no text, the file exists or the package tokenizers is missing.
+    """
+    output = Path(config.output)
+    if not config.input:
+        raise UserError("dtgpt tokenizer train needs text, such as dtgpt tokenizer train *.jsonl --vocab-size 32000")
+    if not SMALLEST <= config.vocab_size < 1 << 24:
+        raise UserError(f"--vocab-size {config.vocab_size} is out of range; give {SMALLEST} (only bytes) or more")
+    if output.exists() and config.overwrite == "off":
+        raise UserError(f"{output} exists already; give another --output, or add --overwrite to replace it")
+    texts = _texts(config)
+    try:
+        first = next(texts)
+    except StopIteration:
+        raise UserError(f"{config.input[0]} holds no text to train on; check the inputs and --json-keys") from None
+    tokenizer = make_tokenizer("bpe", _chain(first, texts), config.vocab_size)
+    partial = output.with_name(f".{output.name}.new")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(partial)
+        partial.replace(output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return tokenizer
+
+
+def _texts(config: TrainTokenizerConfig) -> Iterator[str]:
+    broken = 0
+    for block in read_blocks(find_sources(list(config.input), config.input_format, config.txt), config.json_keys):
+        for found in block.documents(config.json_keys):
+            if isinstance(found, Broken):
+                broken += 1
+                continue
+            yield from (piece for pieces in found.values() for piece in pieces if piece)
+    if broken:
+        say(f"{broken} broken lines were left out; dtgpt prepare names them", warning=True)
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def parse_config(config: Any, words: list[str]) -> Any:
+    """`config` with the options in `words`. Its tuples take several words, "input" also those that follow no option;
+    a yes-or-no option may stand alone. Raises UserError."""
+    lists = {f.name for f in fields(config) if isinstance(getattr(config, f.name), tuple)}
+    flags = {f.name for f in fields(config) if getattr(config, f.name) in ("on", "off")}
+    taken: dict[str, list[str]] = {"input": []}
+    options = []
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if not word.startswith("--"):
+            taken["input"].append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
+        values = [value] if equals else _values(rest, name in lists, name in flags)
+        if name in lists:
+            taken.setdefault(name, []).extend(values)
+        else:
+            options += [f"--{name}={value}" for value in values] or [f"--{name}"]
+    for name, given in taken.items():
+        if given:
+            config = replace(config, **{name: tuple(given)})
+        elif name != "input":
+            raise UserError(f"--{name.replace('_', '-')} needs at least one word after it")
+    return apply_overrides(config, options)
+
+
+def _values(rest: deque[str], several: bool, flag: bool) -> list[str]:
+    """The words that belong to an option, taken off `rest`: all up to the next option, or one, or "on" of a flag."""
+    if flag and not (rest and rest[0] in ("on", "off")):
+        return ["on"]
+    values = []
+    while rest and not rest[0].startswith("--") and (several or not values):
+        values.append(rest.popleft())
+    return values
+
+
+class _TerminatedAsExit:
+    """SIGTERM ends the process by an exception, so that partial files are removed."""
+
+    def __enter__(self) -> None:
+        self._former = None
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def __exit__(self, *_: object) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)

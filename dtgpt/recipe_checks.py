@@ -1,0 +1,147 @@
+"""What no run can be trained with, in one sentence each; a plan is checked by itself (`dtgpt.parallel.plan`)."""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from dtgpt.data.prepared import is_prepared
+from dtgpt.data.samples import split_fractions
+from dtgpt.errors import UserError
+from dtgpt.ops.attention import check_backend
+
+if TYPE_CHECKING:
+    from dtgpt.recipe import Recipe
+
+LARGEST_SCALE = 2.0**64
+MOST_STEPS = 10_000_000  # the learning rate of each lies on the device
+POSITIVE = (
+    "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
+    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",
+    "loss_scale.hysteresis", "loss_scale.minimum",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
+    "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
+    "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
+)  # fmt: skip
+PATHS = (
+    "data.path",
+    "data.valid_path",
+    "data.tokenizer_file",
+    "data.vocab_file",
+    "data.merge_file",
+    "runs",
+    "resume",
+    "init_from",
+)
+SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
+
+
+def check_recipe(recipe: "Recipe") -> None:
+    """Raise UserError, one sentence, on the first value that cannot be trained with."""
+    recipe.model.validate()
+    for name in POSITIVE:
+        if not value_of(recipe, name) > 0:
+            raise UserError(f"{name}={value_of(recipe, name)} is not positive; use more than 0")
+    for name in NOT_NEGATIVE:
+        if not value_of(recipe, name) >= 0:
+            raise UserError(f"{name}={value_of(recipe, name)} is negative; use 0 or more")
+    for name in SHARES:
+        if not 0 <= value_of(recipe, name) < 1:
+            raise UserError(f"{name}={value_of(recipe, name)} is out of range; use 0 or more and less than 1")
+    for name in PATHS:
+        if value_of(recipe, name) == "":
+            raise UserError(f"{name} is empty; give a path, or leave it out")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", recipe.name):
+        raise UserError(f"name={recipe.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+    if recipe.steps > MOST_STEPS:
+        raise UserError(f"steps={recipe.steps} is more than a schedule holds; use {MOST_STEPS} or less")
+    if recipe.exit_after is not None and recipe.exit_after <= 0:
+        raise UserError(f"exit_after={recipe.exit_after} is not positive; give minutes, or leave it out")
+    check_backend(recipe.attention, recipe.model.dropout, recipe.model.hidden_size // recipe.model.num_heads)
+    scale = recipe.loss_scale
+    if scale.initial > LARGEST_SCALE:
+        raise UserError(f"loss_scale.initial={scale.initial} is more than fp32 holds; use 2**32 = 4294967296 or less")
+    if scale.minimum < 1 / LARGEST_SCALE:
+        raise UserError(f"loss_scale.minimum={scale.minimum} is less than gradients can be divided by; use 1")
+    if scale.minimum > scale.initial:
+        raise UserError(
+            f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
+        )
+    _check_batch(recipe)
+    _check_schedule(recipe)
+    _check_data(recipe)
+    _check_rampup(recipe)
+    vocab_size, bpe_size = recipe.model.vocab_size, recipe.data.bpe_vocab_size
+    if recipe.resolved().data.tokenizer == "bpe" and bpe_size > vocab_size:
+        raise UserError(
+            f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
+            f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
+        )
+
+
+def _check_rampup(recipe: "Recipe") -> None:
+    if recipe.rampup_batch_size is None:
+        return
+    start, increment, samples = parse_rampup(recipe.rampup_batch_size)
+    whole = recipe.global_batch_size
+    if not 0 < start < whole or increment < 1 or (whole - start) % increment or samples < 0:
+        raise UserError(
+            f"rampup_batch_size={recipe.rampup_batch_size!r} does not lead to global_batch_size={whole}; START must "
+            "be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
+        )
+
+
+def _check_data(recipe: "Recipe") -> None:
+    data = recipe.data
+    if (data.vocab_file is None) != (data.merge_file is None):
+        raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
+    if data.vocab_file is not None and recipe.resolved().data.tokenizer != "gpt2":
+        raise UserError("data.vocab_file is of the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
+    split_fractions(data.split)
+    if data.train_samples is not None and data.train_samples < 1:
+        raise UserError(f"data.train_samples={data.train_samples} is not positive; use 1 or more, or leave it out")
+    if is_prepared(data):
+        return
+    for name in ("valid_path", "train_samples", "tokenizer_file"):
+        if getattr(data, name) is not None:
+            raise UserError(
+                f"data.{name} is of prepared data, which data.path={data.path} is not; make some with dtgpt "
+                "prepare, or leave it out"
+            )
+
+
+def _check_batch(recipe: "Recipe") -> None:
+    micro, whole = recipe.micro_batch_size, recipe.global_batch_size
+    if whole % micro:
+        raise UserError(
+            f"global_batch_size={whole} is not a multiple of micro_batch_size={micro}; "
+            f"use --global_batch_size {whole // micro * micro or micro} or a micro_batch_size that divides it"
+        )
+
+
+def _check_schedule(recipe: "Recipe") -> None:
+    config = recipe.optimizer
+    if recipe.decay_steps < 1:
+        raise UserError(f"optimizer.decay_steps={recipe.decay_steps} is not positive; use 1 or more, or none for steps")
+    if config.min_lr > config.lr:
+        raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
+    if config.wsd_decay > 1:
+        raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
+
+
+def parse_rampup(text: str) -> tuple[int, int, int]:
+    """(START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
+    try:
+        start, increment, samples = map(int, text.replace(",", " ").split())
+    except ValueError:
+        raise UserError(
+            f"rampup_batch_size={text!r} is not START INCREMENT SAMPLES; give three whole numbers, as '32 32 100000'"
+        ) from None
+    return start, increment, samples
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a dotted field name: `value_of(recipe, "optimizer.lr")`."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config

@@ -1,0 +1,204 @@
+"""Blends: whose turn it is, whatever the weights, is what Megatron-LM's own code gave and what a plain loop gives."""
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtgpt.data import blend
+from dtgpt.data.blend import (
+    Blend,
+    blend_order,
+    blend_sizes,
+    exhaustive_order,
+    load_blend,
+    normalised,
+    parse_data_path,
+)
+from dtgpt.data.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.samples import Samples, load_samples
+from dtgpt.errors import UserError
+from tests.test_samples import FIXTURES, INDICES, corpora, digest
+
+__all__ = ["corpora"]  # a fixture
+
+CASES = 60
+ROOT = Path(__file__).parent.parent
+
+
+def load_case(corpora, case, cache=None, **change):
+    case = {**case, **change}
+    names = ("weights", "split", "which", "seq_length", "num_samples", "seed")
+    return load_blend([corpora[name] for name in case["corpora"]], *(case[name] for name in names), cache)
+
+
+@pytest.mark.parametrize("case", FIXTURES["blend"], ids=lambda case: case["name"])
+def test_blends_are_those_of_megatron(corpora, tmp_path, case):
+    expected = case["expected"]
+    asked = blend_sizes(normalised(case["weights"]), case["num_samples"])[1]
+    assert asked == [d["num_samples_requested"] for d in expected["datasets"]]
+    for found in (load_case(corpora, case), load_case(corpora, case, tmp_path), load_case(corpora, case, tmp_path)):
+        assert len(found) == expected["num_samples_built"]
+        for dataset, wanted in zip(found.datasets, expected["datasets"], strict=True):
+            assert len(dataset) == wanted["num_samples_built"]
+            for name in INDICES:
+                assert digest(getattr(dataset.index, name)) == wanted[f"{name}_sha256"]
+        pairs = np.stack([found.dataset_index, found.dataset_sample_index], 1)
+        assert found.dataset_index.dtype == np.int16 and found.dataset_sample_index.dtype == np.int64
+        assert pairs[:200].tolist() == expected["pairs_first_200"] and digest(pairs) == expected["pairs_sha256"]
+        windows = found.windows(range(expected["windows_hashed"])).numpy()
+        assert digest(windows) == expected["windows_sha256"]
+    backwards = found.windows(np.arange(expected["windows_hashed"])[::-1]).numpy()
+    assert hashlib.sha256(backwards[::-1].tobytes()).hexdigest() == expected["windows_sha256"]
+    assert found.windows([]).shape == (0, case["seq_length"] + 1)
+
+
+def naive_order(weights, size, limits=None):
+    counts, pairs = [0] * len(weights), []
+    for t in range(size):
+        best, chosen = None, None
+        for i, weight in enumerate(weights):
+            lag = weight * max(t, 1.0) - counts[i]
+            if (limits is None or counts[i] < limits[i]) and (best is None or lag > best):
+                best, chosen = lag, i
+        pairs.append((chosen, counts[chosen]))
+        counts[chosen] += 1
+    return pairs
+
+
+def pairs_of(order):
+    assert [a.dtype.name for a in order] == ["int16", "int64"]
+    return list(zip(*(a.tolist() for a in order), strict=True))
+
+
+def random_weights(rng):
+    """Ties, thirds, and shares so small that a lane cannot guess when their turn comes."""
+    count = rng.choice([1, 2, 3, 5, 8, 20])
+    kind = rng.choice(["equal", "whole", "any", "skewed", "tiny"])
+    if kind == "tiny":
+        return [10.0 ** -rng.randrange(9) for _ in range(count)]
+    values = {"equal": lambda: 1.0, "whole": lambda: float(rng.randrange(1, 7)), "any": rng.random}
+    return [values.get(kind, lambda: rng.random() ** 6)() + 1e-9 for _ in range(count)]
+
+
+@pytest.fixture(params=["as it is", "narrow lanes", "wrong guesses"])
+def lanes(request, monkeypatch):
+    if request.param != "as it is":
+        monkeypatch.setattr(blend, "BLOCK", 700)
+        monkeypatch.setattr(blend, "LANE", 40)
+        monkeypatch.setattr(blend, "FEW", 2)
+    monkeypatch.setattr(blend, "WARM_UP", {"narrow lanes": 20, "wrong guesses": 0}.get(request.param, blend.WARM_UP))
+    if request.param == "wrong guesses":
+        guess = blend._guess
+        monkeypatch.setattr(blend, "_guess", lambda weights, first: np.roll(guess(weights, first), 1, 0))
+
+
+def test_any_order_is_that_of_the_plain_loop(lanes):
+    rng = random.Random(0)
+    for _ in range(CASES):
+        weights, size = normalised(random_weights(rng)), rng.choice([0, 1, 2, 77, 1024, 5000])
+        assert pairs_of(blend_order(weights, size)) == naive_order(weights, size)
+
+
+def test_any_exhaustive_order_is_that_of_the_plain_loop(lanes):
+    rng = random.Random(1)
+    for _ in range(CASES // 2):
+        sizes = [rng.choice([1, 3, 50, rng.randrange(1, 2000)]) for _ in range(rng.choice([1, 2, 5, 9]))]
+        order = pairs_of(exhaustive_order(sizes))
+        assert order == naive_order([size / sum(sizes) for size in sizes], sum(sizes), sizes)
+        assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
+
+
+def test_many_samples_take_lanes(monkeypatch):
+    """Were every lane computed one by one, this would take ten times as long."""
+    slow = []
+    monkeypatch.setattr(blend, "_one_by_one", lambda *arguments: slow.append(arguments))
+    weights = normalised([0.31, 0.07, 0.22, 0.4, 0.013])
+    order, samples = blend_order(weights, 1_000_000)
+    assert not slow and order[:3000].tolist() == [i for i, _ in naive_order(weights, 3000)]
+    counts = np.bincount(order)
+    assert np.abs(counts - np.array(weights) * 1_000_000).max() < 2
+    assert all((samples[order == i] == np.arange(n)).all() for i, n in enumerate(counts))
+
+
+@pytest.fixture
+def two(tmp_path):
+    for name, lengths in (("a", [9] * 10), ("b", [5] * 50)):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.extend(np.arange(sum(lengths)), lengths)
+    return [IndexedDataset(tmp_path / name) for name in ("a", "b")]
+
+
+def test_without_weights_all_samples_come_once(two, tmp_path):
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        whole = load_blend(two, None, "1", "train", 8, None, 3, cache)
+        assert [len(d) for d in whole.datasets] == [11, 31] and len(whole) == 42
+        pairs = zip(whole.dataset_index.tolist(), whole.dataset_sample_index.tolist(), strict=True)
+        assert sorted(pairs) == [(i, k) for i, n in enumerate((11, 31)) for k in range(n)]
+        few = load_blend(two, None, "1", "train", 8, 20, 3, cache)
+        assert few.dataset_index.tolist() == [i for i, _ in naive_order(normalised([11, 31]), 20)]
+        assert len(load_blend(two, None, "1", "train", 8, 1000, 3, cache)) == 42  # there are no more
+
+
+def test_one_dataset_is_a_blend_only_with_a_weight(two):
+    alone = load_blend(two[:1], None, "9,1", "train", 8, 40, 3, None)
+    assert isinstance(alone, Samples) and len(alone) == len(load_samples(two[0], "9,1", "train", 8, 40, 3, None))
+    weighted = load_blend(two[:1], [2.0], "9,1", "train", 8, 40, 3, None)
+    assert isinstance(weighted, Blend) and len(weighted) == 40
+    separate = load_blend(two[:1], [2.0], None, "valid", 8, 40, 3, None)  # one prefix for validation alone
+    assert isinstance(separate, Samples) and set(separate.index.document_index.tolist()) == set(range(10))
+
+
+def test_what_is_no_blend_is_refused(two):
+    for weights, count, sentence in (
+        ([1.0], 10, "1 weights are given for 2 datasets"),
+        ([1.0, 1.0], None, "has no end of its own; give num_samples"),
+        ([1.0, 0.0], 10, "the weights .1.0, 0.0. are no blend; give 1 to 32766 positive numbers"),
+        ([1.0, float("nan")], 10, "are no blend"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            load_blend(two, weights, "1", "train", 8, count, 3, None)
+    datasets = load_blend(two, None, "1", "train", 8, None, 3, None).datasets
+    with pytest.raises(UserError, match="takes 12 samples of dataset 0, which has 11 ready; raise the surplus"):
+        Blend(datasets, np.zeros(12, np.int16), np.arange(12))
+    with pytest.raises(IndexError):
+        load_blend(two, [1, 1], "1", "train", 8, 10, 3, None).windows([10])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["a"], (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        (["0.3", "a", "7 ", " b"], (["a", "b"], [0.3, 7.0])),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        (["1", "2", "3"], (["1", "2", "3"], None)),  # an odd number: prefixes
+    ],
+)
+def test_the_data_path_is_read_as_megatron_reads_it(given, expected):
+    assert parse_data_path(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"), [([], "no dataset is given"), (["1", "a", "b", "c"], "'b' is no weight of a dataset")]
+)
+def test_other_data_paths_are_refused(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse_data_path(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arrays"), [(["--documents", "500"], 3), (["--samples", "3000", "--blend", "3"], 2)]
+)
+def test_the_benchmark_measures(monkeypatch, capsys, arguments, arrays):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import index_build
+
+    monkeypatch.setattr(sys, "argv", ["index_build.py", *arguments, "--only", "ours"])
+    index_build.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["seconds"] > 0 and result["peak"] > 0 and len(result["arrays"]) == arrays

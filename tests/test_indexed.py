@@ -1,0 +1,273 @@
+"""Datasets on disk: the bytes are Megatron-LM's, what is written is read, and nothing that is not whole is believed."""
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtgpt.data import indexed, token_shards
+from dtgpt.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge, token_dtype
+from dtgpt.data.token_shards import TokenShards
+from dtgpt.errors import UserError
+
+CASES = 40
+GOLDEN_IDX = (
+    "4d4d494449445800 00 0100000000000000 08 0200000000000000 0300000000000000 05000000 03000000 0000000000000000"
+    "0a00000000000000 0000000000000000 0100000000000000 0200000000000000"
+)
+GOLDEN_BIN = "0100 0200 0300 0400 6300 0500 0600 6300"
+
+
+def write(prefix, documents, dtype=np.uint16):
+    """`documents`: lists of sequences."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.append(sequence)
+            writer.end_document()
+    return Path(prefix)
+
+
+def random_documents(rng, dtype):
+    limit = np.iinfo(dtype).max
+    return [
+        [rng.integers(0, limit, rng.integers(0, 20)).astype(dtype) for _ in range(rng.integers(0, 4))]
+        for _ in range(rng.integers(0, 12))
+    ]
+
+
+def same(dataset, documents):
+    sequences = [s for document in documents for s in document]
+    assert len(dataset) == len(sequences)
+    assert dataset.num_tokens == sum(map(len, sequences))
+    assert dataset.documents.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
+    for i, sequence in enumerate(sequences):
+        assert dataset.tokens(i).dtype == dataset.dtype
+        assert dataset.tokens(i).tolist() == list(sequence)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return write(tmp_path / "whole", [[[1, 2, 3], [4]], [[5, 6, 7, 8, 9]]])
+
+
+def test_the_bytes_are_those_of_megatron(tmp_path):
+    prefix = write(tmp_path / "a.b", [[[1, 2, 3, 4, 99]], [[5, 6, 99]]])
+    assert idx_path(prefix).read_bytes() == bytes.fromhex(GOLDEN_IDX)
+    assert bin_path(prefix).read_bytes() == bytes.fromhex(GOLDEN_BIN)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
+
+
+def test_any_documents_survive(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for case in range(CASES):
+        monkeypatch.setattr(indexed, "BLOCK", int(rng.choice([1, 3, 1 << 20])))
+        dtype = rng.choice([np.uint16, np.int32, np.int64, np.uint8, np.int16, np.int8])
+        documents = random_documents(rng, dtype)
+        dataset = IndexedDataset(write(tmp_path / str(case), documents, dtype))
+        assert dataset.dtype == np.dtype(dtype)
+        same(dataset, documents)
+
+
+def test_sequences_may_come_many_at_a_time(tmp_path):
+    with IndexedWriter(tmp_path / "folder" / "many", np.int32) as writer:
+        writer.extend(np.arange(6), [2, 0, 4])
+        writer.end_document()
+        writer.append([])
+        writer.extend([], [])
+        writer.append(np.array([2**31 - 1], np.uint64))
+        with pytest.raises(ValueError, match="3 tokens are no sequences"):
+            writer.extend([1, 2, 3], [2])
+    dataset = IndexedDataset(tmp_path / "folder" / "many")
+    assert dataset.lengths.tolist() == [2, 0, 4, 0, 1] and dataset.offsets.tolist() == [0, 8, 8, 24, 24]
+    assert dataset.tokens(2).tolist() == [2, 3, 4, 5] and dataset.tokens(4).tolist() == [2**31 - 1]
+
+
+def test_pieces_are_read_alone_and_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "RESIDENT", 1000)  # pages are given back again and again
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 60000, n) for n in rng.integers(0, 40, 50)]
+    dataset = IndexedDataset(write(tmp_path / "a", [sequences]))
+    for _ in range(CASES):
+        chosen = rng.integers(0, 50, 30)
+        begins = np.array([rng.integers(0, len(sequences[i]) + 1) for i in chosen])
+        counts = np.array([rng.integers(0, len(sequences[i]) - b + 1) for i, b in zip(chosen, begins, strict=True)])
+        pieces = [sequences[i][b : b + n] for i, b, n in zip(chosen, begins, counts, strict=True)]
+        assert dataset.read(chosen, begins, counts).tolist() == np.concatenate(pieces).tolist()
+        assert dataset.window(chosen[0], begins[0], counts[0]).tolist() == pieces[0].tolist()
+        assert dataset.window(chosen[0], begins[0]).tolist() == sequences[chosen[0]][begins[0] :].tolist()
+
+
+@pytest.mark.parametrize("ask", [(3,), (-1,), (0, 0, 4), (0, -1), (0, 4), (0, 2, -1)])
+def test_there_is_nothing_beyond_a_sequence(whole, ask):
+    with pytest.raises(IndexError):
+        IndexedDataset(whole).window(*ask)
+
+
+def test_the_type_goes_by_the_vocabulary():
+    assert [token_dtype(n).name for n in (257, 50257, 65499, 65500, 10**6)] == [*["uint16"] * 3, *["int32"] * 2]
+
+
+def test_datasets_are_merged(tmp_path):
+    rng = np.random.default_rng(2)
+    for case in range(CASES // 4):
+        parts = [random_documents(rng, np.uint16) for _ in range(rng.integers(1, 5))]
+        prefixes = [write(tmp_path / f"{case}-{i}", part) for i, part in enumerate(parts)]
+        merge(prefixes, tmp_path / f"{case}")
+        at_once = write(tmp_path / f"{case}-all", [d for part in parts for d in part])
+        for path in (bin_path, idx_path):
+            assert path(tmp_path / f"{case}").read_bytes() == path(at_once).read_bytes()
+    with pytest.raises(UserError, match="holds tokens of type int32, the datasets before it uint16"):
+        merge([at_once, write(tmp_path / "wide", [[[1]]], np.int32)], tmp_path / "mixed")
+    with pytest.raises(UserError, match="at least one"):
+        merge([], tmp_path / "nothing")
+    assert not list(tmp_path.glob("*mixed*")) and not list(tmp_path.glob("*nothing*"))
+
+
+def patch(path, offset, data):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def cut(path, size):
+    os.truncate(path, size)
+
+
+BREAK = {
+    "magic": (lambda b, i: patch(i, 0, b"TNTIDX"), r"byte 0: it begins with b'TNTIDX"),
+    "version": (lambda b, i: patch(i, 9, b"\x02"), r"byte 9: its version is 2, not 1"),
+    "float": (lambda b, i: patch(i, 17, b"\x07"), r"byte 17: the code 7"),
+    "count": (lambda b, i: patch(i, 18, b"\x04"), r"byte 94: it ends there, but 4 sequences and 3 .* take 106 bytes"),
+    "empty index": (lambda b, i: cut(i, 0), r"byte 0: it ends inside its header"),
+    "header": (lambda b, i: cut(i, 33), r"byte 33: it ends inside its header of 34 bytes"),
+    "short index": (lambda b, i: cut(i, 93), r"byte 93: it ends there"),
+    "long index": (lambda b, i: patch(i, 94, b"\x00"), r"byte 94: it goes on there"),
+    "length": (lambda b, i: patch(i, 38, struct.pack("<i", -1)), r"byte 38: sequence 1 would have -1 tokens"),
+    "other length": (lambda b, i: patch(i, 34, b"\x02"), r"byte 54: sequence 1 would begin at byte 6 .* ends at 4\)"),
+    "last length": (lambda b, i: patch(i, 42, b"\x06"), r"has 18 bytes, but by .* ends at byte 20"),
+    "offset": (lambda b, i: patch(i, 62, b"\x06"), r"byte 62: sequence 2 would begin at byte 6 .* ends at 8\)"),
+    "document 0": (lambda b, i: patch(i, 70, b"\x01"), r"byte 70: its document index does not begin with 0"),
+    "documents": (lambda b, i: patch(i, 78, b"\x04"), r"byte 86: bound 2 of its documents is 3, below"),
+    "last document": (lambda b, i: patch(i, 86, b"\x02"), r"byte 86: its last document ends at 2 of 3 sequences"),
+    "truncated": (lambda b, i: cut(b, 17), r"bin has 17 bytes, but by .*idx its last sequence ends at byte 18"),
+    "longer": (lambda b, i: patch(b, 18, b"\x00\x00"), r"bin has 20 bytes, but by"),
+    "empty tokens": (lambda b, i: cut(b, 0), r"bin has 0 bytes, but by"),
+    "no tokens": (lambda b, i: b.unlink(), r"bin cannot be read \(No such file"),
+    "no index": (lambda b, i: i.unlink(), r"idx cannot be read \(No such file"),
+    "folder": (lambda b, i: (b.unlink(), b.mkdir()), r"bin cannot be read \(Is a directory"),
+}
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_what_is_not_whole_is_refused(whole, name):
+    damage, sentence = BREAK[name]
+    damage(bin_path(whole), idx_path(whole))
+    with pytest.raises(UserError, match=sentence) as error:
+        IndexedDataset(whole)
+    assert "\n" not in str(error.value) and re.search(r"; (one of them|copy|give)", str(error.value))
+
+
+def test_the_index_of_another_dataset_is_refused(whole, tmp_path):
+    other = write(tmp_path / "other", [[[1, 2], [3]], [[4, 5, 6]]])
+    idx_path(other).rename(idx_path(whole))
+    with pytest.raises(
+        UserError, match=r"has 18 bytes, but by .* ends at byte 12; one of them is truncated or of another"
+    ):
+        IndexedDataset(whole)
+
+
+def test_every_cut_is_noticed(whole):
+    data = idx_path(whole).read_bytes()
+    for size in range(len(data)):
+        idx_path(whole).write_bytes(data[:size])
+        with pytest.raises(UserError, match=f"byte {size}: it ends"):
+            IndexedDataset(whole)
+
+
+def test_an_error_leaves_the_former_dataset(whole, tmp_path):
+    before = [p.read_bytes() for p in sorted(tmp_path.iterdir())]
+    with pytest.raises(RuntimeError, match="midway"), IndexedWriter(whole, np.uint16) as writer:
+        writer.append([1])
+        raise RuntimeError("midway")
+    for wrong, type_ in ([65536], "int64"), ([-1], "int64"), ([1.5], "float64"):
+        with pytest.raises(UserError, match=rf"\({type_}\) do not fit"), IndexedWriter(whole, np.uint16) as writer:
+            writer.append(wrong)
+    assert [p.read_bytes() for p in sorted(tmp_path.iterdir())] == before
+    write(whole, [[[7]]])  # and a new one takes its place
+    same(IndexedDataset(whole), [[[7]]])
+
+
+def test_what_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"), IndexedWriter(tmp_path / "file" / "a", np.uint16):
+        pass
+    with pytest.raises(UserError, match="cannot be stored as float32"):
+        IndexedWriter(tmp_path / "a", np.float32)
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write(tmp_path / "a", [[[1]]])
+    assert not list(tmp_path.iterdir())
+
+
+def llmc(path, tokens, magic=20240520, version=1, count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
+    return path
+
+
+def nanogpt(path, tokens):
+    path.write_bytes(np.array(tokens, "<u2").tobytes())
+    return path
+
+
+def test_shards_are_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "SCAN", 3)
+    first = llmc(tmp_path / "a.bin", [99, 1, 2, 99, 99, 3])
+    second = nanogpt(tmp_path / "b.bin", [4, 99, 5, 6, 99, 7])
+    shards = TokenShards([first, second], eot=99)
+    sequences = [[99, 1, 2], [99], [99, 3], [4, 99], [5, 6, 99], [7]]
+    assert [shards.tokens(i).tolist() for i in range(len(shards))] == sequences
+    assert shards.lengths.tolist() == list(map(len, sequences)) and shards.lengths.dtype == np.int32
+    assert shards.num_tokens == 12 and shards.window(4, 1, 1).tolist() == [6]
+    chosen, begins, counts = np.array([4, 0, 5, 0, 3]), np.array([1, 0, 0, 2, 0]), np.array([2, 2, 1, 1, 0])
+    assert shards.read(chosen, begins, counts).tolist() == [6, 99, 99, 1, 7, 2]
+    whole = TokenShards([first, second])
+    assert whole.lengths.tolist() == [6, 6] and whole.digest != shards.digest
+    one = TokenShards([second], 99)
+    assert one.read(np.array([2, 0]), np.array([0, 1]), np.array([1, 1])).tolist() == [7, 99]
+    assert one.digest == TokenShards([second], 99).digest
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda p: llmc(p, [1, 2, 3], count=4), "has 1030 bytes, but by its header .* ends at byte 1032"),
+        (lambda p: llmc(p, [1, 2, 3], count=2), "has 1030 bytes, but by its header .* ends at byte 1028"),
+        (lambda p: llmc(p, [1], version=2), "version 2 at byte 4"),
+        (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "Llama"),
+        (lambda p: p.write_bytes(struct.pack("<i", 20240520)), "ends at byte 4, inside its header"),
+        (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are no uint16 tokens .byte 2"),
+        (lambda p: p.write_bytes(b""), "has 0 bytes, which are no uint16 tokens"),
+        (lambda p: None, "cannot be read .No such file"),
+    ],
+)
+def test_shards_that_are_not_whole_are_refused(tmp_path, make, sentence):
+    make(tmp_path / "a.bin")
+    with pytest.raises(UserError, match=sentence):
+        TokenShards([tmp_path / "a.bin"])
+
+
+def test_no_shards_are_refused():
+    with pytest.raises(UserError, match="at least one"):
+        TokenShards([])

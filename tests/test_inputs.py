@@ -1,0 +1,220 @@
+"""Documents from files and standard input: formats, compression, order, and lines that are none."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import sys
+import threading
+
+import pytest
+
+from dtgpt.data import documents, inputs
+from dtgpt.data.documents import Broken, Source
+from dtgpt.data.inputs import find_sources, read_blocks, total_bytes
+from dtgpt.errors import UserError
+
+TEXTS = ["Grüße, 世界! 🎈\u2028 end", "two\nlines\r\n", "", '"quoted", a', "<|endoftext|>"]
+PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}
+
+
+def json_lines(texts, **fields) -> bytes:
+    return "".join(json.dumps({"text": text, **fields}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def read(patterns, keys=("text",), **options):
+    """(documents, broken lines)"""
+    sources = find_sources([str(p) for p in patterns], **options)
+    found = [item for block in read_blocks(sources, keys) for item in block.documents(keys)]
+    return [d for d in found if not isinstance(d, Broken)], [str(b) for b in found if isinstance(b, Broken)]
+
+
+def texts_of(patterns, **options):
+    found, broken = read(patterns, **options)
+    assert not broken
+    return [piece for document in found for piece in document["text"]]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few bytes, so that every border is met."""
+    for module in (documents, inputs):
+        monkeypatch.setattr(module, "BLOCK", 7)
+    monkeypatch.setattr("dtgpt.data.compressed.PIECE", 5)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("packed", PACK)
+def test_json_lines_compressed_or_not(tmp_path, suffix, packed, small_blocks):
+    path = tmp_path / f"a{suffix}{packed}"
+    path.write_bytes(PACK[packed](json_lines(TEXTS)))
+    assert texts_of([path]) == TEXTS
+
+
+def test_zstd_and_what_follows_its_first_frame(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    frames = [zstandard.ZstdCompressor().compress(json_lines([text])) for text in TEXTS]
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(frames))
+    assert texts_of([path]) == TEXTS
+    path.write_bytes(b"".join(frames)[:-3])
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst is damaged or was cut off"):
+        texts_of([path])
+
+
+def test_without_zstandard_the_remedy_is_told_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
+    with pytest.raises(UserError, match="package zstandard is missing; run pip install"):
+        find_sources([str(tmp_path / "a.jsonl.zst")])
+
+
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".bz2"])
+@pytest.mark.parametrize("damage", ["cut", "noise"])
+def test_damaged_archives_are_refused(tmp_path, packed, damage):
+    data = PACK[packed](json_lines(TEXTS * 50))
+    path = tmp_path / f"a.jsonl{packed}"
+    path.write_bytes(data[: len(data) // 2] if damage == "cut" else data[:20] + b"\x00\xff" * 8 + data[36:])
+    with pytest.raises(UserError, match=f"a.jsonl{packed} (is damaged|cannot be read)"):
+        texts_of([path])
+
+
+def test_a_name_that_hides_the_compression_does_not_matter(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(json_lines(TEXTS)))
+    (tmp_path / "b.jsonl.gz").write_bytes(json_lines(["plain"]))
+    assert texts_of([tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]) == [*TEXTS, "plain"]
+
+
+def test_lines_may_end_as_they_like(tmp_path, small_blocks):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  {"text": "b"}  \n\r\n{"text": "c"}')
+    assert texts_of([path]) == ["a", "b", "c"]
+
+
+def test_several_keys_and_lists_of_texts(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": ["x", "", "y"], "b": "z"}\n')
+    assert read([path], ("a", "b"))[0] == [{"a": ["x", "", "y"], "b": ["z"]}]
+
+
+def test_broken_lines_are_named_with_file_and_number(tmp_path, small_blocks):
+    path = tmp_path / "a.jsonl"
+    lines = [
+        b'{"text": "good"}', b'{"text": ', b'["text"]', b'{"content": "x"}', b'{"text": 7}', b'{"text": ["a", null]}',
+        b'{"text": "caf\xe9"}', b"", b"[" * 100_000, b'{"text": ' + b"9" * 5000 + b"}", b'{"text": "last"}',
+    ]  # fmt: skip
+    path.write_bytes(b"\n".join(lines))
+    found, broken = read([path])
+    assert [d["text"] for d in found] == [["good"], ["last"]]
+    told = ["not JSON", "no JSON object", "no key 'text'", "neither text", "neither text", "not UTF-8 (byte 14",
+            "not JSON", "not JSON"]  # fmt: skip
+    for line, number, words in zip(broken, [2, 3, 4, 5, 6, 7, 9, 10], told, strict=True):
+        assert line.startswith(f"{path}, line {number}: ") and words in line
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a \\ud83d b \\ud83c\\udf88"}\n')
+    assert texts_of([path]) == ["a \ufffd b 🎈"]
+
+
+def test_csv_by_the_name_of_a_column(tmp_path, small_blocks):
+    path = tmp_path / "a.csv"
+    path.write_bytes('id,text\r\n1,"two\nlines, ""quoted"""\n2,Grüße\n\n3,\n'.encode())
+    assert texts_of([path]) == ['two\nlines, "quoted"', "Grüße", ""]
+    assert read([path], ("text", "id"))[0][1] == {"text": ["Grüße"], "id": ["2"]}
+    with pytest.raises(UserError, match=r"a\.csv has no column 'body', only id, text; .*--json-keys"):
+        read([path], ("body",))
+
+
+def test_broken_records_of_csv_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\n1,a\n2\n3,"b\nc"\n4,caf\xe9\n5,"x"y\n6,"never closed\n')
+    found, broken = read([path])
+    assert [d["text"] for d in found] == [["a"], ["b\nc"]]
+    assert [line.split(": ")[0].split()[-1] for line in broken] == ["3", "6", "7", "8"]
+    assert "fewer than the header" in broken[0] and "not UTF-8" in broken[1] and "not CSV" in broken[3]
+
+
+def test_long_fields_of_csv_are_read_and_the_limit_is_left_as_it_was(tmp_path):
+    import csv
+
+    before = csv.field_size_limit()
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "x" * 500_000 + "\n")
+    assert len(texts_of([path])[0]) == 500_000
+    assert csv.field_size_limit() == before
+
+
+def test_a_text_is_one_document_or_one_a_line(tmp_path, small_blocks):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\n\n zwei \nünf".encode())
+    assert texts_of([path]) == ["one\r\n\n zwei \nünf"]
+    assert texts_of([path], txt="line") == ["one", " zwei ", "ünf"]
+    path.write_bytes(b"ok\ncaf\xe9\n")
+    assert read([path])[1] == [f"{path}, line 2: not UTF-8 (byte 7 of the file), so the file is left out"]
+    assert read([path], txt="line") == ([{"text": ["ok"]}], [f"{path}, line 2: not UTF-8 (byte 4 of the line)"])
+
+
+def test_files_come_in_the_order_given_and_globs_sorted(tmp_path, small_blocks):
+    for name in ("c.txt", "a.txt", "b.jsonl", "d.csv"):
+        content = {"b.jsonl": b'{"text": "b"}', "d.csv": b"text\nd"}.get(name, name[:1].encode())
+        (tmp_path / name).write_bytes(content)
+    assert texts_of([tmp_path / "d.csv", tmp_path / "*.txt", tmp_path / "b.jsonl"]) == ["d", "a", "c", "b"]
+    assert total_bytes(find_sources([str(tmp_path / "*.txt")])) == 2
+
+
+def test_blocks_tell_how_far_they_are(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["x" * 1000] * 3000))
+    (tmp_path / "b.txt").write_bytes(b"text")
+    sources = find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
+    blocks = list(read_blocks(sources, ("text",)))
+    positions = [block.position for block in blocks]
+    assert positions == sorted(positions) and positions[-1] == total_bytes(sources) and len(blocks) > 2
+    assert all(len(block.data) < 2 << 20 for block in blocks[:-1])
+
+
+def test_standard_input_and_pipes(tmp_path, monkeypatch):
+    class Stdin:
+        buffer = io.BufferedReader(io.BytesIO(gzip.compress(json_lines(TEXTS))))
+
+    monkeypatch.setattr(sys, "stdin", Stdin)
+    assert texts_of(["-"]) == TEXTS
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=lambda: pipe.write_bytes(json_lines(TEXTS)), daemon=True).start()
+    assert texts_of([pipe]) == TEXTS
+    with pytest.raises(UserError, match="given twice"):
+        find_sources(["-", "-"])
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("missing.jsonl", ["missing.jsonl cannot be read", "No such file"]),
+        ("none*.jsonl", ["no file matches", "none*.jsonl"]),
+        ("folder", ["folder is a folder", "*.jsonl"]),
+        ("a.pdf", ["a.pdf", ".jsonl", "--input-format"]),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_refused_at_once(tmp_path, name, words):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.pdf").write_bytes(b"x")
+    with pytest.raises(UserError) as error:
+        find_sources([str(tmp_path / name)])
+    assert all(word in str(error.value) for word in words)
+    assert find_sources([str(tmp_path / "a.pdf")], kind="jsonl") == [Source(str(tmp_path / "a.pdf"), "jsonl")]
+
+
+def test_a_file_that_may_not_be_read_is_refused_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", refuse)  # root may read everything
+    with pytest.raises(UserError, match=r"a\.jsonl cannot be read: Permission denied"):
+        find_sources([str(path)])

@@ -1,0 +1,110 @@
+"""The words of `dtgpt prepare` and `dtgpt tokenizer`, merging, training a tokenizer, and progress."""
+
+import pytest
+
+from dtgpt.data.indexed import IndexedDataset
+from dtgpt.data.prepare import PrepareConfig
+from dtgpt.data.prepare_command import TrainTokenizerConfig, parse_config, prepare_command, tokenizer_command
+from dtgpt.data.progress import Progress, duration
+from dtgpt.data.vocabulary import load_vocabulary
+from dtgpt.errors import UserError
+from tests.prepared import leftovers, run, words_of, write_lines
+
+
+def test_merge_joins_datasets_in_order(tmp_path, capsys):
+    for name, text in (("a", "one"), ("b", "two")):
+        run(tmp_path, [{"text": text}, {"text": ""}], output_prefix=str(tmp_path / name))
+    prefixes = [str(tmp_path / f"{name}_text_document") for name in "ab"]
+    assert prepare_command(["--merge", *prefixes, "--output-prefix", str(tmp_path / "out")]) == 0
+    dataset = IndexedDataset(tmp_path / "out")
+    assert words_of(dataset) == ["one", "two"] and dataset.documents.tolist() == [0, 1, 1, 2, 2]
+    assert "2 datasets joined" in capsys.readouterr().out
+    with pytest.raises(UserError, match="exists already"):
+        prepare_command(["--merge", *prefixes, "--output-prefix", str(tmp_path / "out")])
+
+
+def test_a_command_line_of_megatron_is_understood():
+    words = (
+        "--input a.jsonl b.jsonl --json-keys text title --output-prefix out --append-eod --workers 2 --vocab-file v "
+        "--merge-file m --tokenizer-type GPT2BPETokenizer --log-interval 100 --tokenizer-model x"
+    )
+    assert parse_config(PrepareConfig(), words.split()) == PrepareConfig(
+        input=("a.jsonl", "b.jsonl"), json_keys=("text", "title"), output_prefix="out", append_eod="on", workers=2,
+        vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer", log_interval=100, tokenizer="x",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, changes",
+    [
+        ("a b --strict c", {"input": ("a", "b", "c"), "strict": "on"}),
+        ("--append-eod off a --workers 3 b", {"input": ("a", "b"), "append_eod": "off", "workers": 3}),
+        ("--append_eod=on - --json-keys=x", {"input": ("-",), "append_eod": "on", "json_keys": ("x",)}),
+        ("--strict --append-eod", {"strict": "on", "append_eod": "on"}),
+    ],
+)
+def test_flags_and_inputs_stand_where_they_like(words, changes):
+    assert parse_config(PrepareConfig(), words.split()) == PrepareConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("a.jsonl", "needs a name; give --output-prefix"),
+        ("--output-prefix out", "give either inputs"),
+        ("a --merge b --output-prefix out", "give either inputs"),
+        ("a --output-prefix out --workers -1", "no number of processes"),
+        ("a --output-prefix out --workers many", "not a whole number"),
+        ("a --output-prefix out --json-keys", "--json-keys needs at least one word"),
+        ("a --output-prefix out --json-keys x x", "each key once"),
+        ("a --output-prefix out --append-oed", "did you mean --append_eod"),
+        ("a --output-prefix out --tokenizer-type Llama2Tokenizer", "needs a file; give it as --tokenizer-model"),
+        ("a.jsonl --output-prefix out --tokenizer bytes --prepend-bos", "names no begin of text"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_sentence(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(UserError, match=message):
+        prepare_command(words.split())
+    assert leftovers(tmp_path) == []
+
+
+def test_help_names_every_option(capsys):
+    assert prepare_command(["--help"]) == tokenizer_command(["-h"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("--json-keys KEY", "--append_eod", "--merge PREFIX", "--vocab_size"))
+
+
+def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", [{"text": f"number {i} of many numbers"} for i in range(300)])
+    assert tokenizer_command(["train", "in.jsonl", "--vocab-size", "300", "--output", "own.json"]) == 0
+    assert load_vocabulary("own.json").vocab_size == 300
+    words = ["in.jsonl", "--tokenizer", "own.json", "--output-prefix", "out", "--workers", "1", "--append-eod"]
+    assert prepare_command(words) == 0
+    assert "300 documents" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"own\.json exists already"):
+        tokenizer_command(["train", "in.jsonl", "--output", "own.json"])
+    for words, message in (
+        ("train in.jsonl --vocab-size 9", "out of range"), ("train", "needs text"), ("learn x", "no command 'learn'"),
+        ("train empty.txt", "holds no text"),
+    ):  # fmt: skip
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(UserError, match=message):
+            tokenizer_command(words.split())
+    assert parse_config(TrainTokenizerConfig(), ["a"]).input == ("a",)
+
+
+def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr("dtgpt.data.progress.time.monotonic", lambda: next(clock))
+    with Progress(total=100) as progress:
+        progress.update(1000, 40_000_000, 25)
+    told = capsys.readouterr().err
+    assert "25%" in told and "1,000 documents  50 documents/s  2.0 MB/s  eta 1m00s" in told
+    with Progress(total=None, every=1000) as progress:
+        for documents in (999, 1000, 1001, 2500):
+            progress.update(documents, 1, 0)
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["1,000", "2,500"]
+    assert [duration(s) for s in (4.4, 200, 7500)] == ["4s", "3m20s", "2h05m"]

@@ -1,0 +1,146 @@
+"""Training on token files: the samples are Megatron-LM's, whatever the plan."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dtgpt.begin import read_dataset
+from dtgpt.data.dataset import load_dataset
+from dtgpt.data.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.samples import load_samples
+from dtgpt.data.tokenizer import make_tokenizer
+from dtgpt.errors import UserError
+from dtgpt.train import train
+from tests.ranks import pool
+from tests.runs import change, losses, newest_run, training
+
+
+def write(prefix, documents) -> str:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for document in documents:
+            writer.append(np.array(document))
+            writer.end_document()
+    return str(prefix)
+
+
+@pytest.fixture
+def recipe(recipe, tmp_path):
+    """Numbers that count up in each document, then the end of text."""
+    documents = [[*(np.arange(10 + i % 37) % 256), 256] for i in range(300)]
+    path = write(tmp_path / "numbers", documents)
+    data = {"path": path, "tokenizer": "bytes", "split": "90,10,0"}
+    return change(recipe, data=data, log={"sample_tokens": 3})
+
+
+def test_sample_i_of_a_run_is_sample_i_of_megatrons_order(recipe):
+    run = training(recipe)
+    expected = load_samples(IndexedDataset(recipe.data.path), "90,10,0", "train", 16, 80, recipe.seed, None)
+    windows, ids, _ = run.batches.take(0)
+    assert torch.equal(windows, expected.windows(ids)) and ids.tolist() == list(range(8))
+
+
+def test_every_plan_has_the_samples_of_one_process(recipe):
+    train(replace(recipe, plan="single"))
+    whole = losses(newest_run(recipe))
+    for plan, world in (("dp2", 2), ("pp2", 2)):
+        parted = replace(recipe, plan=plan, micro_batch_size=2, runs=f"{recipe.runs}-{plan}")
+        assert pool().run(world, train, parted) == [0] * world
+        assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_resume_under_another_batch_goes_on_with_the_next_sample(recipe):
+    """The order is that for `train_samples`, however many steps there are."""
+    recipe = change(recipe, data={"train_samples": 400})
+    train(change(recipe, steps=4))
+    run = newest_run(recipe)
+    seen = []
+    resumed = change(recipe, steps=6, global_batch_size=4, resume=str(run))
+    order = read_dataset(recipe).train
+
+    def look(self, sample_ids, seq_length, key):
+        seen.extend(sample_ids.tolist())
+        return order.windows(sample_ids.numpy())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dtgpt.data.prepared.PreparedDataset.windows", look)
+        train(resumed)
+    assert [i for i in seen if i >= 32][:8] == list(range(32, 40))
+
+
+def test_another_order_is_told_at_a_resume(recipe, capsys):
+    train(change(recipe, steps=4))
+    many = change(recipe, steps=6, data={"train_samples": 20_000}, resume=str(newest_run(recipe)))
+    train(many)
+    assert "the order of its samples, is not the one" in capsys.readouterr().err
+
+
+def test_a_blend_and_parts_of_their_own(recipe, tmp_path):
+    other = write(tmp_path / "others", [[7, 8, 9, 256]] * 200)
+    blend = read_dataset(change(recipe, data={"path": f"0.25 {recipe.data.path} 0.75 {other}"}))
+    sevens = (blend.windows(torch.arange(80), 16, torch.zeros(2)) == 7).any(1)
+    assert 0.6 < sevens.float().mean() < 0.9
+    parted = read_dataset(change(recipe, data={"valid_path": other}))
+    assert set(torch.cat(list(parted.held_out(16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
+    assert parted.num_train_tokens == IndexedDataset(recipe.data.path).num_tokens
+
+
+def test_a_run_longer_than_its_order_begins_it_again(recipe):
+    data = read_dataset(change(recipe, data={"train_samples": 16}))
+    count, key = len(data.train), torch.zeros(2)
+    again = data.windows(torch.arange(count, count + 4), 16, key)
+    assert torch.equal(again, data.windows(torch.arange(4), 16, key))
+
+
+def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
+    assert train(change(recipe, steps=2, data={"split": "1"})) == 0
+    assert "valid_loss" not in (newest_run(recipe) / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ({"tokenizer": "auto"}, ["nothing tells of which tokenizer", "--data.tokenizer_file"]),
+        ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
+        ({"train_samples": 0}, ["data.train_samples=0 is not positive"]),
+        ({"vocab_file": "vocab.json"}, ["belong together"]),
+        ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["is of the tokenizer gpt2"]),
+        ({"path": "0.3 {0} 0.7"}, ["there is no dataset 0.3"]),
+        ({"path": "0.3 {0} x {0}"}, ["'x' is no weight"]),
+        ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
+        ({"path": None, "valid_path": "{0}"}, ["data.valid_path is of prepared data"]),
+        ({"path": None, "train_samples": 5}, ["data.train_samples is of prepared data"]),
+    ],
+)
+def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words):
+    data = {k: v.format(recipe.data.path) if isinstance(v, str) else v for k, v in data.items()}
+    with pytest.raises(UserError) as error:
+        train(change(recipe, data=data))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
+    path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
+    with pytest.raises(UserError, match="holds token 300, but its tokenizer has 257 tokens"):
+        train(change(recipe, data={"path": path}))
+
+
+GPT2 = Path(__file__).parent / "data" / "gpt2"
+
+
+def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
+    """As tiktoken carries it, wherever that is at hand."""
+    files = []
+    for name in ("vocab.json", "merges.txt"):
+        files.append(tmp_path / name)
+        files[-1].write_bytes(gzip.decompress((GPT2 / f"{name}.gz").read_bytes()))
+    tokenizer = make_tokenizer("gpt2", [], 0, *map(str, files))
+    assert tokenizer.vocab_size == 50257 and tokenizer.end_of_text == 50256
+    assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
+    text = tmp_path / "text.txt"
+    text.write_text("Hello world! " * 50)
+    dataset = load_dataset(str(text), "text", "gpt2", 0, 0.1, tmp_path / "cache", *map(str, files))
+    assert dataset.train[:3].tolist() == [15496, 995, 0]

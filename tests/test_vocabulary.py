@@ -1,0 +1,230 @@
+"""Tokenizers of other libraries: the same ids as these give, whichever way a vocabulary is read."""
+
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+from dtgpt.data.bpe_files import from_merges
+from dtgpt.data.tokenizer import _letter_bytes, make_tokenizer
+from dtgpt.data.vocabulary import ByteLevel, HuggingFace, from_files, from_tokenizer, load_vocabulary
+from dtgpt.errors import UserError
+from tests.vocabularies import gpt2_files
+
+tokenizers = pytest.importorskip("tokenizers")
+HELLO = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces don't\n\n\n"
+LITERAL = [27, 91, 437, 1659, 5239, 91, 29]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return gpt2_files(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(files):
+    return from_files(*files)
+
+
+@pytest.fixture(scope="module")
+def reference(files):
+    """The same two files in Hugging Face's library."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer(*map(str, files))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def random_texts(count: int, seed: int = 1) -> list[str]:
+    """Words, blanks, digits, marks of many scripts, and any code point at all."""
+    rng = random.Random(seed)
+    pools = [
+        "abcdefgh THE of ing",
+        "  \t\n\r\u00a0\u3000",
+        "0123456789.,-",
+        "äöüßéñ",
+        "日本語한국어",
+        "🙂👩‍👩‍👧",
+        "'s't'll''ve",
+    ]
+    texts = []
+    for _ in range(count):
+        text = "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randrange(60)))
+        anything = "".join(chr(c) for c in (rng.randrange(0x110000) for _ in range(8)) if not 0xD800 <= c < 0xE000)
+        texts.append(text + anything)
+    return texts
+
+
+def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
+    assert isinstance(gpt2, ByteLevel)
+    assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
+    for text in [HELLO, "", *random_texts(500)]:
+        ids = gpt2.encode(text)
+        assert ids.tolist() == reference.encode(text).ids
+        assert gpt2.decode(ids) == text
+
+
+def test_the_end_of_text_is_text_unless_asked_for(gpt2):
+    text = "a<|endoftext|>"
+    assert gpt2.encode(text).tolist() == [64, *LITERAL]
+    assert gpt2.encode(text, special=True).tolist() == [64, 50256]
+    assert gpt2.encode_batch(["", text], special=True)[1].tolist() == [64, 50256]
+
+
+def test_bytes_of_tokens_add_up_to_the_text(gpt2):
+    assert gpt2.token_bytes()[gpt2.encode(HELLO)].sum() == len(HELLO.encode())
+    assert gpt2.token_bytes()[50256] == 0
+
+
+def make(kind: str, folder, files):
+    """One vocabulary of each kind of file."""
+    if kind == "files":
+        return from_files(*files)
+    if kind == "tokenizer.json":
+        return load_vocabulary(str(save_tokenizer_json(folder, files)))
+    if kind == "tokenizers":
+        return load_vocabulary(str(save_tokenizer_json(folder, files, normalizer={"type": "NFC"})))
+    if kind == "trained":
+        make_tokenizer("bpe", ["abc abd " * 99], 300).save(folder / "own.json")
+        return load_vocabulary(str(folder / "own.json"))
+    if kind == "sentencepiece":
+        return load_vocabulary(str(sentencepiece_model(folder)))
+    return load_vocabulary("bytes")
+
+
+def save_tokenizer_json(folder, files, **changes):
+    tokenizer = tokenizers.ByteLevelBPETokenizer(*map(str, files))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    saved = json.loads(tokenizer.to_str()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    return folder / "tokenizer.json"
+
+
+def sentencepiece_model(folder):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (folder / "text.txt").write_text("".join(f"the quick brown fox number {i} jumps\n" for i in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "sp"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return folder / "sp.model"
+
+
+@pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
+def test_every_kind_survives_pickling(kind, tmp_path, files):
+    vocabulary = make(kind, tmp_path, files)
+    copy = pickle.loads(pickle.dumps(vocabulary))
+    for text in ("the quick brown fox", HELLO):
+        ids = vocabulary.encode(text)
+        assert len(ids) and ids.max() < vocabulary.vocab_size
+        assert copy.encode(text).tolist() == ids.tolist()
+    assert (copy.vocab_size, copy.end_of_text) == (vocabulary.vocab_size, vocabulary.end_of_text)
+    assert "quick brown fox" in copy.decode(copy.encode("the quick brown fox"))
+
+
+def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
+    plain = load_vocabulary(str(save_tokenizer_json(tmp_path, files)))
+    assert isinstance(plain, ByteLevel) and plain.end_of_text == 50256
+    other = load_vocabulary(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
+    assert isinstance(other, HuggingFace) and other.end_of_text == 50256
+    assert other.encode("a<|endoftext|>").tolist() == [64, *LITERAL]
+    assert other.encode("a<|endoftext|>", special=True).tolist() == [64, 50256]
+    assert load_vocabulary(str(tmp_path)).encode(HELLO).tolist() == gpt2.encode(HELLO).tolist()
+
+
+def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
+    path = save_tokenizer_json(tmp_path, files)
+    saved = json.loads(path.read_text())
+    saved["added_tokens"].append(saved["added_tokens"][0] | {"id": 50257, "content": "<|stop|>"})
+    path.write_text(json.dumps(saved))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
+    assert load_vocabulary(str(path)).end_of_text == 50257
+
+
+def test_sentencepiece_gives_the_ids_of_its_library(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = sentencepiece_model(tmp_path)
+    vocabulary = load_vocabulary(str(path))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    for text in [HELLO, "the quick </s> fox", *random_texts(50)]:
+        assert vocabulary.encode(text).tolist() == library.encode(text)
+    assert (vocabulary.begin_of_text, vocabulary.end_of_text, vocabulary.vocab_size) == (1, 2, 300)
+
+
+def test_merges_that_tiktoken_would_apply_otherwise_go_to_the_library(tmp_path):
+    letters = sorted(_letter_bytes())
+    ids = {letter: i for i, letter in enumerate(letters)}
+    # "abc" is made of a and bc, but ab comes first: no text is ever cut so, while tiktoken would join ab and c.
+    merges = [["a", "b"], ["b", "c"], ["a", "bc"]]
+    ids |= {"".join(pair): 256 + i for i, pair in enumerate(merges)}
+    assert from_merges(ids, merges, {}) is None
+    assert from_merges(ids, [["a", "b"], ["b", "c"], ["ab", "c"]], {}) is not None
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    vocabulary = from_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert isinstance(vocabulary, HuggingFace)
+    assert vocabulary.encode("abc").tolist() == [256, ids["c"]]
+    assert vocabulary.end_of_text == 259
+
+
+def test_random_trainings_agree_with_the_library():
+    rng = random.Random(3)
+    text = " ".join("".join(rng.choice("abcd") for _ in range(rng.randrange(1, 9))) for _ in range(3000))
+    tokenizer = make_tokenizer("bpe", [text], 600)
+    vocabulary = from_tokenizer(tokenizer)
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator([text], vocab_size=599, min_frequency=0, special_tokens=[], show_progress=False)
+    saved = json.loads(trained.to_str())
+    pairs = [m if isinstance(m, list) else m.split(" ") for m in saved["model"]["merges"]]
+    assert from_merges(saved["model"]["vocab"], pairs, {}) is not None
+    samples = ["".join(rng.choice("abcd ") for _ in range(40)) for _ in range(300)]
+    for sample in samples:
+        ids = [vocabulary.decode([i]) for i in vocabulary.encode(sample)]
+        assert ids == [trained.decode([i]) for i in trained.encode(sample).ids]
+
+
+def test_long_runs_and_odd_characters_are_encoded(gpt2):
+    for text in ("a" * 100_000, " " * 100_000 + "a", "\n" * 100_000, "日本" * 20_000, "\x00\x1c\x85\ufeff\ufffd"):
+        assert gpt2.decode(gpt2.encode(text)) == text
+    assert gpt2.encode("x").dtype == np.uint32
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("nowhere", None, ["--tokenizer nowhere", "cl100k_base", "--vocab-file"]),
+        ("a.json", "{", ["a.json", "not JSON"]),
+        ("a.json", "[1]", ["a.json", "no tokenizer"]),
+        ("a.json", '{"model": {"type": "what"}}', ["a.json", "no tokenizer.json"]),
+        ("a.json", '{"ranks": 1}', ["a.json", "dtgpt tokenizer train"]),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path, monkeypatch, name, content, words):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        load_vocabulary(name)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_sentencepiece_model_that_is_none_is_refused(tmp_path):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.model").write_bytes(b"no model")
+    with pytest.raises(UserError, match="no SentencePiece model"):
+        load_vocabulary(str(tmp_path / "a.model"))
+
+
+@pytest.mark.parametrize("vocab, merges, words", [
+    ("{", "", "no vocabulary"), ("[]", "", "no vocabulary"), ('{"a": 1}', "a b c\n", "no pair"),
+])  # fmt: skip
+def test_damaged_files_of_a_vocabulary_are_named(tmp_path, vocab, merges, words):
+    (tmp_path / "v.json").write_text(vocab)
+    (tmp_path / "m.txt").write_text(merges)
+    with pytest.raises(UserError, match=words):
+        from_files(tmp_path / "v.json", tmp_path / "m.txt")
+    with pytest.raises(UserError, match="belong together"):
+        load_vocabulary(vocab_file=str(tmp_path / "v.json"))
+    with pytest.raises(UserError, match=r"missing\.json cannot be read"):
+        from_files(tmp_path / "missing.json", tmp_path / "m.txt")
