@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dtgpt.checkpoint.folder import STATE
 from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
 from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
@@ -111,6 +112,8 @@ def tokenizer_of(path: Path, config: GPTConfig) -> Tokenizer:
     """That of the run to which a path belongs; GPT-2's own for a model of another library with as many tokens."""
     if run := run_of(path):
         return load_tokenizer(run)
+    if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
+        return load_tokenizer(path)
     if config.vocab_size == GPT2_124M.vocab_size:
         return make_tokenizer("gpt2", [], 0)
     raise UserError(

@@ -4,7 +4,8 @@
     model = dtgpt.load("path/to/hf-gpt2", plan=dtgpt.Plan(tp=4))      # under torchrun --nproc-per-node 4
     logits = model(tokens)                                            # [B, T] -> [B, T, V], on every rank
 
-Each rank reads and holds its own part alone.
+Each rank holds its own part alone. Of a checkpoint of dtgpt it reads no more than that, of other formats tensor by
+tensor.
 """
 
 import atexit
@@ -53,9 +54,12 @@ class Model:
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: int64 `[B, T]`, T up to `config.seq_length` -> logits `[B, T, V]`, V the true vocabulary, of the
         dtype that the model computes in."""
+        if tokens.dim() != 2 or tokens.is_floating_point() or not len(tokens):
+            raise UserError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give whole numbers [B, T]")
         length, whole = tokens.shape[1], self.config.seq_length
         if not 1 <= length <= whole:
             raise UserError(f"{length} tokens are no input; the model sees 1 to {whole}")
+        self._check_ids(int(tokens.min()), int(tokens.max()))
         tokens, plan = tokens.to(self.mesh.device), self.mesh.plan
         if plan.pp > 1 or plan.sequence_parallel:  # one length alone is cut and sent
             tokens = F.pad(tokens, (0, whole - length))  # what comes after a token does not change it
@@ -71,12 +75,22 @@ class Model:
 
         if not prompt:
             raise UserError("an empty prompt tells nothing to go on from; give at least one token")
+        self._check_ids(min(prompt), max(prompt))
+        for name, value in (("new_tokens", new_tokens), ("temperature", temperature), ("top_k", top_k)):
+            if value < 0:
+                raise UserError(f"{name}={value} is negative; use 0 or more")
 
         def logits_at(window: Tensor, position: int) -> Tensor:
             return whole_row(self._passes.logits(window), position, self.config, self.mesh)
 
         key = root_key(seed, self.mesh.device)
         return generate(logits_at, self.config, prompt, new_tokens, key, temperature, top_k)
+
+    def _check_ids(self, smallest: int, largest: int) -> None:
+        if smallest < 0 or largest >= self.config.vocab_size:
+            raise UserError(
+                f"ids {smallest} to {largest} are no tokens of this model; use 0 to {self.config.vocab_size - 1}"
+            )
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Columns of tp ranks side by side, then from the stage that has the head to all others."""

@@ -73,6 +73,6 @@ def check_state(state: Any) -> None:
     """Raise ValueError, TypeError or KeyError where `state` is neither None nor a `state_dict` of a scaler."""
     if state is None:
         return
-    whole = all(isinstance(state[name], int) for name in COUNTS)
-    if not 0 < float(state["scale"]) < math.inf or not whole:
+    whole = all(type(state[name]) is int and abs(state[name]) < 1 << 62 for name in COUNTS)
+    if type(state["scale"]) not in (int, float) or not 0 < state["scale"] < math.inf or not whole:
         raise ValueError("loss_scale needs a positive scale and whole counts")

@@ -57,6 +57,11 @@ def check_recipe(recipe: "Recipe") -> None:
         raise UserError(f"steps={recipe.steps} is more than a schedule holds; use {MOST_STEPS} or less")
     if recipe.exit_after is not None and recipe.exit_after <= 0:
         raise UserError(f"exit_after={recipe.exit_after} is not positive; give minutes, or leave it out")
+    if recipe.init_from is not None and recipe.resume not in (None, "auto"):
+        raise UserError(
+            f"resume={recipe.resume} and init_from={recipe.init_from} are both given; leave one out: a run that goes "
+            "on has its weights"
+        )
     check_backend(recipe.attention, recipe.model.dropout, recipe.model.hidden_size // recipe.model.num_heads)
     scale = recipe.loss_scale
     if scale.initial > LARGEST_SCALE:

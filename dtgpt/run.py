@@ -7,6 +7,7 @@ runs/gpt2_tiny-001/
 import fcntl
 import json
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -35,7 +36,7 @@ def create_run(runs: Path, name: str) -> Path:
     """Make and return the first free folder of `runs/NAME-001`, `runs/NAME-002`, ..."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((int(p.name[-3:]) for p in run_folders(runs, name)), default=0)
+        number = 1 + max((int(p.name.removeprefix(f"{name}-")) for p in run_folders(runs, name)), default=0)
         while True:
             folder = runs / f"{name}-{number:03d}"
             try:
@@ -67,8 +68,13 @@ def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
         say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
     path = Path(recipe.resume)
+    if path.absolute().parent.name == "checkpoints" != path.parent.name:  # from within the folder
+        path = path.absolute()
     if path.parent.name == "checkpoints":
-        return open_run(path.parents[1]), path
+        run, there = open_run(path.parents[1]), ", ".join(p.name for p in list_checkpoints(path.parent))
+        if not path.is_dir():
+            raise UserError(f"{run} has no checkpoint {path.name}; give one of {there or 'another run'}")
+        return run, path
     if (path / STATE).is_file():
         raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")
     return open_run(path), None
@@ -76,7 +82,8 @@ def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
 
 def run_folders(runs: Path, name: str) -> list[Path]:
     """The folders NAME-001, NAME-002, ..., oldest first."""
-    return sorted(runs.glob(f"{name}-[0-9][0-9][0-9]"))
+    ours = [p for p in runs.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", p.name.removeprefix(f"{name}-"))]
+    return sorted(ours, key=lambda p: int(p.name.removeprefix(f"{name}-")))
 
 
 def lock_run(folder: Path) -> TextIO:

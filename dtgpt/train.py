@@ -22,12 +22,7 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset
-from dtgpt.device import (
-    choose_dtype,
-    peak_memory,
-    use_compiler,
-    use_graphs,
-)  # fmt: skip
+from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source, run_of
 from dtgpt.ops.dropout import dropout_keys
@@ -50,6 +45,7 @@ def train(recipe: Recipe) -> int:
     Every process of the plan calls it. Whatever is wrong with the recipe, the plan, the data or the machine raises
     UserError before a run folder is made or changed.
     """
+    stop = StopRequest(recipe.exit_after)  # whose time is the program's, reading of data included
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
         run, checkpoint = find_run(recipe, mesh, stack)
@@ -57,7 +53,7 @@ def train(recipe: Recipe) -> int:
             say(f"{run} has done its {checkpoint.state['step']} steps; nothing is left to do")
             return 0
         dataset = read_on_every_node(recipe, mesh, process)
-        stop = stack.enter_context(StopRequest(recipe.exit_after))
+        stack.enter_context(stop)
         training = Training(recipe, mesh, dataset, checkpoint, stop)
         if training.interrupted():
             return training.exit_code()

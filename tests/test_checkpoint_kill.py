@@ -91,9 +91,9 @@ POINTS = {  # where the process dies, at step 4 or after it
     "before state.json": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent)),
     "state.json half": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent), half_a_text),
     "before the rename": (f"{FOLDER}.sync_folder", of_step),
-    "before latest": ("dtgpt.checkpoint.save.write_text", lambda p, text: p.name == "latest" and of_step(text)),
+    "before latest": (f"{FOLDER}.write_text", lambda p, text: p.name == "latest" and of_step(text)),
     "latest half": (
-        "dtgpt.checkpoint.save.write_text",
+        f"{FOLDER}.write_text",
         lambda p, text: p.name == "latest" and of_step(text),
         half_a_text,
     ),
@@ -112,7 +112,7 @@ AGAIN = {
         lambda p, _: p.name == "tokenizer.json",
         half_a_text,
     ),
-    "before make_folder": ("dtgpt.checkpoint.save.make_folder", lambda p: f"{AT + 1:08d}" in p.name),
+    "before make_folder": ("dtgpt.checkpoint.save.make_folder", lambda _, step: step == AT + 1),
 }
 
 

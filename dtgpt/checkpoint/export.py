@@ -1,4 +1,5 @@
-"""A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep."""
+"""A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep. The tokenizer
+is in it where the source is a run."""
 
 import os
 import shutil
@@ -10,12 +11,13 @@ import torch
 from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
 from dtgpt.checkpoint.folder import commit, file_name
 from dtgpt.checkpoint.host import FILE_LIMIT
+from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.run import package_versions
 
 
-def save_weights(source: Source, folder: Path, origin: str) -> None:
+def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
     """Write the weights of `source` as the checkpoint `folder`, whose memory is that of one file at a time. `origin`:
     where they came from, for its reader. Raises UserError where the folder exists."""
     if folder.exists() or folder.is_symlink():
@@ -31,7 +33,12 @@ def save_weights(source: Source, folder: Path, origin: str) -> None:
             name = file_name("weights", 0, number)
             data = torch.cat([source.read(piece.name).flatten() for piece in pieces])
             files[name] = write_file(partial / name, pieces, data)
+        if tokenizer is not None:
+            tokenizer.save(partial / "tokenizer.json")
         commit(partial, folder, _state(source, origin), files)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -148,7 +148,10 @@ def copy_overlap(path: Path, piece: Piece, position: int, part: tuple[range, ...
     both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(piece.part, part, strict=True)]
     count = math.prod(map(len, both))
     if count:
-        stored = np.memmap(path, "<f4", "c", position, piece.size)  # "c": torch wants to be able to write
+        try:
+            stored = np.memmap(path, "<f4", "c", position, piece.size)  # "c": torch wants to be able to write
+        except (OSError, ValueError) as error:  # gone or cut short since its header was read
+            raise Damaged(path, error) from None
         source = stored[_within(both, piece.part)]
         target[_within(both, part)].copy_(torch.from_numpy(source.view(np.ndarray)))
     return count

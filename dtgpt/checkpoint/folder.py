@@ -13,6 +13,7 @@ See docs/checkpoints.md. There is no pickle in it, and no name in it is used as 
 import hashlib
 import json
 import re
+import secrets
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from dtgpt.storage import sync_folder, write_text
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
 STATE = "state.json"
+LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
 FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,29 +64,39 @@ class Checkpoint:
         self.state = read_state(folder)
         self.config = GPTConfig(**self.state["model"])
         self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
-        self._pieces: dict[str, list[tuple[str, Piece, int]]] | None = None
+        self._pieces: dict[str, dict[str, list[tuple[str, Piece, int]]]] = {}  # kind of file -> tensor -> where
 
     @property
     def has_optimizer(self) -> bool:
-        return any(name.startswith("optimizer") for name in self.files)
+        return any(_kind(name) == "optimizer" for name in self.files)
 
-    def problem(self, share: int = 0, of: int = 1) -> str | None:
+    def problem(self, share: int = 0, of: int = 1, weights_alone: bool = False) -> str | None:
         """What is wrong with the files, of which this process looks at each `of`th, in one sentence; None where all are
-        what was written."""
-        mine = list(self.files.items())[share::of]
+        what was written. `weights_alone`: the optimizer's files, twice as large, do not matter."""
+        mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
         with ThreadPoolExecutor(READERS) as pool:
             found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
         return next(filter(None, found), None)
 
     def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
         """(file, piece, position in the file) of all that is saved of a tensor."""
-        if self._pieces is None:
+        kind = "optimizer" if tensor.endswith(tuple(f".{m}" for m in MOMENTS)) else "weights"
+        if kind not in self._pieces:
             found: dict[str, list[tuple[str, Piece, int]]] = {}
             for name in self.files:
-                for piece, position in read_header(self.folder / name):
+                for piece, position in read_header(self.folder / name) if _kind(name) == kind else []:
                     found.setdefault(piece.name, []).append((name, piece, position))
-            self._pieces = found  # not before it is whole: several threads ask
-        return self._pieces.get(tensor, [])
+            self._pieces[kind] = found
+        return self._pieces[kind].get(tensor, [])
+
+    @property
+    def digest(self) -> str:
+        """Of all that `state.json` says."""
+        return _digest(self.state)
+
+
+def _kind(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def _problem(path: Path, expected: Written) -> str | None:
@@ -119,24 +131,30 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         text = path.read_text(encoding="utf-8")
         state = json.loads(text)
-        _check(state, text)
-        return state
+        if state.get("format") == FORMAT and state["version"] != VERSION:
+            newer = f"{path} has version {state['version']!r} of the format, this dtgpt reads {VERSION}"
+        else:
+            newer = None
+            _check(state, text)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
         raise Damaged(path, f"{type(error).__name__}: {error}") from None
+    if newer:  # not damaged: an older one must not take its place
+        raise UserError(f"{newer}; use the dtgpt that wrote it")
+    return state
 
 
 def _check(state: dict[str, Any], text: str) -> None:
     if state.get("format") != FORMAT:
-        raise ValueError("it is not that of a dtgpt checkpoint, or of one older than dtgpt 0.2")
-    if state["version"] != VERSION:
-        raise ValueError(f"version {state['version']} of the format is not version {VERSION}, which this dtgpt reads")
+        raise ValueError("it is not that of a dtgpt checkpoint in this format")
     digest = state.pop("digest")
     if digest != _digest(state) or _text(state | {"digest": digest}) != text:
         raise ValueError("its digest is another one")
     GPTConfig(**state["model"]).validate()
-    counts = state["step"], state["consumed_samples"], state["updates"]
-    if not all(type(n) is int and n >= 0 for n in counts) or not isinstance(state["data_digest"], str):
-        raise ValueError("step, consumed_samples and updates must be whole numbers, data_digest a string")
+    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
+        raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
+    if not isinstance(state["versions"], dict):
+        raise ValueError("versions must be names and numbers")
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     check_state(state.get("loss_scale"))
@@ -146,11 +164,17 @@ def _check(state: dict[str, Any], text: str) -> None:
         Written(int(file["bytes"]), str(file["sha256"]))
 
 
-def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
-    """Make a checkpoint of a folder in which all files are: from the rename on it is there, and before it is not."""
+def commit(
+    partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written], replace: bool = False
+) -> None:
+    """Make a checkpoint of a folder in which all files are: from the rename on it is there, and before it is not.
+    Raises OSError where `folder` is there and not empty, unless it is to be replaced."""
+    for name, file in files.items():  # what a rank of another attempt reports is not here
+        if (size := (partial / name).stat().st_size) != file.num_bytes:
+            raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
     write_text(partial / STATE, _state_text(state, files))
     sync_folder(partial)
-    if folder.exists():  # of an earlier attempt at the same step
+    if replace and folder.exists():
         remove(folder)
     partial.rename(folder)
     sync_folder(folder.parent)
@@ -164,6 +188,10 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def point_latest(checkpoints: Path, folder: Path) -> None:
+    write_text(checkpoints / LATEST, f"{folder.name}\n")
+
+
 def set_aside(checkpoints: Path, step: int) -> list[str]:
     """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
     damaged. Returns the new names."""
@@ -173,13 +201,19 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
             free = (f"aside-{f'{n}-' if n else ''}{folder.name}" for n in count())
             names.append(next(name for name in free if not (checkpoints / name).exists()))
             folder.rename(checkpoints / names[-1])
+    if names and (left := list_checkpoints(checkpoints)):
+        point_latest(checkpoints, left[-1])
     return names
 
 
-def make_folder(partial: Path) -> None:
-    for leftover in [*partial.parent.glob(".partial-*"), *partial.parent.glob(".removed-*")]:
+def make_folder(checkpoints: Path, step: int) -> Path:
+    """Where the ranks write a checkpoint. No two attempts share a name: a rank whose rank 0 was killed may still
+    write."""
+    for leftover in [*checkpoints.glob(".partial-*"), *checkpoints.glob(".removed-*")]:
         shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
+    partial = checkpoints / f".partial-{step_folder(checkpoints, step).name}-{secrets.token_hex(4)}"
     partial.mkdir(parents=True)
+    return partial
 
 
 def appears(folder: Path) -> bool:

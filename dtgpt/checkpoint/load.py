@@ -7,7 +7,7 @@ pages of one piece of one tensor.
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.files import Damaged, copy_overlap
-from dtgpt.checkpoint.folder import MOMENTS, READERS, Checkpoint, list_checkpoints
+from dtgpt.checkpoint.folder import MOMENTS, READERS, Checkpoint, list_checkpoints, step_of
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Part, Source, parameter_shapes
@@ -31,7 +31,9 @@ class Saved(Source):
     """The weights of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.checkpoint, self.config = checkpoint, replace(checkpoint.config, dropout=0.0)
+        if not checkpoint.pieces(f"blocks.{self.config.num_layers - 1}.ln_1.weight"):  # before a model is laid out
+            raise Damaged(checkpoint.folder, f"it has no block {self.config.num_layers - 1}")
         self._shapes = parameter_shapes(self.config)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
@@ -75,6 +77,8 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
         for moment in MOMENTS:
             read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
 
+    for tensor in ("", f".{MOMENTS[0]}"):
+        checkpoint.pieces(tensor)  # reads all headers: here once, not in each thread
     fill(shards, load)
 
 
@@ -94,34 +98,51 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
         with torch.no_grad():  # a thread has a mode of its own
             load(shard)
 
+    cuda = shards.mesh.device.type == "cuda"  # where threads queue on another stream than the run
+    if cuda:
+        torch.cuda.synchronize(shards.mesh.device)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, shards))
-    if shards.mesh.device.type == "cuda":  # threads queue on another stream than the run
+    if cuda:
         torch.cuda.synchronize(shards.mesh.device)
     shards.publish()
 
 
-def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None) -> Checkpoint:
-    """The newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was written.
+def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False) -> Checkpoint:
+    """The newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was written;
+    `weights_alone`: but for those of the optimizer.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
     none is left.
     """
-    folders = mesh.on_rank_0(lambda: [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1])
-    if not folders:
-        raise UserError(f"{run} has no checkpoint; give a run folder that holds checkpoints/step_...")
-    for folder in folders:
+    tried: list[Path] = []
+    problem = None
+
+    def newest() -> Path | None:
+        """Listed anew each time: a run that is being trained removes checkpoints while they are read."""
+        folders = [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1]
+        return next((folder for folder in folders if folder not in tried), None)
+
+    while folder := mesh.on_rank_0(newest):
+        if problem and tried[-1].is_dir():
+            say(f"{problem}; going on from the checkpoint before it, {folder.name}", warning=True)
+        tried.append(folder)
         checkpoint, problem = None, None
         try:
             checkpoint = Checkpoint(folder)
-            problem = checkpoint.problem(mesh.rank, mesh.world)
+            problem = checkpoint.problem(mesh.rank, mesh.world, weights_alone)
+            if not chosen and checkpoint.state["step"] != step_of(folder):
+                problem = f"{folder} is of step {checkpoint.state['step']}; give it back its name"
         except Damaged as damage:
             problem = str(damage)
-        problem = next(filter(None, mesh.gather(problem)), None)
+        problems, digests = zip(*mesh.gather((problem, checkpoint and checkpoint.digest)), strict=True)
+        problem = next(filter(None, problems), None)
+        if problem is None and len(set(digests)) > 1:
+            raise UserError(f"the nodes see different files in {folder}; let --runs name a folder that they share")
         if problem is None:
             return checkpoint
-        if folder is not folders[-1]:
-            say(f"{problem}; going on from the checkpoint before it", warning=True)
+    if problem is None:
+        raise UserError(f"{run} has no checkpoint; give a run folder that holds checkpoints/step_...")
     left = "resume from another one" if chosen else "no other checkpoint is left: begin again"
     raise UserError(f"{problem}; {left}, or restore the file")
 

@@ -19,9 +19,18 @@ from typing import Any
 import torch
 
 from dtgpt.checkpoint.files import Written
-from dtgpt.checkpoint.folder import appears, commit, list_checkpoints, make_folder, remove, step_folder, step_of
+from dtgpt.checkpoint.folder import (
+    appears,
+    commit,
+    list_checkpoints,
+    make_folder,
+    point_latest,
+    remove,
+    step_folder,
+    step_of,
+)
 from dtgpt.checkpoint.host import files_of
-from dtgpt.console import say
+from dtgpt.console import say, say_error
 from dtgpt.errors import UserError
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.shards import Shards
@@ -30,7 +39,7 @@ from dtgpt.storage import write_text
 WRITERS = 4  # threads
 POLL = 0.05  # s between two looks at what other ranks have written
 GRACE = 10.0  # s that the last save of a run which fails may still take: other ranks may be gone
-LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
+SHARE = 0.8  # of the timeout, after which rank 0 says who is late: before the ranks that wait for it give up
 LONG = 1.0  # s of waiting that are worth a word
 REPORT = "rank-{:05d}.json"
 
@@ -57,9 +66,9 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._must = False
+        self._end = math.inf  # until when all ranks must have written, and
         self._patience = math.inf  # until when to wait for other ranks, on the monotonic clock
-        self._reserving = threading.Thread(target=self._reserve, name="checkpoint memory")
-        self._reserving.start()  # pinning gigabytes takes seconds; the first step compiles meanwhile
+        self._reserve()
 
     def save(self, step: int, state: dict[str, Any], must: bool = False) -> None:
         """Begin to save what weights and moments are now. `state`: what `state.json` is to say. Raises UserError, on
@@ -71,16 +80,19 @@ class Saver:
             waited = f"training waited {time.monotonic() - begin:.0f} s until the checkpoint before was written"
             say(f"{waited}; raise --checkpoint.interval", warning=True)
         self._must = must
-        partial = self.checkpoints / f".partial-{step_folder(self.checkpoints, step).name}"
-        self.mesh.on_rank_0(lambda: make_folder(partial))
+        partial = self.mesh.on_rank_0(lambda: make_folder(self.checkpoints, step))
         if self.mesh.any(not appears(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
-        self._failure = None
+        self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
         if self._background:
             self._copied = self._begin_copy()
             work = partial, step, state, self._copied
-            self._thread = threading.Thread(target=self._work, args=work, name="checkpoint")
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=work, name="checkpoint")
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # there can be no more threads
+                self._work(*work)
         else:
             self._work(partial, step, state, None)
         if must:
@@ -89,7 +101,6 @@ class Saver:
 
     def before_update(self) -> None:
         """Let what comes next wait until the copies are made: on a GPU the stream waits, else this thread."""
-        self._reserving.join()
         if isinstance(self._copied, threading.Event):
             self._copied.wait()
         elif self._copied is not None:
@@ -111,7 +122,7 @@ class Saver:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
-        if failure is not None:
+        if failure is not None and not issubclass(failure, UserError):  # which all ranks raise, none of them gone
             self._patience = time.monotonic() + GRACE
         self.wait()
 
@@ -121,7 +132,10 @@ class Saver:
             for file in self._files if self._background else []:
                 file.reserve(pinned=self._stream is not None)
         except (RuntimeError, MemoryError):
-            say("there is no memory for copies of checkpoints: training waits while they are written", warning=True)
+            say_error(
+                f"warning: rank {self.mesh.rank} has no memory for copies of checkpoints: training waits until it has "
+                "written"
+            )
             self._background = False
             for file in self._files:
                 file.data = None
@@ -154,8 +168,10 @@ class Saver:
             self._finish(partial, step, state, written, failure)
             return
         report = {"files": {name: [f.num_bytes, f.sha256] for name, f in written.items()}, "failure": failure}
-        with suppress(OSError):  # rank 0 then waits for it in vain, and says so
+        try:
             write_text(partial / REPORT.format(self.mesh.rank), json.dumps(report))
+        except OSError as error:  # rank 0 then waits for it in vain, and does not know why
+            say_error(f"warning: rank {self.mesh.rank} cannot report its part of a checkpoint ({failure or error})")
 
     def _write(self, partial: Path, copied: torch.cuda.Event | threading.Event | None) -> dict[str, Written]:
         if copied is None:
@@ -183,27 +199,32 @@ class Saver:
                 failure, files = failure or other, files | theirs
             if failure is not None:
                 raise UserError(failure)
-            commit(partial, folder, state, files)
+            commit(partial, folder, state, files, replace=True)  # of an earlier attempt at the same step
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             self._failure = f"no checkpoint of step {step} could be written to {self.checkpoints} ({error})"
             if not self._must:
-                say(f"{self._failure}; training goes on", warning=True)
+                say(self._failure + "; training goes on" * (self._patience == math.inf), warning=True)
             return
-        try:
-            write_text(self.checkpoints / LATEST, f"{folder.name}\n")
-            self._remove_old(step)
-        except OSError as error:
-            say(f"{folder} is written, but what is older could not be cleared away ({error})", warning=True)
+        # Older ones first: where the disk is full, that makes room for the name.
+        for work, what in (
+            (lambda: self._remove_old(step), "what is older could not be cleared away"),
+            (lambda: point_latest(self.checkpoints, folder), "latest could not be renewed"),
+        ):
+            try:
+                work()
+            except OSError as error:
+                say(f"{folder} is written, but {what} ({error})", warning=True)
 
     def _report(self, partial: Path, rank: int) -> tuple[dict[str, Written], str | None]:
         """(files, failure) of another rank, when it has written."""
-        path, end = partial / REPORT.format(rank), time.monotonic() + self._timeout
+        path = partial / REPORT.format(rank)
         while not path.exists():
             if time.monotonic() > self._patience:
                 raise UserError("the run ended before")
-            if time.monotonic() > end:
-                raise UserError(f"rank {rank} has not written its part within timeout={self._timeout:g} s")
+            if time.monotonic() > self._end:
+                within = f"{SHARE * self._timeout:g} s (timeout={self._timeout:g})"
+                raise UserError(f"rank {rank} has not written its part within {within}")
             time.sleep(POLL)
             with suppress(OSError):
                 next(partial.iterdir(), None)  # a network file system looks for new names then

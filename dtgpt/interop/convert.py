@@ -13,7 +13,8 @@ from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
-from dtgpt.interop.open import open_source
+from dtgpt.interop.open import open_source, run_of
+from dtgpt.run import load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +47,8 @@ def convert(path: Path, target: Path, config: ConvertConfig) -> None:
         say(note, warning=True)
     dtype = DTYPES[config.dtype]
     if config.to == "dtgpt":
-        save_weights(source, target, origin=str(path))
+        run = run_of(path)
+        save_weights(source, target, str(path), load_tokenizer(run) if run else None)
     elif config.to == "hf":
         save_huggingface(source, target, dtype)
     else:

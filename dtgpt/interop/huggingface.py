@@ -32,6 +32,7 @@ from dtgpt.interop.gpt2 import (
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
 from dtgpt.model import TABLE, GPTConfig
+from dtgpt.storage import sync_tree
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 # The names that transformers has for GELU with tanh; they differ in rounding only.
@@ -191,6 +192,7 @@ def save_huggingface(source: Source, folder: Path, dtype: torch.dtype = torch.fl
         _save_weights(source, partial, dtype)
         for name, settings in _settings(source.config, dtype).items():
             (partial / name).write_text(json.dumps(settings, indent=2) + "\n")
+        sync_tree(partial)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None

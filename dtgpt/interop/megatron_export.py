@@ -16,6 +16,7 @@ from dtgpt.interop.megatron_names import BLOCK_NAMES, POSITIONS, cut_dimension, 
 from dtgpt.interop.megatron_tree import DTYPES, FILE_NAMES, TRACKER, rank_folder
 from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.model import TABLE, VOCAB_MULTIPLE, GPTConfig
+from dtgpt.storage import sync_tree
 
 VERSION = 3.0
 
@@ -54,6 +55,7 @@ def save_megatron(
                 path.parent.mkdir(parents=True)
                 _save({**state, "model": _stage(source, dtype, (t, p), sizes)}, path)
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
+        sync_tree(partial)
         partial.rename(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

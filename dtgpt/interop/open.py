@@ -22,9 +22,9 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM tree."""
     mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
     if (path / STATE).is_file():
-        return Saved(find_checkpoint(mesh, path, path))
+        return Saved(find_checkpoint(mesh, path, path, weights_alone=True))
     if (path / "recipe.json").is_file():
-        return Saved(find_checkpoint(mesh, path))
+        return Saved(find_checkpoint(mesh, path, weights_alone=True))
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
         from dtgpt.interop.huggingface import HuggingFace
@@ -47,5 +47,5 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
 def run_of(path: Path) -> Path | None:
     """The run folder to which a path belongs, as itself or as one of its checkpoints; None for anything else."""
-    owners = [path, *path.parents[1:2]]
+    owners = [path, *path.absolute().parents[1:2]]
     return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)
