@@ -23,7 +23,7 @@ REMEDIES = {
     errno.ENOTDIR: "choose another path",
     errno.EISDIR: "choose another path",
 }
-RANK_0_FIRST = 3.0  # seconds in which rank 0 may say why the run ends
+RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
 EXAMPLES = {"world": "8", "gpu": "H200", "steps": "5", "tolerance": "1e-5"}
 HELP = ("-h", "--help")
 USAGE = """usage: dtgpt COMMAND ...

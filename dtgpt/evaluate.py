@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.dataset import Dataset, bits_per_byte
+from dtgpt.data.end_of_document import EndOfDocument
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import to_device
 from dtgpt.generate import sample_text
@@ -16,7 +17,7 @@ from dtgpt.recipe import Recipe
 
 @torch.no_grad()
 def held_out_loss(
-    passes: Passes, mesh: Mesh, recipe: Recipe, dataset: Dataset, interrupted: Callable[[], bool]
+    passes: Passes, mesh: Mesh, recipe: Recipe, dataset: Dataset, ends: EndOfDocument, interrupted: Callable[[], bool]
 ) -> tuple[float, float] | None:
     """(mean loss in nats per token, bits per byte) over the fixed held-out windows, the same on every rank; None where
     there are none, or when `interrupted` became true in between."""
@@ -31,10 +32,12 @@ def held_out_loss(
         turn = first + mesh.place.dp
         windows = batches[turn if turn < len(batches) else first]
         on_device = to_device(windows, mesh.device)
-        loss = passes.mean_loss(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
+        marks = ends.marks(on_device[:, :-1])
+        loss = passes.mean_loss(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous(), marks)
         if loss is not None and turn < len(batches):
             targets = windows[:, 1:]
-            counts = [loss.item() * targets.numel(), targets.numel(), int(token_bytes[targets].sum())]
+            weights = torch.ones(targets.shape) if marks.weights is None else marks.weights.cpu()
+            counts = [loss.item() * targets.numel(), weights.sum(), (token_bytes[targets] * weights).sum()]
             totals += torch.tensor(counts, dtype=torch.float64)
     nats, tokens, text_bytes = (mesh.sum(*totals) / mesh.plan.tp).tolist()
     return (nats / tokens, bits_per_byte(nats, text_bytes)) if tokens else None

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.errors import UserError
-from dtgpt.ops.attention import causal_attention
+from dtgpt.ops.attention import causal_attention, hidden_from
 from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.gelu import bias_gelu
 from dtgpt.ops.head import head_loss
@@ -114,9 +114,9 @@ class Attention(nn.Module):
         self.core = causal_attention
         self.proj = Product(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None, hidden: Tensor | None = None) -> Tensor:
         qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
-        return self.proj(self.core(qkv, *self.dropout.site(key)).flatten(-2))
+        return self.proj(self.core(qkv, *self.dropout.site(key), hidden=hidden).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout).
+    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout). hidden: as of `causal_attention`.
 
     Between the matrices every value is read and written once: a branch's bias, its dropout, the sum and the LayerNorm
     behind it are one operation.
@@ -147,17 +147,18 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, hidden: Tensor | None = None) -> Tensor:
         core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(1)
         first, second = self.ln_1, self.ln_2
         x, h = norm_and_pass(x, first.weight, first.bias, first.eps)
-        branch = self.attn(h, core), self.attn.proj.bias
+        branch = self.attn(h, core, hidden), self.attn.proj.bias
         x, h = residual_norm(x, *branch, second.weight, second.bias, second.eps, *self.drop_1.site(attended))
         return residual(x, self.mlp(h), self.mlp.proj.bias, *self.drop_2.site(expanded))
 
 
 class Embedding(nn.Module):
-    """tokens [B, T] -> activations [B, T, H] of the given dtype: token plus learned position."""
+    """tokens [B, T] -> activations [B, T, H] of the given dtype: token plus learned position, which are 0, 1, ... where
+    no positions [B, T] are given."""
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype):
         super().__init__()
@@ -166,13 +167,14 @@ class Embedding(nn.Module):
         self.wpe = nn.Embedding(config.seq_length, config.hidden_size)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor, key: Tensor | None) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    def forward(self, tokens: Tensor, key: Tensor | None, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), key)
 
 
 class Output(nn.Linear):
-    """[B, T, H] -> logits [B, T, V] or, with targets [B, T], the mean loss over them.
+    """[B, T, H] -> logits [B, T, V] or, with targets [B, T], the mean loss over them, each times its weight [B, T].
 
     `gradient_scale`, a scalar on the device, multiplies the gradient of the loss where the training loop sets it: by
     the share of a micro-batch, and by the loss scale of fp16. The loss itself stays as it is.
@@ -183,11 +185,11 @@ class Output(nn.Linear):
         self.vocab_size = config.vocab_size
         self.gradient_scale: Tensor | None = None
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         weight = self.weight.to(x.dtype)
         if targets is None:
             return F.linear(x, weight)
-        return head_loss(x, weight, targets, self.vocab_size, scale=self.gradient_scale)
+        return head_loss(x, weight, targets, self.vocab_size, scale=self.gradient_scale, weights=weights)
 
 
 class Head(nn.Module):
@@ -196,8 +198,8 @@ class Head(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.lm_head = Output(config)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return self.lm_head(layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.ln_f.eps), targets)
+    def forward(self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        return self.lm_head(layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.ln_f.eps), targets, weights)
 
 
 class GPT(nn.Module):
@@ -223,13 +225,17 @@ class GPT(nn.Module):
         if self.embedding is not None and self.head is not None:
             self.head.lm_head.weight = self.embedding.wte.weight
 
-    def forward(self, x: Tensor, keys: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, keys: Tensor | None = None, targets: Tensor | None = None, positions: Tensor | None = None,
+        documents: Tensor | None = None, weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        hidden = None if documents is None else hidden_from(documents)
         if self.embedding is not None:
-            x = self.embedding(x, None if keys is None else keys[:, 0])
+            x = self.embedding(x, None if keys is None else keys[:, 0], positions)
         for index, block in self.blocks.items():
             first = 1 + BLOCK_SITES * int(index)
-            x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES])
-        return x if self.head is None else self.head(x, targets)
+            x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES], hidden)
+        return x if self.head is None else self.head(x, targets, weights)
 
     def keep(self, blocks: range, embedding: bool, head: bool) -> None:
         """Leave only these blocks, and the ends where wanted: the part of the model that one pipeline stage holds."""

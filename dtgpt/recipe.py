@@ -37,6 +37,9 @@ class DataConfig:
     vocab_file: Annotated[str | None, "vocab.json for gpt2, with merge_file; none: as tiktoken carries it"] = None
     merge_file: Annotated[str | None, "merges.txt for gpt2, with vocab_file"] = None
     bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024
+    reset_position_ids: Annotated[Literal["on", "off"], "positions begin at 0 in every document"] = "off"
+    reset_attention_mask: Annotated[Literal["on", "off"], "tokens see no other document than theirs"] = "off"
+    eod_mask_loss: Annotated[Literal["on", "off"], "what follows an end of text need not be predicted"] = "off"
     held_out: Annotated[float, "share of the text kept for validation, in [0, 1)"] = 0.05
 
 

@@ -22,6 +22,7 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset
+from dtgpt.data.end_of_document import EndOfDocument, Marks
 from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source, run_of
@@ -98,6 +99,9 @@ class Training:
         self.optimizer = Update(self.shards, recipe, self.dtype, share)
         scale_gradients(stages, self.optimizer.gradient_scale)
         self.batches = Ahead(self._batch, self.device)
+        data = recipe.data
+        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        self.ends = EndOfDocument(dataset.tokenizer.end_of_text, *(option == "on" for option in options))
         self.saver: Saver | None = None
         self.step, self.sizes = 0, BatchSizes(recipe)
         if checkpoint:
@@ -184,7 +188,17 @@ class Training:
             self.shards.drop_gradients()
         windows, sample_ids, step_key = self.batches.take(self.step)
         keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
-        return self.passes.gradients(self.micro_batches, windows, keys)
+        return self.passes.gradients(self.micro_batches, windows, keys, self._marks(windows[:, :-1]))
+
+    def _marks(self, tokens: Tensor) -> Marks:
+        """Of this rank's samples. Losses are weighted so that their mean is that over what counts of the global batch,
+        however it is cut."""
+        marks = self.ends.marks(tokens)
+        if marks.weights is None:
+            return marks
+        counted = self.mesh.sum(marks.weights.sum())[0] / (self.plan.tp * self.plan.pp)
+        share = tokens.numel() * self.plan.dp / counted.clamp(min=1)
+        return marks._replace(weights=marks.weights * share.float())
 
     def _expect(self, micro_batches: int) -> None:
         """Where the batch ramps up, steps change now and then."""
@@ -227,7 +241,7 @@ class Training:
         return self.mesh.any(bool(self.stop))
 
     def held_out_loss(self) -> tuple[float, float] | None:
-        return evaluate.held_out_loss(self.passes, self.mesh, self.recipe, self.dataset, self.interrupted)
+        return evaluate.held_out_loss(self.passes, self.mesh, self.recipe, self.dataset, self.ends, self.interrupted)
 
     def sample(self) -> str | None:
         key = fold(self.sample_key, self.step)

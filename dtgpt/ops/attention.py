@@ -28,28 +28,40 @@ def causal_attention(
     key: Tensor | None = None,
     p: float = 0.0,
     start: tuple[int, ...] = (0, 0, 0),
+    hidden: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """qkv: `[B, T, N, 3, D]` -> `[B, T, N, D]`.
 
-    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column).
+    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column). hidden: bool
+    `[B, 1, T, T]` as `hidden_from` makes it, where a query may see other columns than all up to itself; None: those.
     """
     dropping = key is not None and p > 0
     chosen = backend
-    if backend == "auto":
+    if backend == "auto" and hidden is not None:
+        chosen = ("fused_softmax" if qkv.is_cuda else "explicit") if dropping else "sdpa"
+    elif backend == "auto":
         chosen = choose(dropping, has_triton(qkv) and qkv.dtype != torch.float32, qkv.shape[-1])
     if chosen == "flash":
         return flash_attention(qkv, key if dropping else None, p, start[0])
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [B, N, T, D] each
     if chosen == "sdpa" and not dropping:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = {"is_causal": True} if hidden is None else {"attn_mask": ~hidden}
+        out = F.scaled_dot_product_attention(q, k, v, **seen)
     elif chosen == "fused_softmax":
-        scale = 1 / math.sqrt(q.shape[-1])
+        scale, mask = 1 / math.sqrt(q.shape[-1]), "causal" if hidden is None else hidden
         site = {"key": key, "p": p, "start": start} if dropping else {}
-        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, "causal", **site) @ v
+        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, **site) @ v
     else:
-        out = explicit(q, k, v, key if dropping else None, p, start)
+        out = explicit(q, k, v, key if dropping else None, p, start, hidden)
     return out.transpose(1, 2)
+
+
+def hidden_from(documents: Tensor) -> Tensor:
+    """Which columns a query may not see, bool `[B, 1, T, T]`: those after it, and those of another document. documents:
+    int64 `[B, T]`, the number of each token's document."""
+    future = torch.ones(documents.shape[1], documents.shape[1], dtype=torch.bool, device=documents.device).triu(1)
+    return ((documents[:, :, None] != documents[:, None]) | future)[:, None]
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
@@ -60,11 +72,14 @@ def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
     return "explicit" if dropping else "sdpa"
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...]) -> Tensor:
+def explicit(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], hidden: Tensor | None = None
+) -> Tensor:
     """q, k, v `[B, N, T, D]` -> `[B, N, T, D]`."""
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(q.shape[-1]))
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1).to(v.dtype)
+    if hidden is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype)
     return (probabilities if key is None else dropout(probabilities, key, p, start)) @ v
 
 

@@ -34,14 +34,31 @@ def cross_entropy(
     vocab_size: int,
     start: int = 0,
     group: dist.ProcessGroup | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mean loss in nats, fp32 scalar, equal on all ranks of `group` (None: this rank holds the whole vocabulary).
 
-    logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`.
+    logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`;
+    weights: fp32 `[B, T]`, by which losses are multiplied before their mean; None: 1.
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
-    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group)
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights))
+
+
+def flat(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.flatten()
+
+
+def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Losses of rows `[rows]`, each times its weight."""
+    return losses if weights is None else losses * weights
+
+
+def weigh_(gradient: Tensor, weights: Tensor | None) -> None:
+    """The same of their gradients `[rows, V]`, in place."""
+    if weights is not None:
+        gradient.mul_(weights[:, None])
 
 
 def real_columns(width: int, vocab_size: int, start: int) -> int:
@@ -51,19 +68,20 @@ def real_columns(width: int, vocab_size: int, start: int) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group) -> Tensor:
+    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, weights: Tensor | None) -> Tensor:
         largest, total, target = over_group(row_terms(logits, targets, start, real), group)
-        ctx.save_for_backward(logits, targets, largest, total)
+        ctx.save_for_backward(logits, targets, largest, total, weights)
         ctx.start, ctx.real = start, real
-        return losses_of(largest, total, target).mean()
+        return weighted(losses_of(largest, total, target), weights).mean()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        logits, targets, largest, total = ctx.saved_tensors
+        logits, targets, largest, total, weights = ctx.saved_tensors
         scale = grad / len(logits)
         result = logits.clone()
         to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
-        return result, None, None, None, None
+        weigh_(result, weights)
+        return result, None, None, None, None, None
 
 
 def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -40,6 +40,7 @@ def head_loss(
     start: int = 0,
     group: dist.ProcessGroup | None = None,
     scale: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mean loss in nats over all targets, fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
 
@@ -47,15 +48,16 @@ def head_loss(
     dimension cuts, which says `start` and `group` itself; targets: int64 `[B, T]`, global ids below `vocab_size`.
     scale: scalar on the device, a factor of the gradients and not of the value: `backward()` gives `scale` times the
     gradient of what is returned. It multiplies before anything is rounded, so that a loss scale keeps fp16 gradients,
-    of the size 1 / (B T V), from underflow. Raises ValueError for a DTensor cut in another way.
+    of the size 1 / (B T V), from underflow. weights: fp32 `[B, T]`, by which losses are multiplied before their mean
+    over all B T; None: 1. Raises ValueError for a DTensor cut in another way.
     """
     if hasattr(weight, "device_mesh"):  # a DTensor; importing the class takes as long as all the rest
         start, group = _cut_of(weight)
         weight = weight.to_local()
     if is_apart():
-        loss = passes.cross_entropy(F.linear(x, weight), targets, vocab_size, start, group)
+        loss = passes.cross_entropy(F.linear(x, weight), targets, vocab_size, start, group, weights)
         return loss if scale is None else _Scaled.apply(loss, scale)
-    arguments = (x.flatten(0, -2), weight, targets.flatten(), vocab_size, start, group)
+    arguments = (x.flatten(0, -2), weight, targets.flatten(), vocab_size, start, group, passes.flat(weights))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _HeadLoss.apply(*arguments, scale)
     return _loss_alone(*arguments)
@@ -91,11 +93,14 @@ def _logits(x: Tensor, weight: Tensor, vocab_size: int, group) -> Iterator[tuple
 
 
 @torch.no_grad()
-def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group) -> Tensor:
+def _loss_alone(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None
+) -> Tensor:
     real = passes.real_columns(len(weight), vocab_size, start)
     chunks = _logits(x, weight, vocab_size, group)
     terms = [passes.row_terms(logits, targets[rows], start, real) for rows, logits in chunks]
-    return passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group)).mean()
+    losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
+    return passes.weighted(losses, weights).mean()
 
 
 class _Scaled(torch.autograd.Function):
@@ -114,25 +119,27 @@ class _Scaled(torch.autograd.Function):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, scale: Tensor | None
-    ) -> Tensor:
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         count = len(x)
         scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
         real = passes.real_columns(len(weight), vocab_size, start)
         losses, dx, dweight = x.new_empty(count, dtype=torch.float32), x.new_empty(x.shape), None
         for rows, logits in _logits(x, weight, vocab_size, group):
             losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale)
+            passes.weigh_(logits, None if weights is None else weights[rows])
             torch.mm(logits, weight, out=dx[rows])
             dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
         ctx.save_for_backward(dx, dweight.to(weight.dtype))
-        return losses.mean()
+        return passes.weighted(losses, weights).mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         """Not in place: a pipeline schedule that parts the gradients of inputs and weights comes here twice."""
         dx, dweight = (passes.scaled(gradient, grad) for gradient in ctx.saved_tensors)
-        return dx, dweight, None, None, None, None, None
+        return dx, dweight, None, None, None, None, None, None
 
 
 def _losses_and_gradient_(logits: Tensor, targets: Tensor, start: int, real: int, group, scale: Tensor) -> Tensor:

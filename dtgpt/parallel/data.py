@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dtgpt.data.end_of_document import Marks
 from dtgpt.model import GPT
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.passes import Passes
+from dtgpt.parallel.passes import PLAIN, Passes
 from dtgpt.parallel.shards import Shards
 
 
@@ -61,23 +62,25 @@ class Accumulation(Passes):
         if self.shards.buckets is not None:
             self.shards.buckets.expect(micro_batches)
 
-    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
+    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None, marks: Marks = PLAIN) -> Tensor:
         if isinstance(self.model, FSDPModule):
             at_once = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
-            self.graphs.run("micro-batches", at_once, windows, keys)
+            self.graphs.run("micro-batches", at_once, windows, keys, *marks)
         else:
-            self._accumulate(self.graphs.run, micro_batches, windows, keys)
+            self._accumulate(self.graphs.run, micro_batches, windows, keys, *marks)
         return self._loss
 
-    def _accumulate(self, run: Callable, micro_batches: int, windows: Tensor, keys: Tensor | None) -> None:
-        chunks_of_keys = [None] * micro_batches if keys is None else keys.chunk(micro_batches)
-        for index, (window, key) in enumerate(zip(windows.chunk(micro_batches), chunks_of_keys, strict=True)):
+    def _accumulate(self, run: Callable, micro_batches: int, *inputs: Tensor | None) -> None:
+        pieces = [[None] * micro_batches if x is None else x.chunk(micro_batches) for x in inputs]
+        for index, piece in enumerate(zip(*pieces, strict=True)):
             name = f"micro-batch{' first' * (index == 0)}{' last' * (index == micro_batches - 1)}"
-            run(name, partial(self._micro_step, index, micro_batches), window, key)
+            run(name, partial(self._micro_step, index, micro_batches), *piece)
 
-    def _micro_step(self, index: int, micro_batches: int, window: Tensor, key: Tensor | None) -> None:
+    def _micro_step(
+        self, index: int, micro_batches: int, window: Tensor, key: Tensor | None, *marks: Tensor | None
+    ) -> None:
         self._announce(index, micro_batches)
-        loss = self.model(window[:, :-1], key, window[:, 1:])
+        loss = self.model(window[:, :-1], key, window[:, 1:], *marks)
         loss.backward()
         share = loss.detach() / micro_batches
         self._loss.copy_(share) if index == 0 else self._loss.add_(share)
@@ -87,12 +90,12 @@ class Accumulation(Passes):
     def logits(self, tokens: Tensor) -> Tensor:
         return self._whole(tokens)
 
-    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self._whole(tokens, targets)
+    def mean_loss(self, tokens: Tensor, targets: Tensor, marks: Marks = PLAIN) -> Tensor:
+        return self._whole(tokens, targets, marks)
 
     @torch.no_grad()
-    def _whole(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        result = self.model(tokens, None, targets)
+    def _whole(self, tokens: Tensor, targets: Tensor | None = None, marks: Marks = PLAIN) -> Tensor:
+        result = self.model(tokens, None, targets, *marks)
         reshard(self.model)
         return result
 

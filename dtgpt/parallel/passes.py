@@ -6,16 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.data.end_of_document import Marks
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh, chunk
 
+PLAIN = Marks()
+
 
 class Passes(Protocol):
-    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
+    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None, marks: Marks = PLAIN) -> Tensor:
         """Leave in the shards the gradient of the global batch, of which this replica has `micro_batches` equal pieces,
         times the `gradient_scale` of the output layer.
 
-        windows: int64 `[B, T + 1]`; keys: int64 `[B, num_sites, 2]` or None. Returns the mean loss, detached: 0 on a
+        windows: int64 `[B, T + 1]`; keys: int64 `[B, num_sites, 2]` or None; marks: of the tokens `[B, T]`.
+        Returns the mean loss, detached: 0 on a
         rank that does not hold the head. The same tensor comes back with another value next time.
         """
         ...
@@ -24,9 +28,9 @@ class Passes(Protocol):
         """Micro-batches of the steps to come, as many as at first or fewer; nothing is captured then."""
         ...
 
-    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        """Without dropout or gradient: the mean loss of `targets [B, T]` after `tokens [B, T]`, or None on a rank that
-        does not hold the head."""
+    def mean_loss(self, tokens: Tensor, targets: Tensor, marks: Marks = PLAIN) -> Tensor | None:
+        """Without dropout or gradient: the mean loss of `targets [B, T]`, each times its weight, after `tokens [B, T]`,
+        or None on a rank that does not hold the head."""
         ...
 
     def logits(self, tokens: Tensor) -> Tensor | None:

@@ -19,11 +19,12 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+from dtgpt.data.end_of_document import Marks
 from dtgpt.model import GPT, GPTConfig
 from dtgpt.ops.fast import parameters_apart
 from dtgpt.parallel.data import reshard
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.passes import Passes
+from dtgpt.parallel.passes import PLAIN, Passes
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Shards
 
@@ -122,15 +123,16 @@ class Pipeline(Passes):
         if self.shards.buckets is not None:
             self.shards.buckets.expect(micro_batches)
 
-    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None) -> Tensor:
-        return self.graphs.run("schedule", self._run_schedule, windows, keys)
+    def gradients(self, micro_batches: int, windows: Tensor, keys: Tensor | None, marks: Marks = PLAIN) -> Tensor:
+        return self.graphs.run("schedule", self._run_schedule, windows, keys, *marks)
 
-    def _run_schedule(self, windows: Tensor, keys: Tensor | None) -> Tensor:
+    def _run_schedule(self, windows: Tensor, keys: Tensor | None, *marks: Tensor | None) -> Tensor:
         if self.shards.buckets is not None:
             self.shards.buckets.begin()
         place, losses = self.mesh.place, []
         inputs = [windows[:, :-1].contiguous()] if place.holds_first else []
-        more = {} if keys is None else {"keys": keys}
+        given = {"keys": keys, **Marks(*marks)._asdict()}
+        more = {name: tensor for name, tensor in given.items() if tensor is not None}
         if place.holds_last:
             targets = windows[:, 1:].contiguous()
             more |= {"targets": targets, "target": targets, "losses": losses}
@@ -142,11 +144,11 @@ class Pipeline(Passes):
     def logits(self, tokens: Tensor) -> Tensor | None:
         return self._stages_in_turn(tokens)
 
-    def mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        return self._stages_in_turn(tokens, targets)
+    def mean_loss(self, tokens: Tensor, targets: Tensor, marks: Marks = PLAIN) -> Tensor | None:
+        return self._stages_in_turn(tokens, targets, marks)
 
     @torch.no_grad()
-    def _stages_in_turn(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | None:
+    def _stages_in_turn(self, tokens: Tensor, targets: Tensor | None = None, marks: Marks = PLAIN) -> Tensor | None:
         """Each rank meets its sends and receives by depth, so that none waits in a circle."""
         place, x = self.mesh.place, tokens
         for index, module in zip(place.stages, self.modules, strict=True):
@@ -154,7 +156,7 @@ class Pipeline(Passes):
             if source is not None:
                 x = torch.empty(len(tokens), *self.edge, dtype=self.dtype, device=self.mesh.device)
                 dist.recv(x, place.neighbour(source), group=self.mesh.pp_group)
-            x = module(x, None, targets)
+            x = module(x, None, targets, *marks)
             if target is not None:
                 dist.send(x.contiguous(), place.neighbour(target), group=self.mesh.pp_group)
         reshard(*self.modules)
