@@ -67,7 +67,7 @@ def leave_newer(run: Path, step: int) -> None:
 def read_dataset(recipe: Recipe) -> Dataset:
     """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
-    if is_prepared(data):
+    if is_prepared(data.path):
         samples = data.train_samples or BatchSizes(recipe).before(recipe.steps)
         seed, length = recipe.seed, recipe.model.seq_length
         dataset: Dataset = load_prepared(data, length, samples, recipe.log.eval_samples, seed, default_cache())

@@ -171,7 +171,7 @@ class Recipe:
         """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
         tokenizer = self.data.tokenizer
         if tokenizer == "auto":
-            own = "auto" if is_prepared(self.data) else "bpe"  # token files were made by another one already
+            own = "auto" if is_prepared(self.data.path) else "bpe"  # token files were made by another one already
             tokenizer = "gpt2" if self.data.path and self.model.vocab_size >= GPT2_124M.vocab_size else own
         return replace(
             self,

@@ -110,7 +110,7 @@ def _check_data(recipe: "Recipe") -> None:
     split_fractions(data.split)
     if data.train_samples is not None and data.train_samples < 1:
         raise UserError(f"data.train_samples={data.train_samples} is not positive; use 1 or more, or leave it out")
-    if is_prepared(data):
+    if is_prepared(data.path):
         return
     for name in ("valid_path", "train_samples", "tokenizer_file"):
         if getattr(data, name) is not None:

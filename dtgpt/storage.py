@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder, or the content of a file, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -31,11 +31,7 @@ def write_text(path: Path, text: str) -> None:
 def sync_tree(folder: Path) -> None:
     """Wait until all files below a folder are on the disk, and their names."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
 
 def write_json(path: Path, value: Any) -> None:

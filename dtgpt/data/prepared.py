@@ -65,12 +65,12 @@ class PreparedDataset(Dataset):
         check_vocabulary(self.tokenizer, vocab_size)
 
 
-def is_prepared(data: "DataConfig") -> bool:
-    """Whether `data.path` names token files and not a text."""
-    if data.path is None:
+def is_prepared(path: str | None) -> bool:
+    """Whether a recipe's `data.path` names token files and not a text."""
+    if path is None:
         return False
-    path = Path(data.path)
-    return idx_path(path).is_file() or path.suffix == ".bin" or (len(data.path.split()) > 1 and not path.exists())
+    several = len(path.split()) > 1 and not Path(path).exists()
+    return idx_path(path).is_file() or path.endswith(".bin") or several
 
 
 def load_prepared(
