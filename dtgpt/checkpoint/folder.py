@@ -25,6 +25,7 @@ from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_
 from dtgpt.errors import UserError
 from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.storage import sync_folder, write_text
 
 FORMAT = "dtgpt checkpoint"
@@ -82,12 +83,21 @@ class Checkpoint:
         """(file, piece, position in the file) of all that is saved of a tensor."""
         kind = "optimizer" if tensor.endswith(tuple(f".{m}" for m in MOMENTS)) else "weights"
         if kind not in self._pieces:
-            found: dict[str, list[tuple[str, Piece, int]]] = {}
-            for name in self.files:
-                for piece, position in read_header(self.folder / name) if _kind(name) == kind else []:
-                    found.setdefault(piece.name, []).append((name, piece, position))
-            self._pieces[kind] = found
+            self._pieces[kind] = self._read_headers(kind)
         return self._pieces[kind].get(tensor, [])
+
+    def share_headers(self, mesh: Mesh, *kinds: str) -> None:
+        """Let rank 0 read the headers of all files for everyone: a thousand ranks would else open each other's files a
+        million times."""
+        for kind in (k for k in kinds if k not in self._pieces):
+            self._pieces[kind] = mesh.on_rank_0(lambda kind=kind: self._read_headers(kind))
+
+    def _read_headers(self, kind: str) -> dict[str, list[tuple[str, Piece, int]]]:
+        found: dict[str, list[tuple[str, Piece, int]]] = {}
+        for name in self.files:
+            for piece, position in read_header(self.folder / name) if _kind(name) == kind else []:
+                found.setdefault(piece.name, []).append((name, piece, position))
+        return found
 
     @property
     def digest(self) -> str:

@@ -77,8 +77,7 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
         for moment in MOMENTS:
             read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
 
-    for tensor in ("", f".{MOMENTS[0]}"):
-        checkpoint.pieces(tensor)  # reads all headers: here once, not in each thread
+    checkpoint.share_headers(shards.mesh, "weights", "optimizer")
     fill(shards, load)
 
 
@@ -140,6 +139,7 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
         if problem is None and len(set(digests)) > 1:
             raise UserError(f"the nodes see different files in {folder}; let --runs name a folder that they share")
         if problem is None:
+            checkpoint.share_headers(mesh, *(["weights"] if weights_alone else ["weights", "optimizer"]))
             return checkpoint
     if problem is None:
         raise UserError(f"{run} has no checkpoint; give a run folder that holds checkpoints/step_...")
