@@ -12,6 +12,7 @@ See docs/checkpoints.md. There is no pickle in it, and no name in it is used as 
 
 import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -35,7 +36,7 @@ LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
 FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-READERS = 4  # threads that read or hash
+READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
 VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
 
 
