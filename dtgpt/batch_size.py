@@ -28,7 +28,6 @@ class BatchSizes:
     """Of every step of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
 
     def __init__(self, recipe: Recipe, first_step: int = 0, first_sample: int = 0):
-        self.recipe, self.first_step = recipe, first_step
         # (samples seen, step) at which each size begins.
         self._samples, self._steps, self._sizes = [first_sample], [first_step], [batch_size(first_sample, recipe)]
         consumed, step = first_sample, first_step

@@ -23,6 +23,8 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
+
 # GiB that CUDA reports, by the vendors' sizes; H200 as seen.
 DEVICE_MEMORY = {
     "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
@@ -52,7 +54,7 @@ def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """Of weights and activations; masters stay fp32."""
     if recipe.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision]
+    return DTYPES[recipe.precision]
 
 
 def device_name(device: torch.device) -> str:

@@ -1,9 +1,14 @@
-"""Small files and names on the disk that are never half there."""
+"""Files and folders that are never half there."""
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from dtgpt.errors import UserError
 
 
 def sync_folder(path: Path) -> None:
@@ -25,6 +30,8 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         other.rename(path)
     except OSError as error:  # of a full disk names no file
+        with suppress(OSError):
+            other.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -32,6 +39,24 @@ def sync_tree(folder: Path) -> None:
     """Wait until all files below a folder are on the disk, and their names."""
     for path in [*folder.rglob("*"), folder]:
         sync_folder(path)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Another folder, to be filled within the context: it is called `folder` when all in it is on the disk. Where the
+    context fails nothing is left; an OSError becomes a UserError."""
+    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had the same number
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

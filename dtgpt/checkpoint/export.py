@@ -1,20 +1,19 @@
 """A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep. The tokenizer
 is in it where the source is a run."""
 
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
-from dtgpt.checkpoint.folder import commit, file_name
+from dtgpt.checkpoint.folder import file_name, write_state
 from dtgpt.checkpoint.host import FILE_LIMIT
 from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.run import package_versions
+from dtgpt.storage import new_folder
 
 
 def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
@@ -22,10 +21,7 @@ def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer
     where they came from, for its reader. Raises UserError where the folder exists."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; give another path")
-    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had the same number
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder) as partial:
         shapes = parameter_shapes(source.config)
         whole = [Piece(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
         files: dict[str, Written] = {}
@@ -35,13 +31,7 @@ def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer
             files[name] = write_file(partial / name, pieces, data)
         if tokenizer is not None:
             tokenizer.save(partial / "tokenizer.json")
-        commit(partial, folder, _state(source, origin), files)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_state(partial, _state(source, origin), files)
 
 
 def _state(source: Source, origin: str) -> dict:

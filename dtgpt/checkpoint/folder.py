@@ -175,17 +175,20 @@ def _check(state: dict[str, Any], text: str) -> None:
         Written(int(file["bytes"]), str(file["sha256"]))
 
 
-def commit(
-    partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written], replace: bool = False
-) -> None:
-    """Make a checkpoint of a folder in which all files are: from the rename on it is there, and before it is not.
-    Raises OSError where `folder` is there and not empty, unless it is to be replaced."""
+def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
+    """What makes a folder a checkpoint, when all files are in it. Raises Damaged where they are not."""
     for name, file in files.items():  # what a rank of another attempt reports is not here
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
     write_text(partial / STATE, _state_text(state, files))
+
+
+def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
+    """Make the checkpoint `folder` of one in which all files are: from the rename on it is there, and before it is not.
+    One of an earlier attempt at the same step gives way."""
+    write_state(partial, state, files)
     sync_folder(partial)
-    if replace and folder.exists():
+    if folder.exists():
         remove(folder)
     partial.rename(folder)
     sync_folder(folder.parent)

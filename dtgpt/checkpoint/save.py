@@ -199,7 +199,7 @@ class Saver:
                 failure, files = failure or other, files | theirs
             if failure is not None:
                 raise UserError(failure)
-            commit(partial, folder, state, files, replace=True)  # of an earlier attempt at the same step
+            commit(partial, folder, state, files)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             self._failure = f"no checkpoint of step {step} could be written to {self.checkpoints} ({error})"

@@ -74,8 +74,8 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
     if not isinstance(fields, dict):
         raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
     document = {key: _texts(fields, key) for key in keys}
-    if b"\\u" in line:  # half of a surrogate pair may be escaped, which is no text: U+FFFD takes its place
-        return {key: [_paired(text) for text in texts] for key, texts in document.items()}
+    if b"\\u" in line:
+        return {key: [paired(text) for text in texts] for key, texts in document.items()}
     return document
 
 
@@ -88,7 +88,8 @@ def _texts(fields: dict, key: str) -> list[str]:
     return texts
 
 
-def _paired(text: str) -> str:
+def paired(text: str) -> str:
+    """Without halves of surrogate pairs, which a JSON string may escape and which are no text: U+FFFD stands there."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -27,9 +27,12 @@ class EndOfDocument:
     def __init__(self, end_of_text: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool):
         self.end_of_text, self.reset_position_ids = end_of_text, reset_position_ids
         self.reset_attention_mask, self.eod_mask_loss = reset_attention_mask, eod_mask_loss
+        self.wanted = reset_position_ids or reset_attention_mask or eod_mask_loss
 
     def marks(self, tokens: Tensor) -> Marks:
         """Of int64 `[B, T]`, on any device. Weights are 0 or 1 here."""
+        if not self.wanted:
+            return Marks()
         ends = tokens == self.end_of_text
         return Marks(
             positions=reset_positions(ends) if self.reset_position_ids else None,

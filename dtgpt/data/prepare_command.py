@@ -96,15 +96,11 @@ def train_tokenizer(config: TrainTokenizerConfig) -> Tokenizer:
     except StopIteration:
         raise UserError(f"{config.input[0]} holds no text to train on; check the inputs and --json-keys") from None
     tokenizer = make_tokenizer("bpe", _chain(first, texts), config.vocab_size)
-    partial = output.with_name(f".{output.name}.new")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(partial)
-        partial.replace(output)
+        tokenizer.save(output)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return tokenizer
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from dtgpt.data.documents import paired
 from dtgpt.errors import UserError
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
@@ -67,8 +68,7 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
             raise UserError(f"{path}, line {number}: not JSON ({reason}); each line must be one JSON object") from None
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
             raise UserError(f"{path}, line {number}: no text under {key!r}; name the right field with --data.json_key")
-        # A JSON string may escape half of a surrogate pair, which is no text: U+FFFD takes its place.
-        yield document[key].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield paired(document[key])
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

@@ -4,19 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.console import say
+from dtgpt.device import DTYPES
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
 from dtgpt.interop.open import open_source, run_of
 from dtgpt.run import load_tokenizer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,7 @@ order are GPT-2's, and matrices lie transposed, `[in, out]`.
 
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,8 @@ from dtgpt.interop.gpt2 import (
     setting,
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig
-from dtgpt.storage import sync_tree
+from dtgpt.model import GPT2_124M, TABLE, GPTConfig
+from dtgpt.storage import new_folder, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 # The names that transformers has for GELU with tanh; they differ in rounding only.
@@ -40,7 +38,6 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
 ROWS = 4096  # of two tables compared at a time
 PREFIX = "transformer."
-GPT2_VOCABULARY = 50257
 
 
 class HuggingFace(Source):
@@ -169,7 +166,7 @@ def _read_config(path: Path) -> GPTConfig:
         hidden_size=width,
         num_heads=setting(settings, ("n_head", "num_attention_heads"), 12, path),
         seq_length=setting(settings, ("n_positions", "max_position_embeddings", "n_ctx"), 1024, path),
-        vocab_size=setting(settings, ("vocab_size",), 50257, path),
+        vocab_size=setting(settings, ("vocab_size",), GPT2_124M.vocab_size, path),
         layer_norm_eps=epsilon,
     )
     return checked(config, path)
@@ -183,21 +180,15 @@ def save_huggingface(source: Source, folder: Path, dtype: torch.dtype = torch.fl
     """
     if dtype not in DTYPES.values():
         raise UserError(f"dtype={dtype} is not one of weights; use one of {', '.join(map(str, DTYPES.values()))}")
-    partial = folder.parent / f".partial-{folder.name}-{os.getpid()}"
-    try:
-        if folder.exists() or folder.is_symlink():
-            raise UserError(f"{folder} exists already; give another path")
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had the same number
-        partial.mkdir(parents=True)
-        _save_weights(source, partial, dtype)
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} exists already; give another path")
+    with new_folder(folder) as partial:
+        try:
+            _save_weights(source, partial, dtype)
+        except SafetensorError as error:  # how the library tells of a full disk
+            raise OSError(str(error)) from None
         for name, settings in _settings(source.config, dtype).items():
-            (partial / name).write_text(json.dumps(settings, indent=2) + "\n")
-        sync_tree(partial)
-        partial.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            write_json(partial / name, settings)
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -242,7 +233,7 @@ def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
 
 def _settings(config: GPTConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """What goes into each JSON file. Only GPT-2's own vocabulary tells which id ends a text: its last."""
-    end = config.vocab_size - 1 if config.vocab_size == GPT2_VOCABULARY else None
+    end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     model = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",

@@ -11,9 +11,9 @@ from torch import Tensor
 from dtgpt.errors import UserError
 from dtgpt.interop.foreign_pickle import StandIn
 from dtgpt.interop.megatron_names import POSITIONS, padded_rows
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.model import GPT2_124M, TABLE, GPTConfig
 
-GPT2_VOCABULARY = 50257
+GPT2_VOCABULARY = GPT2_124M.vocab_size
 HEAD_DIM = 64  # of every published GPT-2
 
 # What each rank's args must agree on with the first rank's.

@@ -1,8 +1,6 @@
 """GPT-2 written as a Megatron-LM checkpoint: the `torch` format, checkpoint_version 3.0, with the names of 2023, which
 its later versions also read with --use-legacy-models."""
 
-import os
-import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,11 @@ import torch
 from torch import Tensor
 
 from dtgpt.errors import UserError
-from dtgpt.interop.megatron_config import GPT2_VOCABULARY
 from dtgpt.interop.megatron_names import BLOCK_NAMES, POSITIONS, cut_dimension, padded_rows
 from dtgpt.interop.megatron_tree import DTYPES, FILE_NAMES, TRACKER, rank_folder
 from dtgpt.interop.source import Source, parameter_shapes
-from dtgpt.model import TABLE, VOCAB_MULTIPLE, GPTConfig
-from dtgpt.storage import sync_tree
+from dtgpt.model import GPT2_124M, TABLE, VOCAB_MULTIPLE, GPTConfig
+from dtgpt.storage import new_folder
 
 VERSION = 3.0
 
@@ -40,29 +37,19 @@ def save_megatron(
     _check_sizes(source.config, *sizes)
     _check_rest(dtype, iteration, consumed_samples)
     _check_target(folder)
-    partial = folder.parent / f".partial-{folder.name}-{os.getpid()}"
     state = {
         "args": _args(source.config, *sizes, dtype, iteration, consumed_samples),
         "checkpoint_version": VERSION,
         "iteration": iteration or 0,
     }
     name = "release" if iteration is None else f"iter_{iteration:07d}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a process of this number that was killed
+    with new_folder(folder) as partial:
         for t in range(tensor_parallel_size):
             for p in range(pipeline_parallel_size):
                 path = partial / name / rank_folder(t, p, pipeline_parallel_size > 1) / FILE_NAMES[0]
                 path.parent.mkdir(parents=True)
                 _save({**state, "model": _stage(source, dtype, (t, p), sizes)}, path)
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
-        sync_tree(partial)
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{folder} cannot be written ({error}); make room there or give another folder") from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
@@ -173,7 +160,7 @@ def _args(
 ) -> Namespace:
     """What Megatron-LM compares with its own arguments when it loads, takes over with --use-checkpoint-args, and its
     converters read. Without enums, so that the file opens without Megatron-LM."""
-    gpt2 = config.vocab_size == GPT2_VOCABULARY
+    gpt2 = config.vocab_size == GPT2_124M.vocab_size
     return Namespace(
         **_shape_args(config),
         padded_vocab_size=padded_rows(config.vocab_size, tensor_parallel_size),

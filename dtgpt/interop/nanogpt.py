@@ -11,9 +11,10 @@ from dtgpt.errors import UserError
 from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting
 from dtgpt.interop.source import Part, Source
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.model import GPT2_124M, TABLE, GPTConfig
 
-PADDED, TRUE = 50304, 50257  # outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that
+# Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
+PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size
 GELU_NOTE = (
     "nanoGPT computes GELU exactly, dtgpt in the tanh form of GPT-2; the two are at most 0.0005 apart, so logits and "
     "losses differ slightly from nanoGPT's"
