@@ -173,9 +173,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4 * torch.cuda.is_available(), help="steps before")
-    parser.add_argument(
-        "--at_once", action="store_true", help="on a CPU: no pass before the update"
-    )
+    parser.add_argument("--at_once", action="store_true", help="on a CPU: no pass before the update")
     args, overrides = parser.parse_known_args()
     args.plans = [args.plan]
     Path(args.folder).mkdir(parents=True, exist_ok=True)

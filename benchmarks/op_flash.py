@@ -1,13 +1,19 @@
-"""Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M."""
+"""Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M; documents kept apart.
+
+python benchmarks/op_flash.py [--documents]      (these alone)
+"""
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from cases import Case, run_cases
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from dtgpt.data.end_of_document import document_spans
 from dtgpt.ops import flash
 from dtgpt.ops.random import fold, root_key
 
@@ -50,12 +56,12 @@ class Inputs:
 
     def forward(self, p: float) -> Work:
         key = self.key if p else None
-        return lambda: flash.launch_forward(self.qkv.detach(), key, p, 0)
+        return lambda: flash.launch_forward(self.qkv.detach(), key, p, 0, None)
 
     def backward(self, p: float) -> Work:
         key, qkv = self.key if p else None, self.qkv.detach()
-        out, sums = flash.launch_forward(qkv, key, p, 0)
-        return lambda: flash.launch_backward(self.grad, qkv, out, sums, key, p, 0)
+        out, sums = flash.launch_forward(qkv, key, p, 0, None)
+        return lambda: flash.launch_backward(self.grad, qkv, out, sums, key, p, 0, None)
 
     def both(self, function: Callable[[], Tensor]) -> Work:
         return lambda: torch.autograd.grad(function(), self.qkv, self.grad)
@@ -82,18 +88,20 @@ def parts(batch: int, heads: int) -> list[Case]:
     """Each kernel alone."""
     x = Inputs(batch, heads)
     qkv = x.qkv.detach()
-    out, sums = flash.launch_forward(qkv, x.key, P, 0)
+    out, sums = flash.launch_forward(qkv, x.key, P, 0, None)
     gradient, pairs, cases = torch.empty_like(qkv), sums.new_empty(*sums.shape, 2), []
-    call = flash._Call(qkv, x.key, P, 0)
-    masks, inputs, sizes = (*call.key, call.words), (out, x.grad, sums, pairs), (LENGTH, heads, *call.start)
+    call = flash._Call(qkv, x.key, P, 0, None)
+    masks, inputs, sizes = (*call.key, call.words, None), (out, x.grad, sums, pairs), (LENGTH, heads, *call.start)
     mask = {
-        "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd),
-        "draw, one half at a time": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=False),
+        "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd, SPANS=False),
+        "draw, one half at a time": lambda: call.kernels.draw_kernel[call.grid](
+            *masks, *sizes, SIMD=False, SPANS=False
+        ),
         "draw and sum": lambda: call.kernels.prepare_kernel[call.grid](
-            *masks, *inputs, *sizes, call.rescale, **call.shape, DROP=True, SIMD=call.simd
+            *masks, *inputs, *sizes, call.rescale, **call.shape, DROP=True, SIMD=call.simd, SPANS=False
         ),
         "sum": lambda: call.kernels.prepare_kernel[call.grid](
-            None, 0, 0, None, *inputs, *sizes, 1.0, **call.shape, DROP=False, SIMD=False
+            None, 0, 0, None, None, *inputs, *sizes, 1.0, **call.shape, DROP=False, SIMD=False, SPANS=False
         ),
     }
     for work in mask.values():
@@ -105,7 +113,7 @@ def parts(batch: int, heads: int) -> list[Case]:
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
         variants = {}
         for p in (0.0, P):
-            site = call if p else flash._Call(qkv, None, 0.0, 0)
+            site = call if p else flash._Call(qkv, None, 0.0, 0, None)
 
             def work(site=site, name=name, scales=scales) -> None:
                 site.run(name, *tensors[name], scales=scales)
@@ -119,9 +127,36 @@ def parts(batch: int, heads: int) -> list[Case]:
     return cases
 
 
-def cases() -> list[Case]:
-    return parts(16, 16) + [case for size in SIZES for case in whole(*size)]
+def apart(batch: int, heads: int, mean: int) -> Case:
+    """Documents of `mean` tokens on average, that see nothing of each other; the floor is that of one document."""
+    x = Inputs(batch, heads)
+    torch.manual_seed(1)
+    spans = document_spans(torch.rand(batch, LENGTH) < 1 / mean).cuda()
+    starts, seen = spans[..., 0], ~flash.hidden_columns(spans)
+    blocks = create_block_mask(
+        lambda b, _, q, column: (q >= column) & (starts[b, q] <= column), batch, None, LENGTH, LENGTH, "cuda"
+    )
+    flex = torch.compile(flex_attention, dynamic=False)
+
+    def split() -> tuple[Tensor, ...]:
+        return tuple(part.transpose(1, 2) for part in x.qkv.unbind(3))
+
+    variants = {
+        "PyTorch, a mask": lambda: F.scaled_dot_product_attention(*split(), attn_mask=seen).transpose(1, 2),
+        "PyTorch, FlexAttention": lambda: flex(*split(), block_mask=blocks).transpose(1, 2),
+        "ours, no dropout": lambda: flash.flash_attention(x.qkv, spans=spans),
+        "ours, dropout": lambda: flash.flash_attention(x.qkv, x.key, P, spans=spans),
+        "ours, one document": lambda: flash.flash_attention(x.qkv),
+        "ours, one document, dropout": lambda: flash.flash_attention(x.qkv, x.key, P),
+    }
+    works = {name: x.both(function) for name, function in variants.items()}
+    return Case(f"forward and backward {x.name}, documents of {mean}", works, x.size * 4, 3.5 * x.flops)
+
+
+def cases(only_apart: bool) -> list[Case]:
+    kept_apart = [apart(16, 16, mean) for mean in (4096, 512, 128)]
+    return kept_apart if only_apart else parts(16, 16) + [c for size in SIZES for c in whole(*size)] + kept_apart
 
 
 if __name__ == "__main__":
-    run_cases(cases())
+    run_cases(cases("--documents" in sys.argv[1:]))

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dtgpt.errors import UserError
-from dtgpt.ops.attention import causal_attention, hidden_from
+from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.gelu import bias_gelu
 from dtgpt.ops.head import head_loss
@@ -114,9 +114,9 @@ class Attention(nn.Module):
         self.core = causal_attention
         self.proj = Product(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, key: Tensor | None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None, spans: Tensor | None = None) -> Tensor:
         qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
-        return self.proj(self.core(qkv, *self.dropout.site(key), hidden=hidden).flatten(-2))
+        return self.proj(self.core(qkv, *self.dropout.site(key), spans=spans).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout). hidden: as of `causal_attention`.
+    """x: [B, T, H] -> [B, T, H]. keys: [B, BLOCK_SITES, 2] or None (no dropout). spans: as of `causal_attention`.
 
     Between the matrices every value is read and written once: a branch's bias, its dropout, the sum and the LayerNorm
     behind it are one operation.
@@ -147,11 +147,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keys: Tensor | None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, spans: Tensor | None = None) -> Tensor:
         core, attended, expanded = (None,) * BLOCK_SITES if keys is None else keys.unbind(1)
         first, second = self.ln_1, self.ln_2
         x, h = norm_and_pass(x, first.weight, first.bias, first.eps)
-        branch = self.attn(h, core, hidden), self.attn.proj.bias
+        branch = self.attn(h, core, spans), self.attn.proj.bias
         x, h = residual_norm(x, *branch, second.weight, second.bias, second.eps, *self.drop_1.site(attended))
         return residual(x, self.mlp(h), self.mlp.proj.bias, *self.drop_2.site(expanded))
 
@@ -227,14 +227,13 @@ class GPT(nn.Module):
 
     def forward(
         self, x: Tensor, keys: Tensor | None = None, targets: Tensor | None = None, positions: Tensor | None = None,
-        documents: Tensor | None = None, weights: Tensor | None = None,
+        spans: Tensor | None = None, weights: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        hidden = None if documents is None else hidden_from(documents)
         if self.embedding is not None:
             x = self.embedding(x, None if keys is None else keys[:, 0], positions)
         for index, block in self.blocks.items():
             first = 1 + BLOCK_SITES * int(index)
-            x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES], hidden)
+            x = block(x, None if keys is None else keys[:, first : first + BLOCK_SITES], spans)
         return x if self.head is None else self.head(x, targets, weights)
 
     def keep(self, blocks: range, embedding: bool, head: bool) -> None:

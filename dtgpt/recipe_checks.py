@@ -98,11 +98,6 @@ def _check_rampup(recipe: "Recipe") -> None:
 
 def _check_data(recipe: "Recipe") -> None:
     data = recipe.data
-    if data.reset_attention_mask == "on" and recipe.attention == "flash":
-        raise UserError(
-            "attention=flash sees all tokens before a query, but data.reset_attention_mask=on hides other documents; "
-            "use --attention auto"
-        )
     if (data.vocab_file is None) != (data.merge_file is None):
         raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
     if data.vocab_file is not None and recipe.resolved().data.tokenizer != "gpt2":

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dtgpt.data.end_of_document import document_spans
 from dtgpt.ops import flash
 from dtgpt.ops.dropout import LEVELS, keep_mask, threshold
 from dtgpt.ops.random import fold, root_key
@@ -19,12 +20,16 @@ def keys_of(samples: int, seed: int = 5, device: str = "cpu") -> Tensor:
     return fold(root_key(seed), torch.arange(samples)[:, None], torch.arange(3)).to(device)[:, 1]
 
 
-def truth(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0) -> Tensor:
-    """In float64, head by head and from the definition: qkv `[B, T, N, 3, D]` -> `[B, T, N, D]`."""
+def truth(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None) -> Tensor:
+    """In float64, head by head and from the definition: qkv `[B, T, N, 3, D]` -> `[B, T, N, D]`. ends: bool `[B, T]`,
+    the last tokens of documents."""
     batch, length, heads, _, width = qkv.shape
-    causal = torch.ones(length, length, dtype=torch.float64, device=qkv.device).tril()
     out = []
     for sample in range(batch):
+        causal = torch.ones(length, length, dtype=torch.float64, device=qkv.device).tril()
+        if ends is not None:
+            for last in ends[sample].nonzero().flatten().tolist():
+                causal[last + 1 :, : last + 1] = 0
         for head in range(heads):
             q, k, v = qkv[sample, :, head].double().unbind(1)
             scores = (q @ k.T / width**0.5).masked_fill(causal == 0, float("-inf"))
@@ -47,22 +52,25 @@ def error(found: Tensor, true: Tensor) -> float:
     return ((found - true).norm() / true.norm().clamp(min=1e-300)).item()
 
 
-def check(shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu") -> None:
-    """`flash._forward` and its gradient; shape: (B, T, N, D)."""
+def check(
+    shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu", documents: float = 0.0
+) -> None:
+    """`flash._forward` and its gradient; shape: (B, T, N, D). documents: the share of tokens that end one."""
     batch, length, heads, width = shape
     qkv = torch.randn(batch, length, heads, 3, width).to(dtype).to(device).requires_grad_()
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
-    out, _ = flash._forward(qkv, key, p, head_start)
+    ends = torch.rand(batch, length, device=device) < documents if documents else None
+    out, _ = flash._forward(qkv, key, p, head_start, None if ends is None else document_spans(ends))
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
     found = gradient(out, qkv, cotangent)
     assert found.shape == qkv.shape and found.is_contiguous() and found.dtype == dtype
     wide = qkv.detach().double().requires_grad_()
-    true = truth(wide, key, p, head_start)
+    true = truth(wide, key, p, head_start, ends)
     assert error(out, true) < TOLERANCE[dtype]
     true_gradient = gradient(true, wide, cotangent)
     for part in range(3):
-        if length > 1 or part == 2:  # one query has one probability, 1, whatever q and k are
+        if part == 2 or (length > 1 and documents < 1):  # one query has one probability, 1, whatever q and k are
             assert error(found[..., part, :], true_gradient[..., part, :]) < TOLERANCE[dtype], "qkv"[part]
         else:
             assert found[..., part, :].abs().max() < 0.05
@@ -91,6 +99,6 @@ def cut(qkv: Tensor, cotangent: Tensor, key: Tensor | None, p: float, dim: int) 
     x, dy = (distribute_tensor(t, mesh, [Shard(dim)]) for t in (qkv, cotangent))
     keys = None if key is None else DTensor.from_local(key, mesh, [Replicate()])
     x.requires_grad_()
-    out, _ = flash._forward(x, keys, p, 0)
+    out, _ = flash._forward(x, keys, p, 0, None)
     made = [out.detach(), torch.autograd.grad(out, x, dy)[0]]
     return [(t.placements[0], t.full_tensor()) for t in made]

@@ -69,18 +69,20 @@ def test_a_shard_of_the_heads_has_the_values_of_the_whole(backend):
 
 
 @pytest.mark.parametrize(
-    "dropping, kernels, head_dim, backend",
+    "dropping, masking, kernels, head_dim, backend",
     [
-        (False, False, 64, "sdpa"),
-        (False, True, 64, "flash"),
-        (False, True, 128, "sdpa"),
-        (True, False, 64, "explicit"),
-        (True, True, 128, "flash"),
+        (False, False, False, 64, "sdpa"),
+        (False, False, True, 64, "flash"),
+        (False, False, True, 128, "sdpa"),
+        (False, True, True, 128, "flash"),
+        (False, True, False, 64, "sdpa"),
+        (True, False, False, 64, "explicit"),
+        (True, False, True, 128, "flash"),
     ],
 )
-def test_the_fastest_back_end_is_chosen(dropping, kernels, head_dim, backend):
+def test_the_fastest_back_end_is_chosen(dropping, masking, kernels, head_dim, backend):
     """PyTorch's own never where something drops: it draws masks from a generator."""
-    assert choose(dropping, kernels, head_dim) == backend
+    assert choose(dropping, masking, kernels, head_dim) == backend
 
 
 def test_pytorchs_own_never_draws_a_mask():
@@ -116,4 +118,4 @@ def test_heads_that_the_kernel_cannot_hold_are_refused():
     with pytest.raises(UserError, match="heads of up to 128, but hidden_size / num_heads is 160; use --attention"):
         check_backend("flash", 0.1, 160)
     check_backend("auto", 0.1, 160)
-    assert choose(True, True, 160) == "explicit" and choose(False, True, 160) == "sdpa"
+    assert choose(True, False, True, 160) == "explicit" and choose(False, True, True, 160) == "sdpa"

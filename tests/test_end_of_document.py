@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.data.end_of_document import EndOfDocument, number_documents, reset_positions
+from dtgpt.data.end_of_document import EndOfDocument, document_spans, reset_positions
 from dtgpt.model import GPTConfig, build_model
-from dtgpt.ops.attention import causal_attention, hidden_from
+from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.cross_entropy import cross_entropy
+from dtgpt.ops.flash import hidden_columns
 from dtgpt.ops.head import head_loss
 from dtgpt.ops.random import root_key
 from dtgpt.train import train
@@ -29,15 +30,13 @@ def random_tokens(generator):
 
 
 def naive(tokens):
-    """Of one sample: where each token stands in its document, and its document's number."""
-    positions, numbers, position, number = [], [], 0, 0
-    for token in tokens:
-        positions.append(position)
-        numbers.append(number)
-        position += 1
-        if token == EOD:
-            position, number = 0, number + 1
-    return positions, numbers
+    """Of one sample: where each token stands in its document, and from where to where that goes."""
+    lasts = [i for i, token in enumerate(tokens) if token == EOD or i == len(tokens) - 1]
+    spans, begin = [], 0
+    for last in lasts:
+        spans += [[begin, last + 1]] * (last + 1 - begin)
+        begin = last + 1
+    return [i - first for i, (first, _) in enumerate(spans)], spans
 
 
 def test_any_window_is_marked_token_by_token():
@@ -47,8 +46,8 @@ def test_any_window_is_marked_token_by_token():
         wanted = case % 2 == 0, case // 2 % 2 == 0, case // 4 % 2 == 0
         found = EndOfDocument(EOD, *wanted).marks(tokens)
         assert tuple(mark is not None for mark in found) == wanted
-        positions, numbers = zip(*map(naive, tokens.tolist()), strict=True)
-        for mark, expected in zip(found[:2], (positions, numbers), strict=True):
+        positions, spans = zip(*map(naive, tokens.tolist()), strict=True)
+        for mark, expected in zip(found[:2], (positions, spans), strict=True):
             assert mark is None or mark.tolist() == list(map(list, expected))
         assert found.weights is None or torch.equal(found.weights, (tokens != EOD).float())
 
@@ -59,7 +58,7 @@ def test_attention_stays_within_documents():
     for _ in range(CASES):
         tokens = random_tokens(generator)
         length = tokens.shape[1]
-        seen = ~hidden_from(number_documents(tokens == EOD))
+        seen = ~hidden_columns(document_spans(tokens == EOD))
         for row, expected in zip(tokens.tolist(), seen[:, 0], strict=True):
             mask = torch.ones(length, length).tril()
             for i in (i for i, token in enumerate(row) if token == EOD):
@@ -69,22 +68,24 @@ def test_attention_stays_within_documents():
 
 def test_a_window_without_an_end_is_one_document():
     ends = torch.zeros(2, 5, dtype=torch.bool)
-    assert reset_positions(ends).tolist() == [[0, 1, 2, 3, 4]] * 2 and number_documents(ends).tolist() == [[0] * 5] * 2
+    assert (
+        reset_positions(ends).tolist() == [[0, 1, 2, 3, 4]] * 2 and document_spans(ends).tolist() == [[[0, 5]] * 5] * 2
+    )
     assert reset_positions(~ends).tolist() == [[0] * 5] * 2
-    assert number_documents(~ends).tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert document_spans(~ends).tolist() == [[[i, i + 1] for i in range(5)]] * 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("backend", ["auto", "explicit", "fused_softmax", "sdpa"])
+@pytest.mark.parametrize("backend", ["auto", "explicit", "fused_softmax", "sdpa", "flash"])
 def test_every_back_end_hides_the_same(backend, dropout):
     if backend == "sdpa" and dropout:
         pytest.skip("it cannot drop by index")
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(2, 12, 4, 3, 8, generator=generator)
     key = torch.tensor([[1, 2], [3, 4]]) if dropout else None
-    hidden = hidden_from(torch.tensor([[0] * 5 + [1] * 7, [0] * 12]))
-    found = causal_attention(qkv, key, dropout, hidden=hidden, backend=backend)
-    expected = causal_attention(qkv, key, dropout, hidden=hidden, backend="explicit")
+    spans = torch.tensor([[[0, 5]] * 5 + [[5, 12]] * 7, [[0, 12]] * 12], dtype=torch.int32)
+    found = causal_attention(qkv, key, dropout, spans=spans, backend=backend)
+    expected = causal_attention(qkv, key, dropout, spans=spans, backend="explicit")
     assert torch.allclose(found, expected, atol=1e-6)
     plain = causal_attention(qkv, key, dropout, backend="explicit")
     assert torch.allclose(found[1], plain[1], atol=1e-6) and torch.allclose(found[0, :5], plain[0, :5], atol=1e-6)
@@ -98,7 +99,7 @@ def test_a_document_does_not_feel_what_stands_before_it():
     before, own = torch.tensor([[3, 4, 5, EOD]]), torch.tensor([[9, 8, 1, 2, 6]])
     both = torch.cat([before, own], dim=1)
     marks = EndOfDocument(EOD, True, True, False).marks(both)
-    found = model(both, positions=marks.positions, documents=marks.documents)
+    found = model(both, positions=marks.positions, spans=marks.spans)
     assert torch.allclose(found[:, 4:], model(own), atol=1e-5)
     assert not torch.allclose(model(both)[:, 4:], model(own), atol=1e-2)
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.library import opcheck
 
+from dtgpt.data.end_of_document import document_spans
 from dtgpt.ops import flash
 from dtgpt.ops.dropout import keep_mask
 from tests.bodies_flash import TOLERANCE, check, cut, error, gradient, keys_of, truth
@@ -28,10 +29,11 @@ def test_the_reference_has_the_values_of_the_definition(dtype, p):
     assert error(flash.flash_attention(qkv, key, p, 4), truth(qkv, key, p, 4)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("documents", [0.0, 0.2])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_the_definition(dtype, p):
-    check((2, 19, 3, 8), dtype, p, 4)
+def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_the_definition(dtype, p, documents):
+    check((2, 19, 3, 8), dtype, p, 4, documents=documents)
 
 
 def test_a_shard_of_the_heads_draws_its_part_of_the_mask():
@@ -45,6 +47,12 @@ def test_a_probability_that_rounds_to_nothing_drops_nothing():
     assert torch.equal(flash.flash_attention(qkv, keys_of(1), 1e-6), flash.flash_attention(qkv))
 
 
+@pytest.mark.parametrize("spans", [torch.zeros(2, 9, 2), torch.zeros(2, 8, 2).int(), torch.zeros(2, 9).int()])
+def test_wrong_spans_are_an_error(spans):
+    with pytest.raises(ValueError, match="int32"):
+        flash.flash_attention(torch.randn(2, 9, 2, 3, 8), spans=spans)
+
+
 @pytest.mark.parametrize("shape, keys", [((2, 9, 2, 8), 2), ((2, 9, 2, 4, 8), 2), ((2, 9, 2, 3, 8), 3)])
 def test_a_wrong_shape_is_an_error(shape, keys):
     with pytest.raises(ValueError, match="shape"):
@@ -53,16 +61,17 @@ def test_a_wrong_shape_is_an_error(shape, keys):
 
 def test_the_ops_keep_the_contract_of_custom_ops():
     qkv = torch.randn(2, 5, 2, 3, 4, requires_grad=True)
-    opcheck(flash._forward, (qkv, keys_of(2), 0.3, 1))
-    opcheck(flash._forward, (qkv, None, 0.0, 0))
-    out, sums = flash._forward(qkv.detach(), keys_of(2), 0.3, 1)
-    opcheck(flash._backward, (torch.randn_like(out), qkv.detach(), out, sums, keys_of(2), 0.3, 1))
+    spans = document_spans(torch.eye(5, dtype=torch.bool)[:2])
+    opcheck(flash._forward, (qkv, keys_of(2), 0.3, 1, None))
+    opcheck(flash._forward, (qkv, None, 0.0, 0, spans))
+    out, sums = flash._forward(qkv.detach(), keys_of(2), 0.3, 1, spans)
+    opcheck(flash._backward, (torch.randn_like(out), qkv.detach(), out, sums, keys_of(2), 0.3, 1, spans))
 
 
 def test_backward_saves_the_output_and_a_number_per_query():
     qkv, key, sizes = torch.randn(2, 9, 2, 3, 8, requires_grad=True), keys_of(2), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        out, sums = flash._forward(qkv, key, 0.3, 0)
+        out, sums = flash._forward(qkv, key, 0.3, 0, None)
     assert sorted(sizes) == sorted(t.nbytes for t in (qkv, out, sums, key))
 
 
@@ -71,7 +80,7 @@ def test_compiled_equals_eager():
     qkv, key = torch.randn(2, 9, 2, 3, 8, requires_grad=True), keys_of(2)
 
     def layer(x, key):
-        return flash._forward(x * 2, key, 0.3, 0)[0] + flash.flash_attention(x, key, 0.3)
+        return flash._forward(x * 2, key, 0.3, 0, None)[0] + flash.flash_attention(x, key, 0.3)
 
     eager, compiled = (f(qkv, key) for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
     torch.testing.assert_close(compiled, eager)
@@ -92,6 +101,7 @@ def test_a_cut_has_the_values_and_gradients_of_the_whole(dim, p):
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     cases = "((2, 70, 2, 16), f, 0.3, 3), ((1, 128, 1, 24), f, 0.0), ((1, 1, 1, 16), f, 0.5)"
+    cases += ", ((2, 150, 1, 16), f, 0.3, 0, 'cpu', 0.02), ((1, 128, 2, 16), f, 0.0, 0, 'cpu', 0.2)"
     code = f"from torch import float32 as f; from tests.bodies_flash import interpret; interpret({cases})"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -120,6 +130,13 @@ def test_the_kernels_have_the_values_and_gradients_of_float64(shape, dtype, p, p
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("documents", [0.003, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize("shape, dtype, p", [case for case in SHAPES if case[0][1] < 4000], ids=str)
+def test_the_kernels_keep_documents_apart(shape, dtype, p, documents, poison):
+    check(shape, dtype, p, 3, "cuda", documents)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_forward_and_backward_draw_the_mask_of_the_reference(p):
     """With equal scores a query's probabilities are equal; unit vectors as values and gradients show them singly."""
@@ -129,7 +146,7 @@ def test_forward_and_backward_draw_the_mask_of_the_reference(p):
         chosen = torch.eye(length, device="cuda", dtype=BF16)[:, first : first + width]
         qkv = torch.zeros(2, length, 3, 3, width, device="cuda", dtype=BF16)
         qkv[..., 2, :] = chosen[None, :, None]
-        out, _ = flash._forward(qkv.requires_grad_(), key.cuda(), p, 7)
+        out, _ = flash._forward(qkv.requires_grad_(), key.cuda(), p, 7, None)
         columns = expected[..., first : first + width].transpose(1, 2)
         assert torch.equal(out.detach().cpu() != 0, columns)
         dv = gradient(out, qkv, chosen[None, :, None].expand(out.shape))[..., 2, :]

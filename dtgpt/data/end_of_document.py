@@ -12,11 +12,12 @@ from torch import Tensor
 
 
 class Marks(NamedTuple):
-    """Of tokens `[B, T]`, each None where nothing differs from plain text: `positions` int64 `[B, T]`; `documents`
-    int64 `[B, T]`, where a token sees those before it with its own number; `weights` fp32 `[B, T]` of the losses."""
+    """Of tokens `[B, T]`, each None where nothing differs from plain text: `positions` int64 `[B, T]`; `spans` int32
+    `[B, T, 2]`, the first position and the one behind the last of each token's document, which is all that it sees;
+    `weights` fp32 `[B, T]` of the losses."""
 
     positions: Tensor | None = None
-    documents: Tensor | None = None
+    spans: Tensor | None = None
     weights: Tensor | None = None
 
 
@@ -36,19 +37,24 @@ class EndOfDocument:
         ends = tokens == self.end_of_text
         return Marks(
             positions=reset_positions(ends) if self.reset_position_ids else None,
-            documents=number_documents(ends) if self.reset_attention_mask else None,
+            spans=document_spans(ends) if self.reset_attention_mask else None,
             weights=(~ends).float() if self.eod_mask_loss else None,
         )
 
 
-def number_documents(ends: Tensor) -> Tensor:
-    """How many ends of text stand before each token: int64 `[B, T]` from bool `[B, T]`."""
-    return ends.cumsum(-1) - ends.long()
-
-
 def reset_positions(ends: Tensor) -> Tensor:
     """The distance of each token from the start of its document, or of the window: int64 `[B, T]` from bool."""
-    positions = torch.arange(ends.shape[-1], device=ends.device).expand(ends.shape)
-    starts = torch.where(ends, positions + 1, 0)  # of the documents after these tokens
-    starts = torch.cat([torch.zeros_like(starts[..., :1]), starts[..., :-1]], -1)
-    return positions - starts.cummax(-1).values
+    return torch.arange(ends.shape[-1], device=ends.device) - _starts(ends)
+
+
+def document_spans(ends: Tensor) -> Tensor:
+    """Where the document of each token begins and ends in the window: int32 `[B, T, 2]` from bool `[B, T]`."""
+    length = ends.shape[-1]
+    stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)
+    return torch.stack([_starts(ends), stops.flip(-1).cummin(-1).values.flip(-1)], -1).int()
+
+
+def _starts(ends: Tensor) -> Tensor:
+    """int64 `[B, T]`."""
+    behind = torch.where(ends, torch.arange(1, ends.shape[-1] + 1, device=ends.device), 0)
+    return torch.cat([torch.zeros_like(behind[..., :1]), behind[..., :-1]], -1).cummax(-1).values

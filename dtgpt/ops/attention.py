@@ -17,7 +17,7 @@ from torch import Tensor
 from dtgpt.errors import UserError
 from dtgpt.ops.dropout import dropout
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.flash import LARGEST_HEAD, flash_attention
+from dtgpt.ops.flash import LARGEST_HEAD, flash_attention, hidden_columns
 from dtgpt.ops.softmax import scaled_masked_softmax
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
@@ -28,22 +28,23 @@ def causal_attention(
     key: Tensor | None = None,
     p: float = 0.0,
     start: tuple[int, ...] = (0, 0, 0),
-    hidden: Tensor | None = None,
+    spans: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """qkv: `[B, T, N, 3, D]` -> `[B, T, N, D]`.
 
-    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column). hidden: bool
-    `[B, 1, T, T]` as `hidden_from` makes it, where a query may see other columns than all up to itself; None: those.
+    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column). spans: int32
+    `[B, T, 2]`, the first position and the one behind the last of each query's document, which is all that the query
+    sees; None: it sees all up to itself.
     """
     dropping = key is not None and p > 0
     chosen = backend
-    if backend == "auto" and hidden is not None:
-        chosen = ("fused_softmax" if qkv.is_cuda else "explicit") if dropping else "sdpa"
-    elif backend == "auto":
-        chosen = choose(dropping, has_triton(qkv) and qkv.dtype != torch.float32, qkv.shape[-1])
+    if backend == "auto":
+        kernels = has_triton(qkv) and qkv.dtype != torch.float32
+        chosen = choose(dropping, spans is not None, kernels, qkv.shape[-1])
     if chosen == "flash":
-        return flash_attention(qkv, key if dropping else None, p, start[0])
+        return flash_attention(qkv, key if dropping else None, p, start[0], spans)
+    hidden = None if spans is None else hidden_columns(spans)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [B, N, T, D] each
     if chosen == "sdpa" and not dropping:
         seen = {"is_causal": True} if hidden is None else {"attn_mask": ~hidden}
@@ -57,17 +58,11 @@ def causal_attention(
     return out.transpose(1, 2)
 
 
-def hidden_from(documents: Tensor) -> Tensor:
-    """Which columns a query may not see, bool `[B, 1, T, T]`: those after it, and those of another document. documents:
-    int64 `[B, T]`, the number of each token's document."""
-    future = torch.ones(documents.shape[1], documents.shape[1], dtype=torch.bool, device=documents.device).triu(1)
-    return ((documents[:, :, None] != documents[:, None]) | future)[:, None]
-
-
-def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
+def choose(dropping: bool, masking: bool, kernels: bool, head_dim: int) -> Backend:
     """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200: forward and
-    backward of PyTorch's take a tenth longer at head_dim 64, copies between the layouts of q, k, v included."""
-    if kernels and head_dim <= (LARGEST_HEAD if dropping else 64):
+    backward of PyTorch's take a tenth longer at head_dim 64, copies between the layouts of q, k, v included. masking:
+    documents are kept apart."""
+    if kernels and head_dim <= (LARGEST_HEAD if dropping or masking else 64):
         return "flash"
     return "explicit" if dropping else "sdpa"
 

@@ -3,7 +3,8 @@
 Method: FlashAttention (Dao et al. 2022) with the loops of FlashAttention-2 (Dao 2023): a running maximum and sum of the
 softmax instead of a `[T, T]` tensor; backward forms the probabilities again from the saved logarithm of the sum, in one
 kernel for dk and dv and one for dq. Keep decisions are drawn as bits, one for each probability, into a scratch buffer
-that lives as long as the kernels that read it; backward draws them again.
+that lives as long as the kernels that read it; backward draws them again. Where documents are kept apart, tiles outside
+of all documents of their queries are left out, so that time falls with the length of documents.
 
 Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
 Sharding rule: samples and heads may be cut. A shard of the heads says in `head_start` which head is its first; DTensors
@@ -25,39 +26,55 @@ LOG2_E = 1 / math.log(2)
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
-def _scores(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def hidden_columns(spans: Tensor) -> Tensor:
+    """Which columns a query may not see, bool `[B, 1, T, T]`: those after it, and those before its document. spans:
+    `[B, T, 2]`, as of `flash_attention`."""
+    columns = torch.arange(spans.shape[1], device=spans.device)
+    return ((columns > columns[:, None]) | (columns < spans[:, :, :1]))[:, None]
+
+
+def _scores(qkv: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(scaled scores with -inf in the future `[B, N, T, T]`, q, k, v `[B, N, T, D]`), at least fp32."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = (part.transpose(1, 2).to(wide) for part in qkv.unbind(3))
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf), q, k, v
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if spans is None:
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    else:
+        hidden = hidden_columns(spans)
+    return scores.masked_fill(hidden, -math.inf), q, k, v
 
 
-def reference(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0) -> Tensor:
+def reference(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None) -> Tensor:
     """The test oracle; arguments as of `flash_attention`."""
-    scores, _, _, v = _scores(qkv)
+    scores, _, _, v = _scores(qkv, spans)
     probabilities = scores.softmax(dim=-1)
     if key is not None:
         probabilities = dropout(probabilities, key, p, (head_start, 0, 0))
     return (probabilities @ v).to(qkv.dtype).transpose(1, 2)
 
 
-def flash_attention(qkv: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0) -> Tensor:
+def flash_attention(
+    qkv: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0, spans: Tensor | None = None
+) -> Tensor:
     """qkv `[B, T, N, 3, D]` -> `[B, T, N, D]`: softmax(q k^T / sqrt(D)) v over the columns up to the query's.
 
     key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the probability of dropout. The mask's index
-    within a sample is (head, query, column); head_start: global index of the first head here.
+    within a sample is (head, query, column); head_start: global index of the first head here. spans: int32 `[B, T, 2]`,
+    the first position and the one behind the last of each query's document, which hides all others; None: one document.
     Saves qkv, the output and 4 bytes per head and query. Raises ValueError where a shape does not fit.
     """
     if qkv.dim() != 5 or qkv.shape[3] != 3:
         raise ValueError(f"qkv has the shape {tuple(qkv.shape)}; it needs to be [B, T, N, 3, D]")
     if key is not None and key.shape != (len(qkv), 2):
         raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(qkv)} samples need [{len(qkv)}, 2]")
+    if spans is not None and (spans.shape != (*qkv.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
     if threshold(p) == 0:
         key = None
     if has_triton(qkv) and qkv.shape[-1] <= LARGEST_HEAD:
-        return _forward(qkv.contiguous(), key, p, head_start)[0]
-    return reference(qkv, key, p, head_start)
+        return _forward(qkv.contiguous(), key, p, head_start, None if spans is None else spans.contiguous())[0]
+    return reference(qkv, key, p, head_start, spans)
 
 
 class Launch(NamedTuple):
@@ -78,7 +95,7 @@ BAND = 32  # heads whose keys and values are to stay in the L2 cache together
 class _Call:
     """What the kernels of one operation share."""
 
-    def __init__(self, qkv: Tensor, key: Tensor | None, p: float, head_start: int):
+    def __init__(self, qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None):
         from dtgpt.ops import flash_kernels
 
         self.kernels = flash_kernels
@@ -90,6 +107,7 @@ class _Call:
         self.start = (head_start, threshold(p))
         self.simd = qkv.is_cuda and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
         self.words = None if key is None else qkv.new_empty(*self.grid, self.length, dtype=torch.int64)
+        self.spans = spans
         self.launches = SINGLE if qkv.dtype == torch.float32 else NARROW if self.size <= 64 else WIDE
 
     def run(self, name: str, *tensors: Tensor, scales: tuple[float, ...] = ()) -> None:
@@ -97,9 +115,10 @@ class _Call:
         how = self.launches[name]
         tiles = math.ceil(self.length / (how.BLOCK_N if name == "keys" else how.BLOCK_M))
         getattr(self.kernels, f"{name}_kernel")[(tiles * self.grid[0],)](
-            *tensors, None if self.words is None else self.words.view(torch.int32), self.length, self.heads,
-            self.grid[0], LOG2_E / math.sqrt(self.size), self.rescale, *scales, **self.shape, **how._asdict(),
-            BAND=BAND, BOUND=self.length % max(how.BLOCK_M, how.BLOCK_N) != 0, DROP=self.words is not None,
+            *tensors, None if self.words is None else self.words.view(torch.int32), self.spans, self.length,
+            self.heads, self.grid[0], LOG2_E / math.sqrt(self.size), self.rescale, *scales, **self.shape,
+            **how._asdict(), BAND=BAND, BOUND=self.length % max(how.BLOCK_M, how.BLOCK_N) != 0,
+            DROP=self.words is not None, SPANS=self.spans is not None,
         )  # fmt: skip
 
 
@@ -107,26 +126,31 @@ def _rescale(p: float) -> float:
     return LEVELS / (LEVELS - threshold(p))
 
 
-def launch_forward(qkv: Tensor, key: Tensor | None, p: float, head_start: int) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What `_forward` returns."""
-    call = _Call(qkv, key, p, head_start)
+    call = _Call(qkv, key, p, head_start, spans)
     out = qkv.new_empty(call.batch, call.length, call.heads, call.size)
     sums = qkv.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
     if key is not None:
-        call.kernels.draw_kernel[call.grid](*call.key, call.words, call.length, call.heads, *call.start, SIMD=call.simd)
+        call.kernels.draw_kernel[call.grid](
+            *call.key, call.words, spans, call.length, call.heads, *call.start, SIMD=call.simd, SPANS=spans is not None
+        )
     call.run("forward", qkv, out, sums)
     return out, sums
 
 
 def launch_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int
-) -> Tensor:
+    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
+    spans: Tensor | None,
+) -> Tensor:  # fmt: skip
     """What `_backward` returns."""
-    call = _Call(qkv, key, p, head_start)
+    call = _Call(qkv, key, p, head_start, spans)
     pairs, gradient = sums.new_empty(*sums.shape, 2), torch.empty_like(qkv)
     call.kernels.prepare_kernel[call.grid](
-        *call.key, call.words, out, grad, sums, pairs, call.length, call.heads, *call.start, call.rescale, **call.shape,
-        DROP=key is not None, SIMD=call.simd,
+        *call.key, call.words, spans, out, grad, sums, pairs, call.length, call.heads, *call.start, call.rescale,
+        **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
     )  # fmt: skip
     for name in ("keys", "queries"):
         call.run(name, qkv, grad, pairs, gradient, scales=(1 / math.sqrt(call.size),))
@@ -134,19 +158,19 @@ def launch_backward(
 
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")
-def _forward(qkv: Tensor, key: Tensor | None, p: float, head_start: int) -> tuple[Tensor, Tensor]:
+def _forward(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
     """(output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`)."""
-    sums = _scores(qkv)[0].logsumexp(dim=-1) * LOG2_E
-    return reference(qkv, key, p, head_start).contiguous(), sums
+    sums = _scores(qkv, spans)[0].logsumexp(dim=-1) * LOG2_E
+    return reference(qkv, key, p, head_start, spans).contiguous(), sums
 
 
 @_forward.register_kernel("cuda")
-def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int) -> tuple[Tensor, Tensor]:
-    return launch_forward(qkv, key, p, head_start)
+def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
+    return launch_forward(qkv, key, p, head_start, spans)
 
 
 @_forward.register_fake
-def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, length, heads, _, width = qkv.shape
     wide = torch.promote_types(qkv.dtype, torch.float32)
     return qkv.new_empty(batch, length, heads, width), qkv.new_empty(batch, heads, length, dtype=wide)
@@ -154,10 +178,11 @@ def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int) -> tuple[Tenso
 
 @torch.library.custom_op("dtgpt::flash_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int
-) -> Tensor:
+    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
+    spans: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The gradient of qkv, packed as qkv is."""
-    scores, q, k, v = _scores(qkv)
+    scores, q, k, v = _scores(qkv, spans)
     grad, out = (x.transpose(1, 2).to(scores.dtype) for x in (grad, out))
     probabilities = torch.exp2(scores * LOG2_E - sums[..., None])
     kept = torch.ones_like(scores)
@@ -171,45 +196,46 @@ def _backward(
 
 
 @_backward.register_kernel("cuda")
-def _(grad, qkv, out, sums, key, p, head_start):
-    return launch_backward(grad, qkv, out, sums, key, p, head_start)
+def _(grad, qkv, out, sums, key, p, head_start, spans):
+    return launch_backward(grad, qkv, out, sums, key, p, head_start, spans)
 
 
 @_backward.register_fake
-def _(grad, qkv, out, sums, key, p, head_start):
+def _(grad, qkv, out, sums, key, p, head_start, spans):
     return qkv.new_empty(qkv.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    qkv, key, ctx.p, ctx.head_start = inputs
-    ctx.save_for_backward(qkv, *output, key)
+    qkv, key, ctx.p, ctx.head_start, spans = inputs
+    ctx.save_for_backward(qkv, *output, key, spans)
     ctx.set_materialize_grads(False)  # the sums have none
 
 
 def _differentiate(ctx, grad: Tensor, _):
-    qkv, out, sums, key = ctx.saved_tensors
-    return _backward(grad.contiguous(), qkv, out, sums, key, ctx.p, ctx.head_start), None, None, None
+    qkv, out, sums, key, spans = ctx.saved_tensors
+    return _backward(grad.contiguous(), qkv, out, sums, key, ctx.p, ctx.head_start, spans), *(None,) * 4
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _cuts(key) -> list[tuple]:
-    """(placement of qkv and its gradient, of the output, of the sums, of the keys)."""
-    whole, samples = (Replicate(),) * 4, (Shard(0),) * 4
-    return [whole, samples] if key is not None else [whole, samples, (Shard(2), Shard(2), Shard(1), None)]
+def _cuts(key, spans) -> list[tuple]:
+    """(placement of qkv and its gradient, of the output, of the sums, of the keys and the spans)."""
+    samples = Shard(0)
+    cuts = [(Replicate(),) * 4, (samples,) * 4]
+    if key is None:
+        cuts.append((Shard(2), Shard(2), Shard(1), Replicate()))
+    return [(*cut[:3], *(None if t is None else cut[3] for t in (key, spans))) for cut in cuts]
 
 
 @register_sharding(torch.ops.dtgpt.flash_forward.default)
-def _(qkv, key, p, head_start):
-    return [
-        ([out, sums], [packed, None if key is None else keys, None, None]) for packed, out, sums, keys in _cuts(key)
-    ]
+def _(qkv, key, p, head_start, spans):
+    return [([data, row], [packed, keys, None, None, ends]) for packed, data, row, keys, ends in _cuts(key, spans)]
 
 
 @register_sharding(torch.ops.dtgpt.flash_backward.default)
-def _(grad, qkv, out, sums, key, p, head_start):
+def _(grad, qkv, out, sums, key, p, head_start, spans):
     return [
-        ([packed], [data, packed, data, row, None if key is None else keys, None, None])
-        for packed, data, row, keys in _cuts(key)
+        ([packed], [data, packed, data, row, keys, None, None, ends])
+        for packed, data, row, keys, ends in _cuts(key, spans)
     ]

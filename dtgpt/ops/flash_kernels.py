@@ -2,80 +2,49 @@
 
 Scores live in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), one multiply-add and one exponential an
 element. A program owns a tile of queries (forward, dq) or of keys (dk and dv) of one head, walks the tiles on its side
-of the diagonal and compares indices only in those that the diagonal cuts. No program adds to another's result, so that
-gradients are the same in every run.
+of the diagonal and compares indices only in those that the diagonal cuts. Where documents are kept apart it leaves out
+the tiles outside of its documents, and compares also in those that the edge of a document cuts. No program adds to
+another's result, so that gradients are the same in every run.
 
 A tile of queries has BLOCK_M of them, a tile of keys BLOCK_N, which is WORD where DROP; in `keys_kernel` BLOCK_M
-divides BLOCK_N. Of a head, D elements lie in WIDTH, a power of two. BOUND: T is no multiple of the tiles. rescale: the
-inverse of the share that dropout keeps.
+divides BLOCK_N. Of a head, D elements lie in WIDTH, a power of two. BOUND: T is no multiple of the tiles. SPANS: spans,
+int32 `[B, T, 2]`, tell where the document of each position begins and ends. rescale: the inverse of the share that
+dropout keeps.
 """
 
 import triton
 import triton.language as tl
 
 from dtgpt.ops.flash_mask import WORD, draw, kept, zero_dropped
+from dtgpt.ops.flash_tiles import load, load_pairs, program_tile, seen_columns, store
 
-
-@triton.jit
-def _load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
-    """`[R, WIDTH]`: rows of D elements, zeros beyond D and, where BOUND, in rows from T on."""
-    columns = tl.arange(0, WIDTH)
-    pointers = base + rows[:, None] * stride + columns[None, :]
-    if BOUND or D != WIDTH:
-        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < D), other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def _store(base, rows, stride, value, T, D: tl.constexpr, WIDTH: tl.constexpr):
-    columns = tl.arange(0, WIDTH)
-    pointers = base + rows[:, None] * stride + columns[None, :]
-    tl.store(pointers, value.to(base.dtype.element_ty), mask=(rows[:, None] < T) & (columns[None, :] < D))
-
-
-@triton.jit
-def _load_pairs(base, rows, T, BOUND: tl.constexpr):
-    """Two tensors `[R]` out of `[T, 2]`, zeros from T on where BOUND. One load of both, since a load of fewer elements
-    than threads would be made by every thread that needs them."""
-    pointers = base + 2 * rows[:, None] + tl.arange(0, 2)[None, :]
-    if BOUND:
-        return tl.split(tl.load(pointers, mask=rows[:, None] < T, other=0))
-    return tl.split(tl.load(pointers))
-
-
-@triton.jit
-def _program(tiles, places, BAND: tl.constexpr):
-    """(tile, place in B N) of this program. Bands of heads small enough for the L2 cache come one after the other; in a
-    band the tiles come in order over all its heads, so that the longest go first and the shortest fill the end."""
-    program = tl.program_id(0)
-    band = program // (tiles * BAND)
-    size = tl.minimum(places - band * BAND, BAND)
-    inside = program - band * BAND * tiles
-    return inside // size, band * BAND + inside % size
+LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
 
 
 @triton.jit
 def _forward_tiles(
-    acc, total, top, q, kv, words, rows, begin, end, stride, T, c,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
+    acc, total, top, q, kv, words, rows, starts, begin, end, stride, T, c,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = _load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if DIAGONAL:
             scores = tl.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
+        if SPANS:
+            scores = tl.where(starts[:, None] <= columns[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * c)
         p = tl.math.exp2(scores * c - higher[:, None])
         shrink = tl.math.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         top = higher
-        v = _load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
         p = p.to(v.dtype)
         if DROP:
-            low, high = _load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
             p = zero_dropped(p, low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :])
         acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, total, top
@@ -83,13 +52,13 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_kernel(
-    qkv, out, lse, words, T, N, places, c, rescale,
+    qkv, out, lse, words, spans, T, N, places, c, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
-    tile, place = _program(tiles, places, BAND)
+    tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = (tiles - 1 - tile) * BLOCK_M
     middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
@@ -98,31 +67,44 @@ def forward_kernel(
     kv = qkv + sample * T * stride + head * 3 * D
     if DROP:
         words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
-    q = _load(kv, rows, stride, T, D, WIDTH, BOUND)
+    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    clear, starts = 0, rows
+    if SPANS:
+        spans += sample * 2 * T
+        first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
+        acc, total, top = _forward_tiles(
+            acc, total, top, q, kv, words, rows, starts, first, clear, stride, T, c,
+            D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
     acc, total, top = _forward_tiles(
-        acc, total, top, q, kv, words, rows, 0, middle, stride, T, c, D, WIDTH, BLOCK_N, False, BOUND, DROP
-    )
+        acc, total, top, q, kv, words, rows, starts, clear, middle, stride, T, c,
+        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+    )  # fmt: skip
     acc, total, top = _forward_tiles(
-        acc, total, top, q, kv, words, rows, middle, end, stride, T, c, D, WIDTH, BLOCK_N, True, BOUND, DROP
-    )
+        acc, total, top, q, kv, words, rows, starts, middle, end, stride, T, c,
+        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
+    )  # fmt: skip
     tl.store(lse + place * T + rows, top + tl.math.log2(total), mask=rows < T)
-    _store(out + sample * T * N * D + head * D, rows, N * D, acc * (rescale / total)[:, None], T, D, WIDTH)
+    store(out + sample * T * N * D + head * D, rows, N * D, acc * (rescale / total)[:, None], T, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=["start", "drop"])
-def draw_kernel(key, stride_sample, stride_word, words, T, N, start, drop, SIMD: tl.constexpr):
+def draw_kernel(
+    key, stride_sample, stride_word, words, spans, T, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
+):
     """Grid (B N, ceil(T / 64))."""
     groups, place = tl.num_programs(1), tl.program_id(0)
-    draw(key, stride_sample, stride_word, words, T, tl.program_id(1), groups, place, N, start, drop, SIMD)
+    draw(key, stride_sample, stride_word, words, spans, T, tl.program_id(1), groups, place, N, start, drop, SIMD, SPANS)
 
 
 @triton.jit(do_not_specialize=["start", "drop"])
 def prepare_kernel(
-    key, stride_sample, stride_word, words, out, grad, lse, sums, T, N, start, drop, rescale,
-    D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr,
+    key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, N, start, drop, rescale,
+    D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, less the factor `rescale` that the backward kernels
     leave out of the products with grad. Grid (B N, ceil(T / 64)). The sums wait for memory and Philox for arithmetic:
@@ -130,38 +112,40 @@ def prepare_kernel(
     place, group = tl.program_id(0), tl.program_id(1)
     rows = group * WORD + tl.arange(0, WORD)
     base = (place // N).to(tl.int64) * T * N * D + place % N * D
-    o = _load(out + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
-    g = _load(grad + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
+    o = load(out + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
+    g = load(grad + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
     level = tl.load(lse + place * T + rows, mask=rows < T)
     pairs = sums + 2 * (place * T + rows)
     tl.store(pairs, level, mask=rows < T)
     tl.store(pairs + 1, tl.sum(o * g, 1) / rescale, mask=rows < T)
     if DROP:
         groups = tl.num_programs(1)
-        draw(key, stride_sample, stride_word, words, T, group, groups, place, N, start, drop, SIMD)
+        draw(key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop, SIMD, SPANS)
 
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, q_base, grad_base, words, sums, columns, begin, end, stride, grad_stride, T, c,
+    dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr,
+    SPANS: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv from the queries begin ... end, in transposed tiles `[keys, queries]`: these are the left operands of
     both sums, which the tensor cores take from registers."""
     for first in range(begin, end, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = _load(q_base, rows, stride, T, D, WIDTH, BOUND)
-        level, delta = _load_pairs(sums, rows, T, BOUND)
-        g = _load(grad_base, rows, grad_stride, T, D, WIDTH, BOUND)
+        q = load(q_base, rows, stride, T, D, WIDTH, BOUND)
+        level, delta = load_pairs(sums, rows, T, BOUND)
+        g = load(grad_base, rows, grad_stride, T, D, WIDTH, BOUND)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         dp = tl.dot(v, tl.trans(g), input_precision="ieee")
         p = tl.math.exp2(scores * c - level[None, :])
         if DIAGONAL:
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
+        if SPANS:
+            p = tl.where(rows[None, :] < ends[:, None], p, 0.0)
         survived = p
         if DROP:
-            low, high = _load_pairs(words, rows, T, BOUND)
+            low, high = load_pairs(words, rows, T, BOUND)
             survived = tl.where(kept(low[None, :], high[None, :], tl.arange(0, BLOCK_N)[:, None]), p, 0.0)
         dv = tl.dot(survived.to(g.dtype), g, dv, input_precision="ieee")
         ds = survived * dp - p * delta[None, :]
@@ -171,12 +155,12 @@ def _key_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def keys_kernel(
-    qkv, grad, sums, dqkv, words, T, N, places, c, rescale, scale,
+    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv. Grid (ceil(T / BLOCK_N) B N)."""
-    tile, place = _program(tl.cdiv(T, BLOCK_N), places, BAND)
+    tile, place = program_tile(tl.cdiv(T, BLOCK_N), places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = tile * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
@@ -186,40 +170,53 @@ def keys_kernel(
     if DROP:
         words += (place.to(tl.int64) * tl.cdiv(T, WORD) + begin // WORD) * 2 * T
     sums += place * 2 * T
-    k = _load(q_base + D, columns, stride, T, D, WIDTH, BOUND)
-    v = _load(q_base + 2 * D, columns, stride, T, D, WIDTH, BOUND)
+    k = load(q_base + D, columns, stride, T, D, WIDTH, BOUND)
+    v = load(q_base + 2 * D, columns, stride, T, D, WIDTH, BOUND)
     dk = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     middle = tl.minimum(begin + BLOCK_N, T)
+    clear, ends = T, columns
+    if SPANS:
+        spans += sample * 2 * T
+        _, ends = load_pairs(spans, columns, T, BOUND)
+        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, begin + BLOCK_N)
     dk, dv = _key_tiles(
-        dk, dv, k, v, q_base, grad_base, words, sums, columns, begin, middle, stride, grad_stride, T, c,
-        D, WIDTH, BLOCK_M, BLOCK_N, True, BOUND, DROP,
+        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, middle, stride, grad_stride, T, c,
+        D, WIDTH, BLOCK_M, BLOCK_N, True, SPANS, BOUND, DROP,
     )  # fmt: skip
     dk, dv = _key_tiles(
-        dk, dv, k, v, q_base, grad_base, words, sums, columns, begin + BLOCK_N, T, stride, grad_stride, T, c,
-        D, WIDTH, BLOCK_M, BLOCK_N, False, BOUND, DROP,
+        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin + BLOCK_N, clear, stride, grad_stride, T, c,
+        D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
     )  # fmt: skip
-    _store(dqkv + base + D, columns, stride, dk * (scale * rescale), T, D, WIDTH)
-    _store(dqkv + base + 2 * D, columns, stride, dv * rescale, T, D, WIDTH)
+    if SPANS:
+        end = tl.load(spans + 2 * (middle - 1) + 1)
+        dk, dv = _key_tiles(
+            dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, clear, end, stride, grad_stride, T, c,
+            D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
+    store(dqkv + base + D, columns, stride, dk * (scale * rescale), T, D, WIDTH)
+    store(dqkv + base + 2 * D, columns, stride, dv * rescale, T, D, WIDTH)
 
 
 @triton.jit
 def _query_tiles(
-    dq, q, g, kv, words, level, delta, rows, begin, end, stride, T, c,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
+    dq, q, g, kv, words, level, delta, rows, starts, begin, end, stride, T, c,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = _load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
-        v = _load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(g, tl.trans(v), input_precision="ieee")
         p = tl.math.exp2(scores * c - level[:, None])
         if DIAGONAL:
             p = tl.where(rows[:, None] >= columns[None, :], p, 0.0)
+        if SPANS:
+            p = tl.where(starts[:, None] <= columns[None, :], p, 0.0)
         if DROP:
-            low, high = _load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
             dp = tl.where(kept(low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :]), dp, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -228,13 +225,13 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def queries_kernel(
-    qkv, grad, sums, dqkv, words, T, N, places, c, rescale, scale,
+    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """dq. Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
-    tile, place = _program(tiles, places, BAND)
+    tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = (tiles - 1 - tile) * BLOCK_M
     middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
@@ -244,14 +241,25 @@ def queries_kernel(
     kv = qkv + base
     if DROP:
         words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
-    q = _load(kv, rows, stride, T, D, WIDTH, BOUND)
-    g = _load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
-    level, delta = _load_pairs(sums + place * 2 * T, rows, T, BOUND)
+    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
+    g = load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
+    level, delta = load_pairs(sums + place * 2 * T, rows, T, BOUND)
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    clear, starts = 0, rows
+    if SPANS:
+        spans += sample * 2 * T
+        first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
+        dq = _query_tiles(
+            dq, q, g, kv, words, level, delta, rows, starts, first, clear, stride, T, c,
+            D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
     dq = _query_tiles(
-        dq, q, g, kv, words, level, delta, rows, 0, middle, stride, T, c, D, WIDTH, BLOCK_N, False, BOUND, DROP
-    )
+        dq, q, g, kv, words, level, delta, rows, starts, clear, middle, stride, T, c,
+        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+    )  # fmt: skip
     dq = _query_tiles(
-        dq, q, g, kv, words, level, delta, rows, middle, end, stride, T, c, D, WIDTH, BLOCK_N, True, BOUND, DROP
-    )
-    _store(dqkv + base, rows, stride, dq * (scale * rescale), T, D, WIDTH)
+        dq, q, g, kv, words, level, delta, rows, starts, middle, end, stride, T, c,
+        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
+    )  # fmt: skip
+    store(dqkv + base, rows, stride, dq * (scale * rescale), T, D, WIDTH)

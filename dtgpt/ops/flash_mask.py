@@ -91,12 +91,18 @@ def zero_dropped(p, low, high, lanes):
 
 
 @triton.jit
-def draw(key, stride_sample, stride_word, words, T, group, groups, place, N, start, drop, SIMD: tl.constexpr):
+def draw(
+    key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop,
+    SIMD: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """Fill the words of a group of columns for all queries of a head that see one of them."""
+    end = T
+    if SPANS:
+        end = tl.load(spans + 2 * (place // N * T + tl.minimum(group * WORD + WORD, T) - 1) + 1)
     key += place // N * stride_sample
     k0 = tl.load(key).to(tl.uint32)
     k1 = tl.load(key + stride_word).to(tl.uint32)
     words += (place.to(tl.int64) * groups + group) * T
-    for begin in range(group * WORD // DRAWN * DRAWN, T, DRAWN):
+    for begin in range(group * WORD // DRAWN * DRAWN, end, DRAWN):
         rows = begin + tl.arange(0, DRAWN)
         tl.store(words + rows, _words(k0, k1, rows, group, start + place % N, drop, SIMD), mask=rows < T)

@@ -89,7 +89,8 @@ def attention_backend(recipe: Recipe, device: torch.device, dtype: torch.dtype) 
         return recipe.attention
     config = recipe.model
     kernels = device.type == "cuda" and dtype != torch.float32
-    return choose(config.dropout > 0, kernels, config.hidden_size // config.num_heads)
+    masking = recipe.data.reset_attention_mask == "on"
+    return choose(config.dropout > 0, masking, kernels, config.hidden_size // config.num_heads)
 
 
 def memory_of(recipe: Recipe, plan: Plan, rank: int, dtype: torch.dtype, backend: str, graphed: bool = False) -> Memory:
