@@ -149,13 +149,13 @@ def _train(words: list[str]) -> int:
 
 
 def _prepare(words: list[str]) -> int:
-    from dtgpt.data.prepare_command import prepare_command
+    from dtgpt.prepare.command import prepare_command
 
     return prepare_command(words)
 
 
 def _tokenizer(words: list[str]) -> int:
-    from dtgpt.data.prepare_command import tokenizer_command
+    from dtgpt.prepare.command import tokenizer_command
 
     return tokenizer_command(words)
 
@@ -250,8 +250,8 @@ def _convert(words: list[str]) -> int:
 
 
 def _inspect(words: list[str]) -> int:
-    from dtgpt.data.inspect_data import inspect_data_command, is_data
     from dtgpt.interop.inspect import InspectConfig, inspect
+    from dtgpt.prepare.inspect import inspect_data_command, is_data
 
     if is_data(words):
         return inspect_data_command(words)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from dtgpt.data.dataset import Dataset, bits_per_byte
 from dtgpt.data.end_of_document import EndOfDocument
-from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import to_device
 from dtgpt.generate import sample_text
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.passes import Passes, whole_row
 from dtgpt.recipe import Recipe
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.folder import STATE
-from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
 from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source, run_of
@@ -17,6 +16,7 @@ from dtgpt.interop.source import load_model
 from dtgpt.model import GPT, GPT2_124M, GPTConfig
 from dtgpt.ops.random import root_key, uniform
 from dtgpt.run import load_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
 

@@ -19,13 +19,13 @@ import torch
 
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
-from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.device import device_name
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 from dtgpt.storage import write_json
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 ABSENT = object()
 AUTO = "auto"  # as --resume: the newest run of the recipe's name

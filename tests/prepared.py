@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from dtgpt.data.indexed import IndexedDataset
-from dtgpt.data.prepare import PrepareConfig, prepare
+from dtgpt.prepare.job import PrepareConfig, prepare
 
 
 def write_lines(path, documents) -> str:

@@ -108,7 +108,7 @@ AGAIN = {
     "recipe.json half": ("dtgpt.storage.write_text", lambda p, _: p.name == "recipe.json", half_a_text),
     "metrics half": ("dtgpt.report.JsonLines", lambda p, **_: True),
     "tokenizer.json half": (
-        "dtgpt.data.tokenizer.write_text",
+        "dtgpt.tokenizers.tokenizer.write_text",
         lambda p, _: p.name == "tokenizer.json",
         half_a_text,
     ),

@@ -8,9 +8,9 @@ import torch
 
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
-from dtgpt.data.tokenizer import PATTERN, Tokenizer, make_tokenizer
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold, root_key
+from dtgpt.tokenizers.tokenizer import PATTERN, Tokenizer, make_tokenizer
 
 UNICODE = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces <|endoftext|> '’ don't\n\n\n"
 KEY = fold(root_key(1), "data")

@@ -8,7 +8,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
-from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.errors import UserError
 from dtgpt.generate import GenerateConfig, generate, generate_from, logits_of, tokenizer_of
 from dtgpt.interop.open import open_source
@@ -16,6 +15,7 @@ from dtgpt.interop.source import load_model
 from dtgpt.model import GPT2_124M
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.names import parse_plan
+from dtgpt.tokenizers.tokenizer import Tokenizer
 from dtgpt.train import train
 from tests import bodies_inference as bodies
 from tests.ranks import pool

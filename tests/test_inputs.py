@@ -11,10 +11,10 @@ import threading
 
 import pytest
 
-from dtgpt.data import documents, inputs
-from dtgpt.data.documents import Broken, Source
-from dtgpt.data.inputs import find_sources, read_blocks, total_bytes
 from dtgpt.errors import UserError
+from dtgpt.prepare import documents, inputs
+from dtgpt.prepare.documents import Broken, Source
+from dtgpt.prepare.inputs import find_sources, read_blocks, total_bytes
 
 TEXTS = ["Grüße, 世界! 🎈\u2028 end", "two\nlines\r\n", "", '"quoted", a', "<|endoftext|>"]
 PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch):
     """Blocks of a few bytes, so that every border is met."""
     for module in (documents, inputs):
         monkeypatch.setattr(module, "BLOCK", 7)
-    monkeypatch.setattr("dtgpt.data.compressed.PIECE", 5)
+    monkeypatch.setattr("dtgpt.prepare.compressed.PIECE", 5)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])

@@ -12,16 +12,16 @@ import time
 
 import pytest
 
-from dtgpt.data import prepare as prepare_module
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.pool import ordered_map
-from dtgpt.data.prepare import PrepareConfig, prepare
 from dtgpt.errors import UserError
+from dtgpt.prepare import job
+from dtgpt.prepare.job import PrepareConfig, prepare
+from dtgpt.prepare.pool import ordered_map
 from tests.prepared import leftovers, run, words_of
 from tests.vocabularies import DATA, gpt2_files
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
-RUN = "import sys; from dtgpt.data.prepare_command import prepare_command; sys.exit(prepare_command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.prepare.command import prepare_command; sys.exit(prepare_command(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
 
 
 def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.data.documents.BLOCK", 5000)
+    monkeypatch.setattr("dtgpt.prepare.documents.BLOCK", 5000)
     rng = random.Random(1)
     documents = [{"text": f"{i}:" + "ä🙂x"[i % 3] * rng.randrange(2000)} for i in range(600)]
     expected = [d["text"] for d in documents]
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
             self._file = Device()
             return self
 
-    monkeypatch.setattr(prepare_module, "IndexedWriter", Full)
+    monkeypatch.setattr(job, "IndexedWriter", Full)
     with pytest.raises(UserError, match=r"out_text_document\.bin cannot be written \(No space left on device\)"):
         run(tmp_path, [{"text": "a"}], workers=2)
     assert leftovers(tmp_path) == []

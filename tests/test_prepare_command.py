@@ -3,11 +3,11 @@
 import pytest
 
 from dtgpt.data.indexed import IndexedDataset
-from dtgpt.data.prepare import PrepareConfig
-from dtgpt.data.prepare_command import TrainTokenizerConfig, parse_config, prepare_command, tokenizer_command
-from dtgpt.data.progress import Progress, duration
-from dtgpt.data.vocabulary import load_vocabulary
 from dtgpt.errors import UserError
+from dtgpt.prepare.command import TrainTokenizerConfig, parse_config, prepare_command, tokenizer_command
+from dtgpt.prepare.job import PrepareConfig
+from dtgpt.prepare.progress import Progress, duration
+from dtgpt.tokenizers.vocabulary import load_vocabulary
 from tests.prepared import leftovers, run, words_of, write_lines
 
 
@@ -98,7 +98,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
 
 def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     clock = iter(range(0, 1000, 20))
-    monkeypatch.setattr("dtgpt.data.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dtgpt.prepare.progress.time.monotonic", lambda: next(clock))
     with Progress(total=100) as progress:
         progress.update(1000, 40_000_000, 25)
     told = capsys.readouterr().err

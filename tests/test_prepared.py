@@ -12,8 +12,8 @@ from dtgpt.begin import read_dataset
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import load_samples
-from dtgpt.data.tokenizer import make_tokenizer
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.tokenizer import make_tokenizer
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training

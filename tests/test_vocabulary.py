@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from dtgpt.data.bpe_files import from_merges
-from dtgpt.data.tokenizer import _letter_bytes, make_tokenizer
-from dtgpt.data.vocabulary import ByteLevel, HuggingFace, from_files, from_tokenizer, load_vocabulary
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.bpe_files import from_merges
+from dtgpt.tokenizers.tokenizer import _letter_bytes, make_tokenizer
+from dtgpt.tokenizers.vocabulary import ByteLevel, HuggingFace, from_files, from_tokenizer, load_vocabulary
 from tests.vocabularies import gpt2_files
 
 tokenizers = pytest.importorskip("tokenizers")

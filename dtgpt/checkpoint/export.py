@@ -9,11 +9,11 @@ import torch
 from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
 from dtgpt.checkpoint.folder import file_name, write_state
 from dtgpt.checkpoint.host import FILE_LIMIT
-from dtgpt.data.tokenizer import Tokenizer
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.run import package_versions
 from dtgpt.storage import new_folder
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
+from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 CACHE_FORMAT = 1  # raise when the same settings would give other tokens
 

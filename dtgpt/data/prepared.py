@@ -21,8 +21,8 @@ from dtgpt.data.dataset import Dataset, check_vocabulary
 from dtgpt.data.indexed import IndexedDataset, idx_path
 from dtgpt.data.samples import Samples, split_fractions
 from dtgpt.data.token_shards import TokenSequences, TokenShards
-from dtgpt.data.tokenizer import Tokenizer, make_tokenizer
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
 
 if TYPE_CHECKING:
     from dtgpt.recipe import DataConfig

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtgpt.data.documents import paired
 from dtgpt.errors import UserError
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
@@ -69,6 +68,11 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
             raise UserError(f"{path}, line {number}: no text under {key!r}; name the right field with --data.json_key")
         yield paired(document[key])
+
+
+def paired(text: str) -> str:
+    """Without halves of surrogate pairs, which a JSON string may escape and which are no text: U+FFFD stands there."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_documents(documents: list[str], held_out: float) -> tuple[list[str], list[str]]:

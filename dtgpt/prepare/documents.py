@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dtgpt.data.text import paired
 from dtgpt.errors import UserError
 
 BLOCK = 1 << 20  # bytes
@@ -86,11 +87,6 @@ def _texts(fields: dict, key: str) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise Unreadable(f"{key!r} holds neither text nor a list of texts")
     return texts
-
-
-def paired(text: str) -> str:
-    """Without halves of surrogate pairs, which a JSON string may escape and which are no text: U+FFFD stands there."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def text_line(line: bytes, keys: tuple[str, ...]) -> Document:

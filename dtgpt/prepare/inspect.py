@@ -11,13 +11,13 @@ import numpy as np
 from dtgpt.console import say
 from dtgpt.data.blend import Blend, blend_sizes, load_blend, normalised, parse_data_path
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.prepare_command import HELP, parse_config
 from dtgpt.data.prepared import open_sequences
 from dtgpt.data.samples import Samples, count_epochs, load_samples, split_range
 from dtgpt.data.token_shards import TokenSequences
-from dtgpt.data.vocabulary import load_vocabulary
 from dtgpt.errors import UserError
 from dtgpt.overrides import help_text
+from dtgpt.prepare.command import HELP, parse_config
+from dtgpt.tokenizers.vocabulary import load_vocabulary
 
 HASHED = 200  # samples whose tokens go into a digest, at most
 INDICES = ("document", "sample", "shuffle")

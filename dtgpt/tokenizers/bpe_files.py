@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.data.tokenizer import _letter_bytes
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.tokenizer import _letter_bytes
 
 
 class BytePairs(NamedTuple):

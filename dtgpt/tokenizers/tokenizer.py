@@ -95,7 +95,7 @@ def _gpt2() -> Tokenizer:
 
 def _from_files(vocab_file: str, merge_file: str) -> Tokenizer:
     """A byte-level BPE like GPT-2's, whose last id is END_OF_TEXT."""
-    from dtgpt.data.vocabulary import ByteLevel, from_files
+    from dtgpt.tokenizers.vocabulary import ByteLevel, from_files
 
     vocabulary = from_files(Path(vocab_file), Path(merge_file))
     ranks = vocabulary.ranks() if isinstance(vocabulary, ByteLevel) else []

@@ -15,14 +15,14 @@ from typing import Annotated, Literal
 import numpy as np
 
 from dtgpt.console import say
-from dtgpt.data.documents import Broken
-from dtgpt.data.encode import Encoded, EncodedKey, Encoder
 from dtgpt.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
-from dtgpt.data.inputs import Source, find_sources, read_blocks, total_bytes
-from dtgpt.data.pool import ordered_map
-from dtgpt.data.progress import Progress
-from dtgpt.data.vocabulary import Vocabulary, load_vocabulary
 from dtgpt.errors import UserError
+from dtgpt.prepare.documents import Broken
+from dtgpt.prepare.encode import Encoded, EncodedKey, Encoder
+from dtgpt.prepare.inputs import Source, find_sources, read_blocks, total_bytes
+from dtgpt.prepare.pool import ordered_map
+from dtgpt.prepare.progress import Progress
+from dtgpt.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 OnOff = Literal["on", "off"]
 SHOWN = 20  # broken lines that are named one by one

@@ -115,7 +115,7 @@ def _start() -> subprocess.Popen:
     # dtgpt itself must be found where this process found it; -P: not a json.py of the working folder.
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-P", "-c", "from dtgpt.data.pool import _serve; _serve()"]
+    command = [sys.executable, "-P", "-c", "from dtgpt.prepare.pool import _serve; _serve()"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.console import say
-from dtgpt.data.documents import Broken
 from dtgpt.data.indexed import merge
-from dtgpt.data.inputs import find_sources, read_blocks
-from dtgpt.data.prepare import PrepareConfig, check_target, prepare
-from dtgpt.data.tokenizer import SMALLEST, Tokenizer, make_tokenizer
 from dtgpt.errors import UserError
 from dtgpt.overrides import apply_overrides, help_text
+from dtgpt.prepare.documents import Broken
+from dtgpt.prepare.inputs import find_sources, read_blocks
+from dtgpt.prepare.job import PrepareConfig, check_target, prepare
+from dtgpt.tokenizers.tokenizer import SMALLEST, Tokenizer, make_tokenizer
 
 HELP = ("-h", "--help")
 # Megatron-LM's other name for the same.

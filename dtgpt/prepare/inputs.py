@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from dtgpt.data.compressed import SUFFIXES, ZSTD, decompressed, zstandard
-from dtgpt.data.documents import (
+from dtgpt.errors import UserError
+from dtgpt.prepare.compressed import SUFFIXES, ZSTD, decompressed, zstandard
+from dtgpt.prepare.documents import (
     BLOCK,
     STDIN,
     Broken,
@@ -31,7 +32,6 @@ from dtgpt.data.documents import (
     whole_lines,
     whole_text,
 )
-from dtgpt.errors import UserError
 
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "txt"}

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dtgpt.data.documents import Broken, Document
-from dtgpt.data.inputs import Lines, Parsed
-from dtgpt.data.vocabulary import Vocabulary
+from dtgpt.prepare.documents import Broken, Document
+from dtgpt.prepare.inputs import Lines, Parsed
+from dtgpt.tokenizers.vocabulary import Vocabulary
 
 
 @dataclass

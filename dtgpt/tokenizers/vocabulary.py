@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.data.bpe_files import BytePairs, from_merges, read_text
-from dtgpt.data.tokenizer import END_OF_TEXT, PATTERN, Tokenizer
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.bpe_files import BytePairs, from_merges, read_text
+from dtgpt.tokenizers.tokenizer import END_OF_TEXT, PATTERN, Tokenizer
 
 # What ends a document, where nothing else says so.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
