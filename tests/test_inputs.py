@@ -93,6 +93,43 @@ def test_lines_may_end_as_they_like(tmp_path, small_blocks):
     assert texts_of([path]) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("block, piece", [(1, 1), (7, 5), (1 << 20, 1 << 18)])
+def test_lines_end_where_pythons_text_files_end_them(tmp_path, monkeypatch, block, piece):
+    monkeypatch.setattr("dtgpt.prepare.documents.BLOCK", block)
+    monkeypatch.setattr("dtgpt.prepare.compressed.PIECE", piece)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\r{"text": "b"}\r\n\r\r\n{"text": \r\n\n{"text": "c\xc2\x85\x1c"}\r')
+    with path.open(encoding="utf-8") as file:
+        number = next(i for i, line in enumerate(file, 1) if line == '{"text": \n')
+    (first, second), broken = read([path])[0], read([path])[1]
+    assert [d["text"] for d in (first, second)] == [["a"], ["b"]]
+    assert [line.split(":")[0] for line in broken] == [f"{path}, line {number}", f"{path}, line {number + 2}"]
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\rtwo\r\nthree\x85\xe2\x80\xa8".replace(b"\x85", b""))
+    assert texts_of([path], txt="line") == ["one", "two", "three\u2028"]
+
+
+def test_suffixes_may_be_capitals(tmp_path):
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(json_lines(["x"])))
+    assert texts_of([tmp_path / "A.JSONL.GZ"]) == ["x"]
+
+
+def test_one_json_document_on_many_lines_is_called_so(tmp_path):
+    path = tmp_path / "a.json"
+    for value in ([{"text": "a"}], {"text": "a"}):
+        path.write_text(json.dumps(value, indent=1))
+        assert "one JSON document on several lines; dtgpt reads one object a line" in read([path])[1][0]
+
+
+def test_a_quote_that_is_not_closed_names_the_line_where_its_record_began(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,ok\n2,"open\n3,b\n4,"c"\n5,d\n')
+    assert read([path])[1][0].startswith(f"{path}, line 3: not CSV") and "goes on to line 5" in read([path])[1][0]
+    path.write_text('id,"text\n1,a\n')
+    with pytest.raises(UserError, match=r"a\.csv, line 1: names of columns are no CSV"):
+        read([path])
+
+
 def test_several_keys_and_lists_of_texts(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": ["x", "", "y"], "b": "z"}\n')
@@ -108,7 +145,7 @@ def test_broken_lines_are_named_with_file_and_number(tmp_path, small_blocks):
     path.write_bytes(b"\n".join(lines))
     found, broken = read([path])
     assert [d["text"] for d in found] == [["good"], ["last"]]
-    told = ["not JSON", "no JSON object", "no key 'text'", "neither text", "neither text", "not UTF-8 (byte 14",
+    told = ["not JSON", "a JSON array;", "no key 'text'", "neither text", "neither text", "not UTF-8 (byte 14",
             "not JSON", "not JSON"]  # fmt: skip
     for line, number, words in zip(broken, [2, 3, 4, 5, 6, 7, 9, 10], told, strict=True):
         assert line.startswith(f"{path}, line {number}: ") and words in line

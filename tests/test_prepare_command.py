@@ -1,10 +1,13 @@
 """The words of `dtgpt prepare` and `dtgpt tokenizer`, merging, training a tokenizer, and progress."""
 
+import os
+import signal
+
 import pytest
 
 from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
-from dtgpt.prepare.command import TrainTokenizerConfig, parse_config, prepare_command, tokenizer_command
+from dtgpt.prepare.command import TrainTokenizerConfig, _SignalsAsExit, parse_config, prepare_command, tokenizer_command
 from dtgpt.prepare.job import PrepareConfig
 from dtgpt.prepare.progress import Progress, duration
 from dtgpt.tokenizers.vocabulary import load_vocabulary
@@ -21,6 +24,12 @@ def test_merge_joins_datasets_in_order(tmp_path, capsys):
     assert "2 datasets joined" in capsys.readouterr().out
     with pytest.raises(UserError, match="exists already"):
         prepare_command(["--merge", *prefixes, "--output-prefix", str(tmp_path / "out")])
+    for named in ("?_text_document", "?_text_document*", "?_text_document.idx"):
+        assert prepare_command(["--merge", str(tmp_path / named), "--output-prefix", str(tmp_path / "out"),
+                                "--overwrite"]) == 0  # fmt: skip
+        assert words_of(IndexedDataset(tmp_path / "out")) == ["one", "two"]
+    assert prepare_command(["--merge", f"{prefixes[0]}.bin", "--output-prefix", str(tmp_path / "one")]) == 0
+    assert "1 dataset joined" in capsys.readouterr().out
 
 
 def test_a_command_line_of_megatron_is_understood():
@@ -57,23 +66,68 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ("a --output-prefix out --workers many", "not a whole number"),
         ("a --output-prefix out --json-keys", "--json-keys needs at least one word"),
         ("a --output-prefix out --json-keys x x", "each key once"),
-        ("a --output-prefix out --append-oed", "did you mean --append_eod"),
-        ("a --output-prefix out --tokenizer-type Llama2Tokenizer", "needs a file; give it as --tokenizer-model"),
+        ("a --output-prefix out --append-oed", "did you mean --append-eod"),
+        (
+            "a.jsonl --output-prefix out --tokenizer-type Llama2Tokenizer",
+            "needs a SentencePiece .model on this",
+        ),
         ("a.jsonl --output-prefix out --tokenizer bytes --prepend-bos", "names no begin of text"),
+        ("a.jsonl --output-prefix out --append-eod yes", "--append-eod yes: not one of on, off"),
+        ("a.jsonl --output-prefix out --partitions 2", "--partitions of Megatron-LM does not exist here: one command"),
+        ("a.jsonl --output-prefix out --max_documents=2", "--max_documents of Megatron-LM .* head -n"),
+        ("a.jsonl --output-prefix out --tokenizer-type NullTokenizer", "NullTokenizer of Megatron-LM does not exist"),
+        ("a.jsonl --output-prefix out --tokenizer-type=TikTokenizer", "--tokenizer cl100k_base"),
+        (
+            "a.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2",
+            "HuggingFaceTokenizer needs a tokenizer.json on this machine, which gpt2 is not; .*nothing is fetched",
+        ),
+        (
+            "a.jsonl --output-prefix out --tokenizer-type SentencePieceTokenizer --tokenizer-model t.json",
+            "needs a SentencePiece .model, but t.json is none",
+        ),
+        (
+            "a.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.model",
+            "needs a tokenizer.json, but t.model is none",
+        ),
+        ("a.jsonl --output-prefix out --tokenizer-type GPT2BPETokenizer --tokenizer t.json", "needs --vocab-file and"),
+        (
+            "a.jsonl --output-prefix out --tokenizer t.json --vocab-file v --merge-file m",
+            "are both given",
+        ),
+        ("--merge a --output-prefix out --append-eod", "--append-eod has no meaning with --merge"),
+        ("--merge a --output-prefix out --strict", "--strict has no meaning with --merge"),
+        ("--merge a --output-prefix out --vocab-file v", "--vocab-file has no meaning with --merge"),
+        ("--merge none* --output-prefix out", r"no dataset matches --merge none\*"),
+        ("a.jsonl --output-prefix out --broken a.jsonl", "--broken a.jsonl exists already"),
     ],
 )
 def test_wrong_words_are_refused_in_one_sentence(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "t.json").write_text("{}")
+    (tmp_path / "t.model").write_text("x")
     with pytest.raises(UserError, match=message):
         prepare_command(words.split())
     assert leftovers(tmp_path) == []
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _SignalsAsExit():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_help_names_every_option(capsys):
     assert prepare_command(["--help"]) == tokenizer_command(["-h"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("--json-keys KEY", "--append_eod", "--merge PREFIX", "--vocab_size"))
+    assert all(word in told for word in ("--json-keys KEY", "--append-eod", "--merge PREFIX", "--vocab-size"))
+    assert tokenizer_command(["-h"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("--json-keys KEY", ".csv", "--output "))
 
 
 def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, capsys):

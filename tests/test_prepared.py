@@ -13,6 +13,7 @@ from dtgpt.data.dataset import load_dataset
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
+from dtgpt.metrics import read_records
 from dtgpt.tokenizers.tokenizer import make_tokenizer
 from dtgpt.train import train
 from tests.ranks import pool
@@ -84,8 +85,38 @@ def test_a_blend_and_parts_of_their_own(recipe, tmp_path):
     sevens = (blend.windows(torch.arange(80), 16, torch.zeros(2)) == 7).any(1)
     assert 0.6 < sevens.float().mean() < 0.9
     parted = read_dataset(change(recipe, data={"valid_path": other}))
-    assert set(torch.cat(list(parted.held_out(16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
-    assert parted.num_train_tokens == IndexedDataset(recipe.data.path).num_tokens
+    assert set(torch.cat(list(parted.held_out("valid", 16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
+    assert parted.num_train_tokens == IndexedDataset(recipe.data.path).num_tokens and parted.test is None
+    tested = read_dataset(change(recipe, data={"test_path": other}))
+    assert set(torch.cat(list(tested.held_out("test", 16, 4, 8))).unique().tolist()) == {7, 8, 9, 256}
+    assert tested.valid is None and tested.digest != parted.digest
+
+
+def test_other_tokens_in_the_same_lengths_are_other_data(recipe, tmp_path):
+    """Which nodes compare, and a resume."""
+    found = [
+        read_dataset(change(recipe, data={"path": path})).digest
+        for path in (write(tmp_path / name, [[token, 2, 256]] * 400) for name, token in (("a", 1), ("b", 1), ("c", 3)))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_prefix_may_have_the_ending_of_its_files(recipe, ending):
+    ended = change(recipe, data={"path": recipe.data.path + ending})
+    ended.validate()
+    key = torch.zeros(2)
+    expected, found = (read_dataset(r).windows(torch.arange(9), 16, key) for r in (recipe, ended))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("option", [{}, {"train_samples": 80}])
+def test_the_prefix_given_to_prepare_is_told_from_that_of_the_files(recipe, tmp_path, option):
+    write(tmp_path / "own_text_document", [[1, 256]] * 40)
+    with pytest.raises(UserError, match=r"there is no dataset .*own \(no .*own.idx\); did you mean .*text_document\?"):
+        train(change(recipe, data={"path": str(tmp_path / "own"), **option}))
+    with pytest.raises(UserError, match=r"there is no dataset .*typo \(no .*typo.idx\); give the prefix"):
+        train(change(recipe, data={"path": str(tmp_path / "typo"), "train_samples": 80}))
 
 
 def test_a_run_longer_than_its_order_begins_it_again(recipe):
@@ -93,6 +124,24 @@ def test_a_run_longer_than_its_order_begins_it_again(recipe):
     count, key = len(data.train), torch.zeros(2)
     again = data.windows(torch.arange(count, count + 4), 16, key)
     assert torch.equal(again, data.windows(torch.arange(4), 16, key))
+
+
+def test_a_run_ends_with_the_loss_of_the_test_part(recipe):
+    assert train(change(recipe, steps=4, data={"split": "90,5,5"}, log={"eval_interval": 2})) == 0
+    records = read_records(newest_run(recipe) / "metrics.jsonl")
+    assert [r["step"] for r in records if "valid_loss" in r] == [2, 4]
+    assert [r["step"] for r in records if "test_loss" in r] == [4]
+    run = training(change(recipe, data={"split": "90,5,5"}, log={"eval_samples": 8}))
+    test, valid = (torch.cat(list(run.dataset.held_out(part, 16, 8, 8))) for part in ("test", "valid"))
+    assert len(test) == 8 and not torch.equal(test, valid)
+    loss = run.passes.mean_loss(test[:, :-1].contiguous(), test[:, 1:].contiguous())
+    assert run.held_out_loss("test")[0] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_test_part_without_data_is_left_out(recipe, tmp_path):
+    few = write(tmp_path / "few", [[7, 8, 9, 256] * 8] * 40)
+    data = read_dataset(change(recipe, data={"path": few, "split": "969,30,1"}))
+    assert data.test is None and data.num_valid_tokens > 0
 
 
 def test_without_a_validation_part_there_is_no_held_out_loss(recipe):

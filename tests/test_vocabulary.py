@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from dtgpt.errors import UserError
-from dtgpt.tokenizers.bpe_files import from_merges
-from dtgpt.tokenizers.tokenizer import _letter_bytes, make_tokenizer
-from dtgpt.tokenizers.vocabulary import ByteLevel, HuggingFace, from_files, from_tokenizer, load_vocabulary
-from tests.vocabularies import gpt2_files
+from dtgpt.tokenizers.bpe_files import from_merges, letter_bytes
+from dtgpt.tokenizers.libraries import HuggingFace
+from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.tokenizers.vocabulary import from_files, load_vocabulary
+from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 HELLO = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces don't\n\n\n"
@@ -57,18 +58,18 @@ def random_texts(count: int, seed: int = 1) -> list[str]:
 
 
 def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
-    assert isinstance(gpt2, ByteLevel)
+    assert isinstance(gpt2, Tokenizer)
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
     for text in [HELLO, "", *random_texts(500)]:
         ids = gpt2.encode(text)
-        assert ids.tolist() == reference.encode(text).ids
+        assert ids == reference.encode(text).ids
         assert gpt2.decode(ids) == text
 
 
 def test_the_end_of_text_is_text_unless_asked_for(gpt2):
     text = "a<|endoftext|>"
-    assert gpt2.encode(text).tolist() == [64, *LITERAL]
-    assert gpt2.encode(text, special=True).tolist() == [64, 50256]
+    assert gpt2.encode(text) == [64, *LITERAL]
+    assert gpt2.encode(text, special=True) == [64, 50256]
     assert gpt2.encode_batch(["", text], special=True)[1].tolist() == [64, 50256]
 
 
@@ -101,36 +102,26 @@ def save_tokenizer_json(folder, files, **changes):
     return folder / "tokenizer.json"
 
 
-def sentencepiece_model(folder):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    (folder / "text.txt").write_text("".join(f"the quick brown fox number {i} jumps\n" for i in range(300)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "sp"), vocab_size=300, model_type="bpe",
-        byte_fallback=True, minloglevel=2,
-    )  # fmt: skip
-    return folder / "sp.model"
-
-
 @pytest.mark.parametrize("kind", ["files", "tokenizer.json", "tokenizers", "trained", "sentencepiece", "bytes"])
 def test_every_kind_survives_pickling(kind, tmp_path, files):
     vocabulary = make(kind, tmp_path, files)
     copy = pickle.loads(pickle.dumps(vocabulary))
     for text in ("the quick brown fox", HELLO):
         ids = vocabulary.encode(text)
-        assert len(ids) and ids.max() < vocabulary.vocab_size
-        assert copy.encode(text).tolist() == ids.tolist()
+        assert len(ids) and max(ids) < vocabulary.vocab_size
+        assert copy.encode(text) == ids
     assert (copy.vocab_size, copy.end_of_text) == (vocabulary.vocab_size, vocabulary.end_of_text)
     assert "quick brown fox" in copy.decode(copy.encode("the quick brown fox"))
 
 
 def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
     plain = load_vocabulary(str(save_tokenizer_json(tmp_path, files)))
-    assert isinstance(plain, ByteLevel) and plain.end_of_text == 50256
+    assert isinstance(plain, Tokenizer) and plain.end_of_text == 50256
     other = load_vocabulary(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
     assert isinstance(other, HuggingFace) and other.end_of_text == 50256
-    assert other.encode("a<|endoftext|>").tolist() == [64, *LITERAL]
-    assert other.encode("a<|endoftext|>", special=True).tolist() == [64, 50256]
-    assert load_vocabulary(str(tmp_path)).encode(HELLO).tolist() == gpt2.encode(HELLO).tolist()
+    assert other.encode("a<|endoftext|>") == [64, *LITERAL]
+    assert other.encode("a<|endoftext|>", special=True) == [64, 50256]
+    assert load_vocabulary(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
 
 
 def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
@@ -148,12 +139,12 @@ def test_sentencepiece_gives_the_ids_of_its_library(tmp_path):
     vocabulary = load_vocabulary(str(path))
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in [HELLO, "the quick </s> fox", *random_texts(50)]:
-        assert vocabulary.encode(text).tolist() == library.encode(text)
+        assert vocabulary.encode(text) == library.encode(text)
     assert (vocabulary.begin_of_text, vocabulary.end_of_text, vocabulary.vocab_size) == (1, 2, 300)
 
 
 def test_merges_that_tiktoken_would_apply_otherwise_go_to_the_library(tmp_path):
-    letters = sorted(_letter_bytes())
+    letters = sorted(letter_bytes())
     ids = {letter: i for i, letter in enumerate(letters)}
     # "abc" is made of a and bc, but ab comes first: no text is ever cut so, while tiktoken would join ab and c.
     merges = [["a", "b"], ["b", "c"], ["a", "bc"]]
@@ -164,15 +155,14 @@ def test_merges_that_tiktoken_would_apply_otherwise_go_to_the_library(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     vocabulary = from_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
     assert isinstance(vocabulary, HuggingFace)
-    assert vocabulary.encode("abc").tolist() == [256, ids["c"]]
+    assert vocabulary.encode("abc") == [256, ids["c"]]
     assert vocabulary.end_of_text == 259
 
 
 def test_random_trainings_agree_with_the_library():
     rng = random.Random(3)
     text = " ".join("".join(rng.choice("abcd") for _ in range(rng.randrange(1, 9))) for _ in range(3000))
-    tokenizer = make_tokenizer("bpe", [text], 600)
-    vocabulary = from_tokenizer(tokenizer)
+    vocabulary = make_tokenizer("bpe", [text], 600)
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator([text], vocab_size=599, min_frequency=0, special_tokens=[], show_progress=False)
     saved = json.loads(trained.to_str())
@@ -187,13 +177,13 @@ def test_random_trainings_agree_with_the_library():
 def test_long_runs_and_odd_characters_are_encoded(gpt2):
     for text in ("a" * 100_000, " " * 100_000 + "a", "\n" * 100_000, "日本" * 20_000, "\x00\x1c\x85\ufeff\ufffd"):
         assert gpt2.decode(gpt2.encode(text)) == text
-    assert gpt2.encode("x").dtype == np.uint32
+    assert gpt2.encode_batch(["x"])[0].dtype == np.uint32
 
 
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("nowhere", None, ["--tokenizer nowhere", "cl100k_base", "--vocab-file"]),
+        ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "--vocab-file"]),
         ("a.json", "{", ["a.json", "not JSON"]),
         ("a.json", "[1]", ["a.json", "no tokenizer"]),
         ("a.json", '{"model": {"type": "what"}}', ["a.json", "no tokenizer.json"]),
@@ -228,3 +218,77 @@ def test_damaged_files_of_a_vocabulary_are_named(tmp_path, vocab, merges, words)
         load_vocabulary(vocab_file=str(tmp_path / "v.json"))
     with pytest.raises(UserError, match=r"missing\.json cannot be read"):
         from_files(tmp_path / "missing.json", tmp_path / "m.txt")
+
+
+def test_a_tokenizer_json_is_encoded_with_what_its_post_processor_adds(tmp_path):
+    path = tokenizer_json(tmp_path, bos=True)
+    vocabulary, library = load_vocabulary(str(path)), tokenizers.Tokenizer.from_file(str(path))
+    assert isinstance(vocabulary, HuggingFace) and vocabulary.begin_of_text == 0
+    for text in ("", "the quick", HELLO):
+        assert vocabulary.encode(text) == library.encode(text).ids
+    assert vocabulary.encode("") == [0] and [len(ids) for ids in vocabulary.encode_batch(["", "the"])] == [1, 2]
+
+
+@pytest.mark.parametrize("after, fast", [
+    (None, True),
+    ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+      "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+      "special_tokens": {}}, True),
+    ({"type": "RobertaProcessing", "sep": ["<|endoftext|>", 1], "cls": ["<s>", 0], "trim_offsets": True,
+      "add_prefix_space": False}, False),
+])  # fmt: skip
+def test_a_post_processor_that_adds_nothing_leaves_encoding_to_tiktoken(tmp_path, after, fast):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    if after is not None:
+        saved["post_processor"] = {"type": "Sequence", "processors": [byte_level, after]}
+    path.write_text(json.dumps(saved))
+    vocabulary = load_vocabulary(str(path))
+    assert isinstance(vocabulary, Tokenizer) is fast
+    assert vocabulary.encode("the fox") == tokenizers.Tokenizer.from_file(str(path)).encode("the fox").ids
+
+
+def test_whole_words_that_merges_are_ignored_for_have_the_ids_of_the_library(tmp_path):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    saved["model"]["vocab"]["xyz"] = 280  # no merge makes it
+    saved["model"]["ignore_merges"] = True
+    path.write_text(json.dumps(saved))
+    assert load_vocabulary(str(path)).encode("xyz") == [280]
+
+
+def test_a_tokenizer_json_that_truncates_takes_texts_whole(tmp_path):
+    path = tokenizer_json(tmp_path, bos=True)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(path))
+    vocabulary = load_vocabulary(str(path))
+    assert len(vocabulary.encode("x" * 50)) == 51 and len(vocabulary.encode("x")) == 2
+
+
+def test_llama_2_opens_every_text_with_its_begin(tmp_path):
+    path = str(sentencepiece_model(tmp_path))
+    plain, llama = load_vocabulary(path), load_vocabulary(path, begin=True)
+    assert llama.encode("") == [1] and llama.encode("the fox") == [1, *plain.encode("the fox")]
+
+
+def test_the_size_of_a_vocabulary_with_holes_is_the_number_of_its_tokens(tmp_path):
+    ids = {letter: i for i, letter in enumerate(sorted(letter_bytes()))} | {"<|endoftext|>": 70_000}
+    (tmp_path / "v.json").write_text(json.dumps(ids))
+    (tmp_path / "m.txt").write_text("")
+    vocabulary = from_files(tmp_path / "v.json", tmp_path / "m.txt")
+    assert (vocabulary.num_tokens, vocabulary.vocab_size, vocabulary.end_of_text) == (257, 70_001, 70_000)
+    (tmp_path / "v.json").write_text(json.dumps(ids | {"far": 1 << 40}))
+    with pytest.raises(UserError, match="gives 'far' the id 1099511627776"):
+        from_files(tmp_path / "v.json", tmp_path / "m.txt")
+
+
+def test_without_tiktokens_cache_the_remedies_are_told(monkeypatch):
+    def offline(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    with pytest.raises(UserError, match=r"ConnectionError.*TIKTOKEN_CACHE_DIR.*--vocab-file"):
+        load_vocabulary("gpt2")

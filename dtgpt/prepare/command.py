@@ -1,5 +1,6 @@
 """`dtgpt prepare` and `dtgpt tokenizer`: words of the command line to configs, and what is said afterwards."""
 
+import re
 import signal
 import sys
 import threading
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.console import say
-from dtgpt.data.indexed import merge
 from dtgpt.errors import UserError
 from dtgpt.overrides import apply_overrides, help_text
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.inputs import find_sources, read_blocks
-from dtgpt.prepare.job import PrepareConfig, check_target, prepare
-from dtgpt.tokenizers.tokenizer import SMALLEST, Tokenizer, make_tokenizer
+from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
+from dtgpt.prepare.megatron_options import refuse
+from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.tokenizers.training import SMALLEST
 
 HELP = ("-h", "--help")
 # Megatron-LM's other name for the same.
@@ -27,8 +29,16 @@ INPUT is a path, a glob in quotes or - (standard input): .jsonl or .json (an obj
 compressed (.gz, .xz, .zst, .bz2). Broken lines are left out and reported. Options of several words:
   --input INPUT ...      as INPUT before the options
   --json-keys KEY ...    keys of the objects, or columns of a .csv; each makes a dataset  [text]
-  --merge PREFIX ...     join datasets, in this order, into PREFIX.bin and .idx, instead of encoding
+  --merge PREFIX ...     join datasets, or globs of them, in this order into PREFIX.bin and .idx, instead of encoding
 on|off options may be written alone: --append-eod is --append-eod on."""
+
+TRAIN_HELP = """A byte-level BPE with GPT-2's pre-tokenization, trained on your own text, for dtgpt prepare --tokenizer.
+
+INPUT is a path, a glob in quotes or - (standard input): .jsonl or .json (an object a line), .csv, .txt; each also
+compressed (.gz, .xz, .zst, .bz2). Options of several words:
+  --input INPUT ...      as INPUT before the options
+  --json-keys KEY ...    keys of the objects, or columns of a .csv, whose texts are taken  [text]"""
+NEITHER = ("yes", "no", "true", "false", "1", "0", "y", "n")  # what others write for on and off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +58,16 @@ def prepare_command(words: list[str]) -> int:
     Raises UserError; then nothing is left behind.
     """
     if not words or any(word in HELP for word in words):
-        say(help_text(PrepareConfig(), PREPARE_HELP, "dtgpt prepare INPUT ... --output-prefix PREFIX"))
+        usage = help_text(PrepareConfig(), PREPARE_HELP, "dtgpt prepare INPUT ... --output-prefix PREFIX")
+        say(_with_dashes(usage))
         return 0
+    refuse(words)
     config = parse_config(PrepareConfig(), words)
     config.validate()
-    # The default would leave a partial file behind.
-    with _TerminatedAsExit():
+    with _SignalsAsExit():
         if config.merge:
-            target = Path(config.output_prefix)
-            check_target(target, config.overwrite == "on")
-            merge(config.merge, target)
-            say(f"{target}: {len(config.merge)} datasets joined")
+            target, count = join_datasets(config)
+            say(f"{target}: {count} dataset{'' if count == 1 else 's'} joined")
         else:
             say(str(prepare(config)))
     return 0
@@ -66,9 +75,8 @@ def prepare_command(words: list[str]) -> int:
 
 def tokenizer_command(words: list[str]) -> int:
     """`dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]`; returns the exit code. Raises UserError."""
-    doc = train_tokenizer.__doc__.partition("\n\n")[0]
     if not words or any(word in HELP for word in words):
-        say(help_text(TrainTokenizerConfig(), doc, "dtgpt tokenizer train INPUT ..."))
+        say(_with_dashes(help_text(TrainTokenizerConfig(), TRAIN_HELP, "dtgpt tokenizer train INPUT ...")))
         return 0
     if words[0] != "train":
         raise UserError(f"dtgpt tokenizer has no command {words[0]!r}; it has train, as in dtgpt tokenizer train a.txt")
@@ -136,6 +144,8 @@ def parse_config(config: Any, words: list[str]) -> Any:
             continue
         name, equals, value = word[2:].partition("=")
         name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
+        if name in flags and not equals and rest and rest[0].lower() in NEITHER:
+            raise UserError(f"{word} {rest[0]}: not one of on, off; {word} alone is on")
         values = [value] if equals else _values(rest, name in lists, name in flags)
         if name in lists:
             taken.setdefault(name, []).extend(values)
@@ -146,7 +156,15 @@ def parse_config(config: Any, words: list[str]) -> Any:
             config = replace(config, **{name: tuple(given)})
         elif name != "input":
             raise UserError(f"--{name.replace('_', '-')} needs at least one word after it")
-    return apply_overrides(config, options)
+    try:
+        return apply_overrides(config, options)
+    except UserError as error:
+        raise UserError(_with_dashes(str(error))) from None
+
+
+def _with_dashes(text: str) -> str:
+    """Names of options as they are typed here."""
+    return re.sub(r"(?<!\S)--[a-z_]+", lambda name: name[0].replace("_", "-"), text)
 
 
 def _values(rest: deque[str], several: bool, flag: bool) -> list[str]:
@@ -159,14 +177,17 @@ def _values(rest: deque[str], several: bool, flag: bool) -> list[str]:
     return values
 
 
-class _TerminatedAsExit:
-    """SIGTERM ends the process by an exception, so that partial files are removed."""
+class _SignalsAsExit:
+    """SIGTERM, and SIGHUP of a terminal that was closed, end the process by an exception, so that partial files are
+    removed. Under nohup SIGHUP stays ignored."""
 
     def __enter__(self) -> None:
-        self._former = None
+        self._former = {}
         if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, lambda number, _: sys.exit(128 + number))
 
     def __exit__(self, *_: object) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
+        for number, former in self._former.items():
+            signal.signal(number, former)

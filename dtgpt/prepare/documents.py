@@ -12,6 +12,7 @@ from dtgpt.errors import UserError
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 30  # bytes of a line, and characters of a field of CSV
 STDIN = "-"
+ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Document = dict[str, list[str]]
@@ -44,24 +45,31 @@ class Unreadable(Exception):
 
 
 def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end."""
+    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in the
+    text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
     first, held, size = 1, [], 0
     for piece in pieces:
         if first == 1 and not held:
             piece = piece.removeprefix(BYTE_ORDER_MARK)
         held.append(piece)
         size += len(piece)
-        cut = piece.rfind(b"\n") + 1
+        # A "\r" at the very end may be half of "\r\n".
+        cut = max(piece.rfind(b"\n"), piece.rfind(b"\r", 0, len(piece) - 1)) + 1
         if size >= BLOCK and cut:
             held[-1] = piece[:cut]
             data = b"".join(held)
             yield first, data
-            first += data.count(b"\n")
+            first += count_lines(data)
             held, size = [piece[cut:]], len(piece) - cut
         elif size > LONGEST:
             raise UserError(f"{source.name}, line {first} or later: longer than 1 GiB; is this file {source.kind}?")
     if size:
         yield first, b"".join(held)
+
+
+def count_lines(data: bytes) -> int:
+    """Ends of lines in `data`."""
+    return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
 
 
 def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
@@ -70,8 +78,12 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
     except UnicodeDecodeError as error:
         raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
     except (ValueError, RecursionError) as error:
+        if line.strip() in (b"{", b"["):
+            raise Unreadable(f"the file is one JSON document on several lines; {ONE_A_LINE}") from None
         column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise Unreadable(f"not JSON ({getattr(error, 'msg', error)}{column})") from None
+    if isinstance(fields, list):
+        raise Unreadable(f"a JSON array; {ONE_A_LINE}")
     if not isinstance(fields, dict):
         raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
     document = {key: _texts(fields, key) for key in keys}
@@ -91,7 +103,7 @@ def _texts(fields: dict, key: str) -> list[str]:
 
 def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
     try:
-        return {keys[0]: [line.removesuffix(b"\r").decode()]}
+        return {keys[0]: [line.decode()]}
     except UnicodeDecodeError as error:
         raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
 
@@ -101,7 +113,7 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
     try:
         return {keys[0]: [data.decode()]}
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = count_lines(data[: error.start]) + 1
         return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
 
 
@@ -115,7 +127,10 @@ def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]
             for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
         )
         reader = csv.reader(lines, strict=True)
-        header = next(reader, [])
+        try:
+            header = next(reader, [])
+        except csv.Error as error:
+            raise UserError(f"{source.name}, line 1: names of columns are no CSV ({error}); mend them") from None
         missing = [key for key in keys if key not in header]
         if missing:
             raise UserError(
@@ -142,7 +157,9 @@ def _records(source: Source, reader: Iterator[list[str]], columns: dict[str, int
                 text.isascii() or text.encode()
             yield document
         except csv.Error as error:
-            yield Broken(source.name, number, f"not CSV ({error})")
+            last = reader.line_num
+            until = f"; a quote may be missing: the record goes on to line {last}" if last > number else ""
+            yield Broken(source.name, number, f"not CSV ({error}){until}")
         except IndexError:
             yield Broken(source.name, number, f"{len(row)} columns, fewer than the header names")
         except UnicodeEncodeError:

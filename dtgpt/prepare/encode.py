@@ -6,7 +6,7 @@ import numpy as np
 
 from dtgpt.prepare.documents import Broken, Document
 from dtgpt.prepare.inputs import Lines, Parsed
-from dtgpt.tokenizers.vocabulary import Vocabulary
+from dtgpt.tokenizers.tokenizer import Vocabulary
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Lines:
     def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
         """Blank lines are no documents."""
         read = json_document if self.source.kind == "jsonl" else text_line
-        for number, line in enumerate(self.data.split(b"\n"), self.first):
+        for number, line in enumerate(self.data.splitlines(), self.first):
             if line.strip():
                 try:
                     yield read(line, keys)
@@ -153,13 +153,13 @@ def _check_readable(name: str) -> None:
 
 def _kind_of(name: str) -> str:
     path = Path(name)
-    path = path.with_suffix("") if path.suffix in SUFFIXES else path
+    path = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
     if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no name to tell
         return "jsonl"
-    if path.suffix not in KINDS:
+    if path.suffix.lower() not in KINDS:
         known = ", ".join(KINDS)
         raise UserError(f"the input {name} has none of the suffixes {known}; say what it is with --input-format")
-    return KINDS[path.suffix]
+    return KINDS[path.suffix.lower()]
 
 
 class _Pipe(io.RawIOBase):

@@ -4,70 +4,37 @@ The parent reads and cuts the inputs into blocks, workers parse and encode them,
 order of the inputs: the files are the same for any number of workers. Files appear under their names when all is done.
 """
 
+import glob
 import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 
 from dtgpt.console import say
-from dtgpt.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from dtgpt.data.indexed import IndexedWriter, idx_path, merge, token_dtype
 from dtgpt.errors import UserError
+from dtgpt.prepare.broken import BrokenLines
+from dtgpt.prepare.config import PrepareConfig
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.encode import Encoded, EncodedKey, Encoder
 from dtgpt.prepare.inputs import Source, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
-from dtgpt.tokenizers.vocabulary import Vocabulary, load_vocabulary
+from dtgpt.prepare.target import claimed
+from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.vocabulary import load_vocabulary
 
-OnOff = Literal["on", "off"]
-SHOWN = 20  # broken lines that are named one by one
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    input: tuple[str, ...] = ()  # paths, globs, or - for standard input
-    json_keys: tuple[str, ...] = ("text",)
-    merge: tuple[str, ...] = ()  # prefixes of datasets to join, instead of inputs
-    output_prefix: Annotated[str, "the dataset becomes PREFIX_KEY_document.bin and .idx"] = ""
-    tokenizer: Annotated[
-        str, "gpt2, bytes, an encoding of tiktoken, or a file: tokenizer.json, a SentencePiece .model, a trained one"
-    ] = "gpt2"
-    tokenizer_type: Annotated[
-        Literal[
-            "auto", "GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-        ],
-        "Megatron-LM's name for a kind; auto, which is enough: as the tokenizer's file says",
-    ] = "auto"  # fmt: skip
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
-    append_eod: Annotated[OnOff, "close each document with the tokenizer's end of text"] = "off"
-    prepend_bos: Annotated[OnOff, "open each text with the tokenizer's begin of text"] = "off"
-    encode_special: Annotated[OnOff, "a special token's name in a text, as <|endoftext|>, stands for it"] = "off"
-    workers: Annotated[int, "processes that encode; 0: one for each core"] = 0
-    input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
-    txt: Annotated[Literal["file", "line"], "what one document of a text is; empty lines are none"] = "file"
-    strict: Annotated[OnOff, "stop at the first broken line instead of leaving it out"] = "off"
-    overwrite: Annotated[OnOff, "replace a dataset of this name"] = "off"
-    log_interval: Annotated[int, "documents between lines of progress; 0: by time"] = 0
-
-    def validate(self) -> None:
-        """Raises UserError for what needs no file to be seen."""
-        if not self.output_prefix or self.output_prefix.endswith("/"):
-            raise UserError("the dataset needs a name; give --output-prefix, as in --output-prefix data/mine")
-        if bool(self.input) == bool(self.merge):
-            raise UserError("give either inputs, such as *.jsonl, or --merge with the prefixes of datasets to join")
-        if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
-            raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
-        if self.tokenizer_type not in ("auto", "GPT2BPETokenizer") and (self.tokenizer == "gpt2" or self.vocab_file):
-            raise UserError(f"--tokenizer-type {self.tokenizer_type} needs a file; give it as --tokenizer-model")
-        if not 0 <= self.workers <= 1024:
-            raise UserError(f"--workers {self.workers} is no number of processes; give 1 to 1024, or 0 for all cores")
+# What a type of Megatron-LM reads, beside the two files of GPT2BPETokenizer.
+SUFFIXES = {
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "SentencePieceTokenizer": "SentencePiece .model",
+    "GPTSentencePieceTokenizer": "SentencePiece .model",
+    "Llama2Tokenizer": "SentencePiece .model",
+}
 
 
 @dataclass
@@ -98,9 +65,10 @@ class Summary:
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         return (
-            f"{', '.join(map(str, self.files))}: {self.documents:,} documents ({self.empty:,} empty, {self.broken:,} "
-            f"broken lines left out), {self.tokens:,} tokens, {self.text_bytes / max(self.text_tokens, 1):.2f} bytes "
-            f"per token, longest document {self.longest:,} tokens; {self.seconds:.1f} s, {rate:.1f} MB/s"
+            f"{', '.join(map(str, self.files))}: {_counted(self.documents, 'document')} ({self.empty:,} empty, "
+            f"{_counted(self.broken, 'broken line')} left out), {_counted(self.tokens, 'token')}, "
+            f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
+            f"{_counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
         )
 
 
@@ -108,32 +76,94 @@ def prepare(config: PrepareConfig) -> Summary:
     """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`.
 
     Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
-    `strict`, nothing is left to write, the dataset exists or the disk is full; then nothing is left behind.
+    `strict`, nothing is left to write, the dataset exists, another process writes it or the disk is full; then nothing
+    is left behind.
     """
     config.validate()
+    if config.merge:
+        raise UserError("prepare takes inputs; datasets are joined by join_datasets")
     started = time.monotonic()
+    overwrite = config.overwrite == "on"
     sources = find_sources(list(config.input), config.input_format, config.txt)
     if len(config.json_keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
         raise UserError(f"a text has no keys {' '.join(config.json_keys)}; give one, as in --json-keys text")
-    vocabulary = load_vocabulary(config.tokenizer, config.vocab_file, config.merge_file)
-    encoder = make_encoder(config, vocabulary)
+    listed = None if config.broken is None else Path(config.broken)
+    if listed is not None and listed.exists() and not overwrite:
+        raise UserError(f"--broken {listed} exists already; give another file, or add --overwrite to replace it")
+    encoder = make_encoder(config, vocabulary_of(config))
     prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
-    for prefix in prefixes.values():
-        check_target(prefix, config.overwrite == "on")
     summary = Summary(list(prefixes.values()))
     with ExitStack() as stack:
+        for prefix in prefixes.values():
+            stack.enter_context(claimed(prefix, overwrite))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
         writers = {key: stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for key, prefix in prefixes.items()}
-        for block in encoded(read_blocks(sources, config.json_keys)):
-            _report(block.broken, summary.broken, config.strict == "on")
-            for key, writer in writers.items():
-                _write(writer, block.keys[key])
-            summary.add(block)
-            progress.update(summary.documents, summary.text_bytes, block.position)
-        _check_any(summary, sources)
+        with BrokenLines(listed, config.strict == "on", progress) as broken:
+            for block in encoded(read_blocks(sources, config.json_keys)):
+                broken.add(block.broken)
+                for key, writer in writers.items():
+                    _write(writer, block.keys[key])
+                summary.add(block)
+                progress.update(summary.documents, summary.text_bytes, block.position)
+        broken.summarise()
+        _check_any(summary, sources, broken.first)
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
+    """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
+    `.idx`; returns that prefix and how many they are. Raises UserError where one is missing or damaged, or their token
+    types differ; then nothing is left."""
+    config.validate()
+    prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern)]
+    target = Path(config.output_prefix)
+    with claimed(target, config.overwrite == "on"):
+        merge(prefixes, target)
+    return target, len(prefixes)
+
+
+def _datasets(pattern: str) -> list[str]:
+    """Prefixes that a prefix, the name of one of its files or a glob of these means."""
+    if not glob.has_magic(pattern) or idx_path(pattern).exists():
+        return [_without_suffix(pattern)]
+    found = sorted({_without_suffix(name) for name in glob.glob(pattern) + glob.glob(f"{pattern}.idx")})
+    found = [prefix for prefix in found if idx_path(prefix).is_file()]
+    if not found:
+        raise UserError(f"no dataset matches --merge {pattern}; check the pattern and the folder")
+    return found
+
+
+def _without_suffix(name: str) -> str:
+    return name.removesuffix(".bin").removesuffix(".idx")
+
+
+def vocabulary_of(config: PrepareConfig) -> Vocabulary:
+    """The tokenizer that is asked for. Raises UserError where it is not of the type that is named."""
+    kind = config.tokenizer_type
+    given = config.vocab_file or config.tokenizer
+    path = Path(given)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    wanted = SUFFIXES.get(kind)
+    if wanted is not None and (config.vocab_file is not None or not path.is_file()):
+        raise UserError(
+            f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
+            "--tokenizer-model (nothing is fetched from the hub)"
+        )
+    if wanted is not None and (path.suffix == ".json") != (wanted == "tokenizer.json"):
+        raise UserError(f"--tokenizer-type {kind} needs a {wanted}, but {given} is none; leave --tokenizer-type out")
+    if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
+        raise UserError(
+            f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
+        )
+    vocabulary = load_vocabulary(
+        config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer"
+    )
+    if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
+        raise UserError(f"--tokenizer-type {kind} opens texts with a begin of text, which {given} has not; "
+                        "use --tokenizer-type SentencePieceTokenizer")  # fmt: skip
+    return vocabulary
 
 
 def make_encoder(config: PrepareConfig, vocabulary: Vocabulary) -> Encoder:
@@ -147,21 +177,24 @@ def make_encoder(config: PrepareConfig, vocabulary: Vocabulary) -> Encoder:
             kind = "end" if name == "append-eod" else "begin"
             raise UserError(f"the tokenizer {vocabulary.name} names no {kind} of text; leave --{name} out")
         ids[name] = value if option == "on" else None
-    return Encoder(
-        vocabulary,
-        config.json_keys,
-        token_dtype(vocabulary.vocab_size),
-        ids["append-eod"],
-        ids["prepend-bos"],
-        config.encode_special == "on",
+    begin = ids["prepend-bos"]
+    if begin is not None and vocabulary.encode("")[:1] == [begin]:
+        begin = None  # the tokenizer itself opens texts with it
+    special = config.encode_special == "on"
+    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), ids["append-eod"], begin, special)
+
+
+def dtype_of(vocabulary: Vocabulary) -> np.dtype:
+    """As Megatron-LM chooses it, by the number of tokens; wider where ids have such holes that they would not fit."""
+    dtype = token_dtype(vocabulary.num_tokens)
+    if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
+        return dtype
+    say(
+        f"{vocabulary.name} has {vocabulary.num_tokens:,} tokens but ids up to {vocabulary.vocab_size - 1:,}: tokens "
+        "take 32 bits, where Megatron-LM would write 16 that do not hold them",
+        warning=True,
     )
-
-
-def check_target(prefix: Path, overwrite: bool) -> None:
-    """A dataset is not replaced by mistake. Raises UserError."""
-    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
-    if existing and not overwrite:
-        raise UserError(f"{existing[0]} exists already; give another --output-prefix, or add --overwrite to replace it")
+    return np.dtype("<i4")
 
 
 def _cores() -> int:
@@ -177,23 +210,17 @@ def _write(writer: IndexedWriter, encoded: EncodedKey) -> None:
         writer.end_document()
 
 
-def _report(broken: list[Broken], before: int, strict: bool) -> None:
-    """Warn of lines that were left out, the first ones by name; `before`: how many there were already."""
-    if broken and strict:
-        raise UserError(f"{broken[0]}; nothing was written: mend the line, or drop --strict to leave such lines out")
-    for number, line in enumerate(broken, before + 1):
-        if number <= SHOWN:
-            say(f"{line}; it is left out", warning=True)
-        elif number == SHOWN + 1:
-            say("more broken lines follow; they are counted", warning=True)
-
-
-def _check_any(summary: Summary, sources: list[Source]) -> None:
+def _check_any(summary: Summary, sources: list[Source], first: Broken | None) -> None:
     if summary.tokens:
         return
     names = sources[0].name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
-    if summary.broken:
-        what = f"holds no document that can be read, but {summary.broken} broken lines"
+    if first is not None:
+        what = f"holds no document that can be read, but {_counted(summary.broken, 'broken line')} ({first})"
     else:
-        what = f"holds no text, only {summary.documents} empty documents" if summary.documents else "is empty"
+        empty = f"holds no text, only {_counted(summary.documents, 'empty document')}"
+        what = empty if summary.documents else "is empty"
     raise UserError(f"{names} {what}, so nothing was written; check the input, --json-keys and --input-format")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

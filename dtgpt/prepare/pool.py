@@ -121,7 +121,8 @@ def _start() -> subprocess.Popen:
 
 def _serve() -> None:
     """The worker: reads the task, then blocks until the parent closes the pipe, and answers each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    for number in (signal.SIGINT, signal.SIGHUP):  # these reach the whole group; the parent ends its workers
+        signal.signal(number, signal.SIG_IGN)
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not garble the answers

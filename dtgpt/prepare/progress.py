@@ -22,9 +22,13 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
-        """Leaves the terminal's line empty for what comes next."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave the terminal's line empty for what comes next."""
         if self._drawn:
             self._print("\r" + " " * len(self._drawn) + "\r")
+            self._drawn = ""
 
     def update(self, documents: int, text_bytes: int, position: int) -> None:
         """After a block: documents and bytes of text so far, and the position in the inputs, in bytes on disk."""

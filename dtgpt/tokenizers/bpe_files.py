@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtgpt.errors import UserError
-from dtgpt.tokenizers.tokenizer import _letter_bytes
 
 
 class BytePairs(NamedTuple):
@@ -35,7 +34,7 @@ def read_text(path: Path) -> str:
 
 def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
     """The tokens that bytes and merges make, for tiktoken; None where it would encode some text to other ids."""
-    letters = _letter_bytes()
+    letters = letter_bytes()
     known = {token: i for token, i in ids.items() if token not in specials}
     if not all(letter in known for letter in letters):
         return None
@@ -72,3 +71,10 @@ def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
         i = ranks.index(best)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts == [left, right]
+
+
+def letter_bytes() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,130 @@
+"""A run carries its tokenizer: whatever `dtgpt prepare` took, a model is trained on it, resumed and sampled from."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiktoken
+
+from dtgpt.errors import UserError
+from dtgpt.generate import GenerateConfig, generate_from, tokenizer_of
+from dtgpt.interop.convert import ConvertConfig, convert
+from dtgpt.metrics import read_records
+from dtgpt.prepare.job import PrepareConfig, prepare
+from dtgpt.run import load_tokenizer
+from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.tokenizers.tokenizer import PATTERN, Tokenizer, Vocabulary, make_tokenizer
+from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.train import train
+from tests.prepared import write_lines
+from tests.runs import change, newest_run
+from tests.vocabularies import sentencepiece_model, tokenizer_json
+
+TEXTS = [f"the quick brown fox number {i} jumps over Grüße 🎈" for i in range(120)]
+
+
+def make(kind: str, folder: Path) -> str:
+    """A file of this kind, as `dtgpt prepare --tokenizer` takes it."""
+    if kind == "sentencepiece":
+        return str(sentencepiece_model(folder))
+    if kind == "tokenizer.json":
+        return str(tokenizer_json(folder, bos=True))
+    path = folder / "own.json"
+    make_tokenizer("bpe", TEXTS, 300).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
+def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizers_file(recipe, tmp_path, kind):
+    path = make(kind, tmp_path)
+    documents = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS])
+    prepare(PrepareConfig(
+        input=documents, tokenizer=path, output_prefix=tmp_path / "out", append_eod=True, workers=1
+    ))  # fmt: skip
+    prepared = {"path": str(tmp_path / "out_text_document"), "tokenizer": "auto", "tokenizer_file": path}
+    recipe = change(recipe, data={**prepared, "split": "90,10,0"}, model={"vocab_size": 512}, steps=4)
+    train(replace(recipe, steps=2))
+    run = newest_run(recipe)
+    train(replace(recipe, resume=str(run)))
+    known = load_vocabulary(path)
+    Path(path).unlink()
+    for folder in (run, run / "checkpoints" / "step_00000004"):
+        kept = tokenizer_of(folder, recipe.model)
+        assert type(kept) is type(known) and kept.ranks == known.ranks
+        assert kept.encode(TEXTS[0]) == known.encode(TEXTS[0])
+        assert (kept.end_of_text, kept.vocab_size) == (known.end_of_text, known.vocab_size)
+    json.loads((run / "tokenizer.json").read_text())
+    bits = [r["valid_bits_per_byte"] for r in read_records(run / "metrics.jsonl") if "valid_bits_per_byte" in r]
+    assert bits and all(0 < value < 20 for value in bits)
+    convert(run, tmp_path / "exported", ConvertConfig())
+    for model in (run, tmp_path / "exported"):
+        assert generate_from(model, GenerateConfig(prompt="the quick", tokens=3)).startswith("the quick")
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
+def test_bytes_of_tokens_are_those_that_they_spell(tmp_path, kind):
+    known = load_vocabulary(make(kind, tmp_path))
+    sizes = known.token_bytes()
+    assert sizes.shape == (known.vocab_size,) and sizes[known.end_of_text] == 0
+    blank = kind == "sentencepiece"  # which puts one before every text
+    for text in ("the quick", TEXTS[3]):
+        assert sizes[known.encode(text)].sum() == len(text.encode()) + blank
+
+
+def test_an_encoding_with_holes_survives_its_file(tmp_path):
+    ranks = {bytes([b]): b for b in range(256)} | {b"ab": 258}
+    encoding = tiktoken.Encoding(
+        "own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256, "<|x|>": 260}
+    )
+    known = Tokenizer.from_encoding(encoding)
+    known.save(tmp_path / "t.json")
+    for kept in (Vocabulary.load(tmp_path / "t.json", ""), load_vocabulary(str(tmp_path / "t.json"))):
+        assert (
+            kept.encode("abc<|x|>", special=True) == [258, 99, 260]
+            and kept.decode([258, 256, 257]) == "ab<|endoftext|>\ufffd"
+        )
+        assert (kept.vocab_size, kept.num_tokens, kept.end_of_text) == (261, 259, 256)
+        assert kept.token_bytes().tolist() == [1] * 256 + [0, 0, 2, 0, 0]
+
+
+def test_tokenizers_of_older_runs_are_read(tmp_path):
+    """Of the time before a tokenizer had special tokens of its own."""
+    saved = {"name": "bytes", "pattern": PATTERN, "ranks": ["YQ==", "Yg=="]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    kept = load_tokenizer(tmp_path)
+    assert kept.ranks == [b"a", b"b"] and (kept.end_of_text, kept.vocab_size) == (2, 3)
+    assert kept.encode("ab") == [0, 1] and kept.decode([1, 2]) == "b<|endoftext|>"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
+@pytest.mark.parametrize("wrong", [-1, 100_000])
+def test_an_id_that_a_vocabulary_does_not_know_is_named(tmp_path, kind, wrong):
+    known = load_vocabulary(make(kind, tmp_path))
+    with pytest.raises(UserError, match=rf"{wrong} is no token of .*0 to {known.vocab_size - 1}; give the tokenizer"):
+        known.decode([5, wrong])
+
+
+def test_a_tokenizer_without_end_of_text_is_refused_for_training(recipe, tmp_path):
+    path = tokenizer_json(tmp_path, end="[STOP]")
+    data = {"path": "x.bin", "tokenizer": "auto", "tokenizer_file": str(path)}
+    with pytest.raises(UserError, match=r"names no end of text.*eos_token in a tokenizer_config\.json"):
+        train(change(recipe, data=data))
+
+
+def test_two_tokenizers_for_the_same_data_are_refused(recipe):
+    data = {"path": "x.bin", "tokenizer": "gpt2", "tokenizer_file": "a.model", "vocab_file": "v", "merge_file": "m"}
+    with pytest.raises(UserError, match=r"a\.model and data\.vocab_file=v both name a tokenizer"):
+        train(change(recipe, data=data))
+
+
+@pytest.mark.parametrize("kind, package", [("sentencepiece", "sentencepiece"), ("tokenizer.json", "tokenizers")])
+def test_a_run_whose_package_is_missing_says_which(tmp_path, monkeypatch, kind, package):
+    known = load_vocabulary(make(kind, tmp_path))
+    assert isinstance(known, SentencePiece if kind == "sentencepiece" else HuggingFace)
+    (tmp_path / "run").mkdir()
+    known.save(tmp_path / "run" / "tokenizer.json")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs the package {package}, which is missing; run pip install"):
+        load_tokenizer(tmp_path / "run")
