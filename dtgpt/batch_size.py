@@ -47,6 +47,10 @@ class BatchSizes:
         i = self._piece(step)
         return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
 
+    def told(self, step: int) -> dict[str, int]:
+        """What a progress line says of `step`: its samples, where they change."""
+        return {"batch_size": self.at(step)} if len(self._sizes) > 1 else {}
+
     def _piece(self, step: int) -> int:
         return max(0, bisect_right(self._steps, step) - 1)
 

@@ -5,26 +5,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtgpt.data.dataset import Dataset, bits_per_byte
+from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.data.end_of_document import EndOfDocument
 from dtgpt.device import to_device
 from dtgpt.generate import sample_text
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.passes import Passes, whole_row
 from dtgpt.recipe import Recipe
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.tokenizers.tokenizer import Vocabulary
 
 
 @torch.no_grad()
 def held_out_loss(
-    passes: Passes, mesh: Mesh, recipe: Recipe, dataset: Dataset, ends: EndOfDocument, interrupted: Callable[[], bool]
-) -> tuple[float, float] | None:
-    """(mean loss in nats per token, bits per byte) over the fixed held-out windows, the same on every rank; None where
+    passes: Passes, mesh: Mesh, recipe: Recipe, dataset: Dataset, ends: EndOfDocument, interrupted: Callable[[], bool],
+    part: Part = "valid",
+) -> tuple[float, float] | None:  # fmt: skip
+    """(mean loss in nats per token, bits per byte) over the fixed windows of a part, the same on every rank; None where
     there are none, or when `interrupted` became true in between."""
     dp = mesh.plan.dp
     token_bytes = torch.from_numpy(dataset.tokenizer.token_bytes())
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    batches = list(dataset.held_out(recipe.model.seq_length, recipe.micro_batch_size, recipe.log.eval_samples))
+    batches = list(dataset.held_out(part, recipe.model.seq_length, recipe.micro_batch_size, recipe.log.eval_samples))
     for first in range(0, len(batches), dp):
         if interrupted():
             return None
@@ -44,7 +45,7 @@ def held_out_loss(
 
 
 def sample(
-    passes: Passes, mesh: Mesh, recipe: Recipe, tokenizer: Tokenizer, key: Tensor, interrupted: Callable[[], bool]
+    passes: Passes, mesh: Mesh, recipe: Recipe, tokenizer: Vocabulary, key: Tensor, interrupted: Callable[[], bool]
 ) -> str | None:
     """A text as `recipe.log` wants it; None where it wants none, or when `interrupted` cut it short. `key [2]`."""
     log = recipe.log

@@ -105,6 +105,8 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         f"gnorm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
     ]
+    if record.get("batch_size"):
+        parts.insert(1, f"batch {record['batch_size']}")
     if record.get("loss_scale"):
         parts.append(f"scale {record['loss_scale']:g}, {record['skipped_steps']} skipped")
     if record.get("tokens_per_second"):

@@ -24,6 +24,7 @@ class DataConfig:
         "text that Python carries",
     ] = None
     valid_path: Annotated[str | None, "prepared data for validation; path and this are then used whole"] = None
+    test_path: Annotated[str | None, "prepared data for a loss at the end; path and this are then used whole"] = None
     split: Annotated[str, "weights of the training, validation and test parts of prepared data"] = "969,30,1"
     train_samples: Annotated[
         int | None, "for how many the order of prepared data is made; none: steps x global_batch_size"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtgpt.console import say
-from dtgpt.data.dataset import Dataset, bits_per_byte
+from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.device import device_name, peak_flops, total_memory
 from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
 from dtgpt.parallel.mesh import Mesh
@@ -44,10 +44,10 @@ class Report:
         )
 
     def step(
-        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float, scaling: dict[str, float]
+        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float, more: dict[str, float]
     ) -> None:
         """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run; `memory` is
-        the largest use of any rank in GiB, `scaling` what fp16 adds."""
+        the largest use of any rank in GiB, `more` what fp16 and a batch that ramps up add."""
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -57,15 +57,15 @@ class Report:
             "tokens": tokens,
             "memory_gib": memory,
             "memory_total_gib": total_memory(self.device) / 2**30 if self.device.type == "cuda" else None,
-            **scaling,
+            **more,
             **self._rates(step, tokens),
         }
         self._write(record)
         say(progress_line(record, self.recipe.steps))
 
-    def held_out(self, step: int, loss: float, bits: float) -> None:
-        self._write({"step": step, "valid_loss": loss, "valid_bits_per_byte": bits})
-        say(f"step {step}: held out: loss {loss:.4f}  bits/byte {bits:.3f}")
+    def held_out(self, step: int, part: Part, loss: float, bits: float) -> None:
+        self._write({"step": step, f"{part}_loss": loss, f"{part}_bits_per_byte": bits})
+        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}  bits/byte {bits:.3f}")
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")

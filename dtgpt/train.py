@@ -21,7 +21,7 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
 from dtgpt.data.ahead import Ahead
-from dtgpt.data.dataset import Dataset
+from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.end_of_document import EndOfDocument, Marks
 from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
 from dtgpt.errors import UserError
@@ -163,11 +163,13 @@ class Training:
             if report_due:
                 tokens = self.samples_before(self.step) * recipe.model.seq_length
                 memory = self.mesh.max(peak_memory(self.device)[0])
-                report.step(self.step, tokens, loss, norm, self.optimizer.lr.item(), memory, self.optimizer.scaling())
+                more = self.optimizer.scaling() | self.sizes.told(self.step - 1)
+                report.step(self.step, tokens, loss, norm, self.optimizer.lr.item(), memory, more)
             with report.paused():
-                if eval_due and (losses := self.held_out_loss()):
-                    self._check_finite("held-out loss and bits/byte", *losses)
-                    report.held_out(self.step, *losses)
+                for part, wanted in (("valid", eval_due), ("test", last)):
+                    if wanted and (losses := self.held_out_loss(part)):
+                        self._check_finite("held-out loss and bits/byte", *losses)
+                        report.held_out(self.step, part, *losses)
                 if save_due:
                     self._save(checkpoints, must=last or stopping)
                 if sample_due and (text := self.sample()) is not None:
@@ -240,8 +242,9 @@ class Training:
         """Whether any process got a signal; all come to the same answer."""
         return self.mesh.any(bool(self.stop))
 
-    def held_out_loss(self) -> tuple[float, float] | None:
-        return evaluate.held_out_loss(self.passes, self.mesh, self.recipe, self.dataset, self.ends, self.interrupted)
+    def held_out_loss(self, part: Part = "valid") -> tuple[float, float] | None:
+        own = (self.passes, self.mesh, self.recipe, self.dataset, self.ends, self.interrupted)
+        return evaluate.held_out_loss(*own, part)
 
     def sample(self) -> str | None:
         key = fold(self.sample_key, self.step)

@@ -7,6 +7,7 @@ import pytest
 
 from dtgpt.batch_size import BatchSizes, batch_size
 from dtgpt.errors import UserError
+from dtgpt.metrics import read_records
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
@@ -55,6 +56,16 @@ def test_every_plan_follows_the_ramp_of_one_process(recipe, plan):
     parted = replace(recipe, plan=plan, runs=f"{recipe.runs}-{plan}")
     assert pool().run(2, train, parted) == [0, 0]
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_progress_tells_the_batch_while_it_grows(recipe, capsys):
+    train(change(recipe, log={"interval": 1}))
+    told = [r["batch_size"] for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r]
+    assert told == [4, 4, 4, 4, 8, 8, 12, 16]
+    assert "step 5/8  batch 8  loss" in capsys.readouterr().out
+    plain = change(recipe, rampup_batch_size=None, steps=1)
+    train(plain)
+    assert "batch_size" not in (newest_run(plain) / "metrics.jsonl").read_text()
 
 
 def test_the_micro_batch_does_not_matter(recipe):

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
-from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.tokenizers.tokenizer import Vocabulary, make_tokenizer
 
+Part = Literal["valid", "test"]
 CACHE_FORMAT = 1  # raise when the same settings would give other tokens
 
 
@@ -31,7 +33,7 @@ class Dataset(ABC):
     """What a run trains on and is judged by. `source`: for people; `digest`: of all that decides which tokens a sample
     has."""
 
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     source: str
     digest: str
     num_train_tokens: int
@@ -43,8 +45,9 @@ class Dataset(ABC):
         run's `key [2]` alone."""
 
     @abstractmethod
-    def held_out(self, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-        """The fixed windows for validation, int64 `[B, seq_length + 1]`, at most `max_samples` in all."""
+    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        """The fixed windows for validation or test, int64 `[B, seq_length + 1]`, at most `max_samples` in all, perhaps
+        none."""
 
     @abstractmethod
     def bytes_per_token(self) -> float:
@@ -59,7 +62,7 @@ class Dataset(ABC):
 class TextDataset(Dataset):
     """Tokens of both splits, memory-mapped, and the tokenizer that made them."""
 
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     train: np.ndarray
     valid: np.ndarray
     source: str
@@ -76,8 +79,9 @@ class TextDataset(Dataset):
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         return training_batch(self.train, key, sample_ids, seq_length)
 
-    def held_out(self, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-        return held_out_batches(self.valid, seq_length, batch_size, max_samples)
+    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        tokens = self.valid if part == "valid" else self.valid[:0]  # a text has no part for test
+        return held_out_batches(tokens, seq_length, batch_size, max_samples)
 
     def bytes_per_token(self) -> float:
         counts = np.bincount(self.train, minlength=self.tokenizer.vocab_size)
@@ -94,7 +98,7 @@ class TextDataset(Dataset):
                 )
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> None:
     """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -128,7 +132,7 @@ def load_dataset(
         made = make_tokenizer(tokenizer, train, bpe_vocab_size, *files)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
     return TextDataset(
-        tokenizer=Tokenizer.load(folder / "tokenizer.json", remedy=f"delete {folder}"),
+        tokenizer=Vocabulary.load(folder / "tokenizer.json", remedy=f"delete {folder}"),
         train=_load_tokens(folder / "train.npy"),
         valid=_load_tokens(folder / "valid.npy"),
         source=path or EMBEDDED,
@@ -142,7 +146,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
 
 
-def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
+def _write_cache(folder: Path, tokenizer: Vocabulary, train: np.ndarray, valid: np.ndarray) -> None:
     """Write beside `folder` and rename, so that a folder of that name is always whole."""
     partial = folder.with_name(f"partial-{folder.name}-{platform.node()}-{os.getpid()}")
     try:
