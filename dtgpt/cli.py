@@ -250,15 +250,9 @@ def _convert(words: list[str]) -> int:
 
 
 def _inspect(words: list[str]) -> int:
-    from dtgpt.interop.inspect import InspectConfig, inspect
-    from dtgpt.prepare.inspect import inspect_data_command, is_data
+    from dtgpt.prepare.inspect import inspect_command
 
-    if is_data(words):
-        return inspect_data_command(words)
-    taken = _paths_and_config(words, "inspect MODEL", InspectConfig, inspect.__doc__)
-    if taken:
-        say(inspect(*taken))
-    return 0
+    return inspect_command(words)
 
 
 def _paths_and_config(words: list[str], usage: str, config: Callable, doc: str) -> list | None:
@@ -272,9 +266,9 @@ def _paths_and_config(words: list[str], usage: str, config: Callable, doc: str) 
     count = len(usage.split()) - 1
     paths = words[:count]
     if len(paths) < count or any(path.startswith("-") for path in paths):
-        example = {"generate": "runs/gpt2_tiny-001 --prompt Hello", "inspect": "runs/gpt2_tiny-001"}
+        example = {"generate": "--prompt Hello", "convert": "exported --to hf"}
         command = usage.split()[0]
-        such = example.get(command, "runs/gpt2_tiny-001 exported --to hf")
+        such = f"runs/gpt2_tiny-001 {example[command]}"
         raise UserError(f"dtgpt {command} needs {usage.partition(' ')[2]}, such as dtgpt {command} {such}")
     return [*map(Path, paths), apply_overrides(config(), words[count:])]
 

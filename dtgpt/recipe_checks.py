@@ -1,9 +1,10 @@
 """What no run can be trained with, in one sentence each; a plan is checked by itself (`dtgpt.parallel.plan`)."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtgpt.data.prepared import is_prepared
+from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import split_fractions
 from dtgpt.errors import UserError
 from dtgpt.ops.attention import check_backend
@@ -26,6 +27,7 @@ NOT_NEGATIVE = (
 PATHS = (
     "data.path",
     "data.valid_path",
+    "data.test_path",
     "data.tokenizer_file",
     "data.vocab_file",
     "data.merge_file",
@@ -107,12 +109,14 @@ def _check_data(recipe: "Recipe") -> None:
         raise UserError(f"data.train_samples={data.train_samples} is not positive; use 1 or more, or leave it out")
     if is_prepared(data.path):
         return
-    for name in ("valid_path", "train_samples", "tokenizer_file"):
-        if getattr(data, name) is not None:
-            raise UserError(
-                f"data.{name} is of prepared data, which data.path={data.path} is not; make some with dtgpt "
-                "prepare, or leave it out"
-            )
+    given = [n for n in ("valid_path", "test_path", "train_samples", "tokenizer_file") if getattr(data, n) is not None]
+    if data.path is not None and not Path(data.path).exists() and (given or prefixes_near(data.path)):
+        raise no_dataset(data.path)
+    if given:
+        raise UserError(
+            f"data.{given[0]} is of prepared data, which data.path={data.path} is not; make some with dtgpt prepare, "
+            "or leave it out"
+        )
 
 
 def _check_batch(recipe: "Recipe") -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.data import token_shards
 from dtgpt.model import GPT2_124M, GPT2_345M
 from tests.ranks import pool
 
@@ -143,6 +144,19 @@ def tensor_parallel(arguments: list[str]) -> int:
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 def test_tensor_parallelism_by_hand_has_the_gradients_of_dtensor(small, dropout):
     assert pool().run(2, tensor_parallel, [*small, "--dropout", dropout]) == [0, 0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize("resident, within", [("8", True), ("1000", False)])
+def test_what_random_samples_keep_in_memory_is_bounded(monkeypatch, capsys, resident, within):
+    """Unless nothing is given back."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(token_shards, "RESIDENT", 0)  # which the script changes
+    import mapped_memory
+
+    small = ["--gib", "0.07", "--windows", "1500", "--batch", "2", "--resident_mib", resident, "--bound_mib", "32"]
+    assert call(mapped_memory.main, "mapped_memory.py", small, monkeypatch) == (0 if within else 1)
+    assert ("within 32 MiB" if within else "ABOVE 32 MiB") in capsys.readouterr().out
 
 
 def plans(arguments: list[str]) -> list[tuple]:

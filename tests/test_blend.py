@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from dtgpt.data.blend import (
     Blend,
     blend_order,
     blend_sizes,
-    exhaustive_order,
     load_blend,
     normalised,
     parse_data_path,
@@ -26,7 +24,6 @@ from tests.test_samples import FIXTURES, INDICES, corpora, digest
 
 __all__ = ["corpora"]  # a fixture
 
-CASES = 60
 ROOT = Path(__file__).parent.parent
 
 
@@ -75,51 +72,19 @@ def pairs_of(order):
     return list(zip(*(a.tolist() for a in order), strict=True))
 
 
-def random_weights(rng):
-    """Ties, thirds, and shares so small that a lane cannot guess when their turn comes."""
-    count = rng.choice([1, 2, 3, 5, 8, 20])
-    kind = rng.choice(["equal", "whole", "any", "skewed", "tiny"])
-    if kind == "tiny":
-        return [10.0 ** -rng.randrange(9) for _ in range(count)]
-    values = {"equal": lambda: 1.0, "whole": lambda: float(rng.randrange(1, 7)), "any": rng.random}
-    return [values.get(kind, lambda: rng.random() ** 6)() + 1e-9 for _ in range(count)]
-
-
-@pytest.fixture(params=["as it is", "narrow lanes", "wrong guesses"])
-def lanes(request, monkeypatch):
-    if request.param != "as it is":
-        monkeypatch.setattr(blend, "BLOCK", 700)
-        monkeypatch.setattr(blend, "LANE", 40)
-        monkeypatch.setattr(blend, "FEW", 2)
-    monkeypatch.setattr(blend, "WARM_UP", {"narrow lanes": 20, "wrong guesses": 0}.get(request.param, blend.WARM_UP))
-    if request.param == "wrong guesses":
-        guess = blend._guess
-        monkeypatch.setattr(blend, "_guess", lambda weights, first: np.roll(guess(weights, first), 1, 0))
-
-
-def test_any_order_is_that_of_the_plain_loop(lanes):
-    rng = random.Random(0)
-    for _ in range(CASES):
-        weights, size = normalised(random_weights(rng)), rng.choice([0, 1, 2, 77, 1024, 5000])
-        assert pairs_of(blend_order(weights, size)) == naive_order(weights, size)
-
-
-def test_any_exhaustive_order_is_that_of_the_plain_loop(lanes):
-    rng = random.Random(1)
-    for _ in range(CASES // 2):
-        sizes = [rng.choice([1, 3, 50, rng.randrange(1, 2000)]) for _ in range(rng.choice([1, 2, 5, 9]))]
-        order = pairs_of(exhaustive_order(sizes))
-        assert order == naive_order([size / sum(sizes) for size in sizes], sum(sizes), sizes)
-        assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
-
-
 def test_many_samples_take_lanes(monkeypatch):
-    """Were every lane computed one by one, this would take ten times as long."""
-    slow = []
-    monkeypatch.setattr(blend, "_one_by_one", lambda *arguments: slow.append(arguments))
+    """Nearly all of which begin right: were every lane computed after the one before, this would take minutes."""
+    computed, side_by_side = [], blend._side_by_side
+
+    def count(weights, limits, first, counts, order):
+        computed.append(order.size)
+        side_by_side(weights, limits, first, counts, order)
+
+    monkeypatch.setattr(blend, "_side_by_side", count)
     weights = normalised([0.31, 0.07, 0.22, 0.4, 0.013])
     order, samples = blend_order(weights, 1_000_000)
-    assert not slow and order[:3000].tolist() == [i for i, _ in naive_order(weights, 3000)]
+    assert len(computed) < 6 and sum(computed) < 1.5 * len(order)
+    assert order[:3000].tolist() == [i for i, _ in naive_order(weights, 3000)]
     counts = np.bincount(order)
     assert np.abs(counts - np.array(weights) * 1_000_000).max() < 2
     assert all((samples[order == i] == np.arange(n)).all() for i, n in enumerate(counts))
@@ -163,10 +128,23 @@ def test_what_is_no_blend_is_refused(two):
         with pytest.raises(UserError, match=sentence):
             load_blend(two, weights, "1", "train", 8, count, 3, None)
     datasets = load_blend(two, None, "1", "train", 8, None, 3, None).datasets
-    with pytest.raises(UserError, match="takes 12 samples of dataset 0, which has 11 ready; raise the surplus"):
+    with pytest.raises(UserError, match=r"takes 12 samples of .*/a, which has 11 ready; ask for more samples, or"):
         Blend(datasets, np.zeros(12, np.int16), np.arange(12))
     with pytest.raises(IndexError):
         load_blend(two, [1, 1], "1", "train", 8, 10, 3, None).windows([10])
+
+
+def test_no_samples_of_a_blend_are_not_all_of_them(two, tmp_path):
+    sizes, cache = [3, 5], tmp_path / "cache"
+    for size, count in ((None, 8), (0, 0), (None, 8), (0, 0)):
+        assert len(blend._load_order(sizes, size, cache)[0]) == count
+
+
+def test_a_dataset_without_a_whole_sample_is_named(two):
+    with pytest.raises(UserError, match=r"the train part of .*/a under the split 9,1 is shorter than one sample of 83"):
+        load_blend(two, None, "9,1", "train", 82, None, 3, None)
+    with pytest.raises(UserError, match=r"the valid part of .*/a under the split 99,1 has 0 documents .* or no weight"):
+        load_blend(two, None, "99,1", "valid", 8, None, 3, None)
 
 
 @pytest.mark.parametrize(

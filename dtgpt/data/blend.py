@@ -19,8 +19,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dtgpt.data.index_cache import cached
-from dtgpt.data.samples import Samples, check_samples, load_samples
+from dtgpt.data.index_cache import cached, check_memory
+from dtgpt.data.samples import Samples, check_samples, load_samples, part_name
 from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError
 
@@ -30,7 +30,7 @@ LANE = 512  # samples of a lane at least
 WIDTH = 20_000  # lanes x datasets: what is computed side by side
 BLOCK = 1 << 16  # samples of the order counted together
 WARM_UP = 128  # samples after which most lanes agree
-FEW = 32  # lanes that are quicker computed one by one than side by side
+FEW = 32  # lanes x datasets that are quicker computed one by one than side by side
 
 
 def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -38,7 +38,7 @@ def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float] | 
     arguments = [argument.strip() for argument in arguments]
     if not arguments:
         raise UserError("no dataset is given; give a prefix, or weights and prefixes in turns")
-    weights = [_number(argument) for argument in arguments[::2]]
+    weights = [as_weight(argument) for argument in arguments[::2]]
     if len(arguments) % 2 or all(weight is None for weight in weights):
         return arguments, None
     if None in weights:
@@ -47,7 +47,8 @@ def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float] | 
     return arguments[1::2], weights
 
 
-def _number(text: str) -> float | None:
+def as_weight(text: str) -> float | None:
+    """None where the word of a data path is no number."""
     try:
         return float(text)
     except ValueError:
@@ -62,10 +63,10 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return (values / np.sum(values)).tolist()
 
 
-def blend_sizes(weights: Sequence[float], num_samples: int, surplus: float = SURPLUS) -> tuple[list[int], list[int]]:
+def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
     """Of each dataset, by normalised weights: the samples that the blend takes, and those asked of the dataset."""
     taken = [ceil(num_samples * weight) for weight in weights]
-    return taken, [ceil(count * (1 + surplus)) for count in taken]
+    return taken, [ceil(count * (1 + SURPLUS)) for count in taken]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,54 +100,46 @@ def _greedy(weights: np.ndarray, size: int, limits: np.ndarray | None) -> np.nda
     steps = -(-size // lanes)
     order = np.empty((lanes, steps), np.int16)
     first = np.arange(lanes) * float(steps)
-    start = np.zeros((len(weights), lanes))
+    start = np.zeros((lanes, len(weights)))
     if lanes > 1:
-        start[:, 1:] = _guess(weights, first[1:] - WARM_UP)
-        _side_by_side(weights, limits, first[1:] - WARM_UP, start[:, 1:], np.empty((lanes - 1, WARM_UP), np.int16))
+        start[1:] = _guess(weights, first[1:] - WARM_UP)
+        _side_by_side(weights, limits, first[1:] - WARM_UP, start[1:], np.empty((lanes - 1, WARM_UP), np.int16))
     end = start.copy()
     wrong = np.arange(lanes)
-    while len(wrong) > FEW:
-        counts, found = start[:, wrong], np.empty((len(wrong), steps), np.int16)
+    while len(wrong) * len(weights) > FEW:
+        counts, found = start[wrong], np.empty((len(wrong), steps), np.int16)
         _side_by_side(weights, limits, first[wrong], counts, found)
-        end[:, wrong], order[wrong] = counts, found
-        wrong = 1 + np.flatnonzero((start[:, 1:] != end[:, :-1]).any(0))
-        start[:, wrong] = end[:, wrong - 1]
+        end[wrong], order[wrong] = counts, found
+        wrong = 1 + np.flatnonzero((start[1:] != end[:-1]).any(1))
+        start[wrong] = end[wrong - 1]
     for lane in range(lanes) if len(wrong) else ():
-        begin = end[:, lane - 1] if lane else start[:, 0]
-        if lane in wrong or (start[:, lane] != begin).any():
-            order[lane], end[:, lane] = _one_by_one(weights, limits, first[lane], begin, steps)
+        begin = end[lane - 1] if lane else start[0]
+        if lane in wrong or (start[lane] != begin).any():
+            order[lane], end[lane] = _one_by_one(weights, limits, first[lane], begin, steps)
     return order.reshape(-1)[:size]
 
 
 def _guess(weights: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Whole counts [datasets, lanes] near the shares of `first` samples: those rounded off most get what is left."""
-    shares = weights[:, None] * first
+    """Whole counts [lanes, datasets] near the shares of `first` samples: those rounded off most get what is left."""
+    shares = first[:, None] * weights
     counts = np.floor(shares)
-    rank = np.argsort(np.argsort(counts - shares, axis=0, kind="stable"), axis=0)
-    return counts + (rank < first - counts.sum(0))
+    rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1)
+    return counts + (rank < (first - counts.sum(1))[:, None])
 
 
 def _side_by_side(
     weights: np.ndarray, limits: np.ndarray | None, first: np.ndarray, counts: np.ndarray, order: np.ndarray
 ) -> None:
-    """The choices `order` [lanes, steps] from sample `first` [lanes] on; `counts` [datasets, lanes] goes along."""
+    """The choices `order` [lanes, steps] from sample `first` [lanes] on; `counts` [lanes, datasets] goes along."""
     lanes, steps = order.shape
-    lag, most, hit = np.empty(counts.shape), np.empty(lanes), np.empty(lanes, bool)
-    chosen = np.empty(lanes, np.int16)
+    lag, flat, begins = np.empty(counts.shape), counts.reshape(-1), np.arange(lanes) * len(weights)
     for step in range(steps):
-        np.multiply(weights[:, None], np.maximum(first + step, 1.0), out=lag)
+        np.multiply(np.maximum(first + step, 1.0)[:, None], weights, out=lag)
         np.subtract(lag, counts, out=lag)
         if limits is not None:
-            lag[counts >= limits[:, None]] = -np.inf
-        np.copyto(most, lag[0])
-        chosen.fill(0)
-        for i in range(1, len(weights)):
-            np.greater(lag[i], most, out=hit)
-            np.copyto(chosen, i, where=hit)
-            np.maximum(lag[i], most, out=most)
-        for i, count in enumerate(counts):
-            np.equal(chosen, i, out=hit)
-            np.add(count, hit, out=count)
+            lag[counts >= limits] = -np.inf
+        chosen = lag.argmax(1)  # the first of equals
+        flat[begins + chosen] += 1.0
         order[:, step] = chosen
 
 
@@ -172,11 +165,11 @@ class Blend:
         self.datasets = list(datasets)
         self.dataset_index, self.dataset_sample_index = dataset_index, dataset_sample_index
         counts = np.bincount(dataset_index, minlength=len(self.datasets))
-        for i, (dataset, count) in enumerate(zip(self.datasets, counts.tolist(), strict=True)):
+        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             if len(dataset) < count:
                 raise UserError(
-                    f"the blend takes {count} samples of dataset {i}, which has {len(dataset)} ready; raise the "
-                    f"surplus from {SURPLUS}"
+                    f"the blend takes {count} samples of {dataset.sequences.name}, which has {len(dataset)} ready; ask "
+                    "for more samples, or give weights that differ less"
                 )
 
     def __len__(self) -> int:
@@ -204,7 +197,6 @@ def load_blend(
     num_samples: int | None,
     seed: int,
     cache: Path | None,
-    surplus: float = SURPLUS,
     drop_last: bool = True,
 ) -> Samples | Blend:
     """The samples of `which` (train, valid or test) of one or several datasets.
@@ -222,7 +214,7 @@ def load_blend(
     taken, asked = None, [None] * len(sequences)
     if weights is not None:
         weights = normalised(weights)
-        taken, asked = blend_sizes(weights, num_samples, surplus)
+        taken, asked = blend_sizes(weights, num_samples)
     datasets = [
         load_samples(s, split, which, seq_length, count, seed, cache, drop_last)
         for s, count in zip(sequences, asked, strict=True)
@@ -230,17 +222,27 @@ def load_blend(
     if taken is not None:
         return Blend(datasets, *_load_order(weights, sum(taken), cache))
     sizes = [len(dataset) for dataset in datasets]
+    if 0 in sizes:
+        raise UserError(
+            f"{part_name(sequences[sizes.index(0)], split, which)} is shorter than one sample of {seq_length + 1} "
+            "tokens; leave the dataset out of the blend, give weights, or use shorter samples"
+        )
     return Blend(datasets, *_load_order(sizes, None if num_samples is None else min(num_samples, sum(sizes)), cache))
 
 
 def _load_order(weights: Sequence[float], size: int | None, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """`size` None: all samples, of which there are `weights`."""
     shares = normalised(weights)  # again, where they were: Megatron-LM does, which may change their last bit
+    count = sum(weights) if size is None else size
+    check_memory(2 * count * (2 + 8), f"a blend of {count:,} samples")  # while it is built there are two of each
 
     def build() -> dict[str, np.ndarray]:
         order = exhaustive_order(weights) if size is None else blend_order(shares, size)
         return dict(zip(("dataset", "dataset_sample"), order, strict=True))
 
-    settings = {"kind": "blend", "weights": [float(w).hex() for w in shares], "size": size or list(weights)}
+    settings = {
+        "kind": "blend", "weights": [float(w).hex() for w in shares],
+        "size": list(weights) if size is None else size,
+    }  # fmt: skip
     arrays = build() if cache is None else cached(cache, settings, build)
     return arrays["dataset"], arrays["dataset_sample"]

@@ -24,6 +24,16 @@ CONTENTS = "contents.json"
 CHUNK = 1 << 24  # bytes
 
 
+def check_memory(num_bytes: int, what: str) -> None:
+    """Raise UserError where arrays of so many bytes cannot be in this machine's memory. `what` needs them."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > total:
+        raise UserError(
+            f"{what} takes {num_bytes:,} bytes while its index is built, and this machine has "
+            f"{total:,}; ask for fewer samples"
+        )
+
+
 def cached(
     cache: Path, settings: Mapping[str, object], build: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
@@ -36,7 +46,7 @@ def cached(
         _write(folder, build())
         arrays = _load(folder)
     if arrays is None:
-        raise UserError(f"{folder} does not hold what was just written; free or change the disk, or set another cache")
+        raise UserError(f"{folder} does not hold what was just written; free or change the disk, or set DTGPT_CACHE")
     return arrays
 
 
@@ -78,8 +88,8 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         sync_folder(folder.parent)
     except OSError as error:
         raise UserError(
-            f"the index of samples cannot be cached in {folder.parent} ({error}); free space there, or set another "
-            "cache"
+            f"the index of samples cannot be cached in {folder.parent} ({error}); free space there, or set "
+            "DTGPT_CACHE to another folder"
         ) from None
     finally:
         for path in (partial, old):

@@ -12,6 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -48,7 +49,7 @@ class IndexedDataset(TokenSequences):
     int64 [D]. Raises UserError, with the byte that disagrees, where the two files are not whole and of one piece."""
 
     def __init__(self, prefix: Path | str):
-        self.prefix = Path(prefix)
+        self.prefix, self.name = Path(prefix), str(prefix)
         self._path = idx_path(prefix)
         self._index = map_file(self._path)
         self.dtype, sequences, documents = self._header()
@@ -65,18 +66,16 @@ class IndexedDataset(TokenSequences):
                 "one of them is truncated or of another dataset: copy or build both again"
             )
         self._tokens = MappedTokens(buffer, self.dtype, 0, num_bytes // self.dtype.itemsize)
-        self._digest: str | None = None
+        self.mapped = [self._tokens]
 
     @property
     def num_tokens(self) -> int:
         return len(self._tokens.array)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the .idx."""
-        if self._digest is None:
-            self._digest = hashlib.sha256(self._index).hexdigest()
-        return self._digest
+        return hashlib.sha256(self._index).hexdigest()
 
     def stored(self, begin: int, count: int) -> np.ndarray:
         """`count` tokens of the .bin from token `begin`, whatever their sequences."""

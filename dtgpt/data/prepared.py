@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.blend import Blend, load_blend, parse_data_path
-from dtgpt.data.dataset import Dataset, check_vocabulary
-from dtgpt.data.indexed import IndexedDataset, idx_path
-from dtgpt.data.samples import Samples, split_fractions
+from dtgpt.data.dataset import Dataset, Part, check_vocabulary
+from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
+from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
 from dtgpt.data.token_shards import TokenSequences, TokenShards
 from dtgpt.errors import UserError
-from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.vocabulary import load_vocabulary
 
 if TYPE_CHECKING:
     from dtgpt.recipe import DataConfig
@@ -31,10 +32,13 @@ PROBED = 256  # samples by which bytes per token are estimated
 
 
 class PreparedDataset(Dataset):
-    """Samples of a training and a validation part; `valid` None: there is none."""
+    """Samples of a part for training, and of parts for validation and test, each None where there is none."""
 
-    def __init__(self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None, source: str):
-        self.tokenizer, self.train, self.valid, self.source = tokenizer, train, valid, source
+    def __init__(
+        self, tokenizer: Vocabulary, train: Samples | Blend, valid: Samples | Blend | None,
+        test: Samples | Blend | None, source: str,
+    ):  # fmt: skip
+        self.tokenizer, self.train, self.valid, self.test, self.source = tokenizer, train, valid, test, source
         self.num_train_tokens, self.num_valid_tokens = _num_tokens(train), _num_tokens(valid) if valid else 0
         self.digest = _digest(tokenizer, train, valid)
 
@@ -50,10 +54,11 @@ class PreparedDataset(Dataset):
             )
         return windows
 
-    def held_out(self, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-        count = min(len(self.valid), max_samples) if self.valid else 0
+    def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+        samples = self.valid if part == "valid" else self.test
+        count = min(len(samples), max_samples) if samples else 0
         for first in range(0, count, batch_size):
-            yield self.valid.windows(np.arange(first, min(first + batch_size, count)))
+            yield samples.windows(np.arange(first, min(first + batch_size, count)))
 
     def bytes_per_token(self) -> float:
         ids = torch.arange(min(PROBED, len(self.train)))
@@ -70,81 +75,133 @@ def is_prepared(path: str | None) -> bool:
     if path is None:
         return False
     several = len(path.split()) > 1 and not Path(path).exists()
-    return idx_path(path).is_file() or path.endswith(".bin") or several
+    return idx_path(prefix_of(path)).is_file() or path.endswith(".bin") or several
+
+
+def prefix_of(path: str) -> str:
+    """The prefix, where `path` names its .bin or .idx; anything else as it is."""
+    stem = path[:-4] if path.endswith((".bin", ".idx")) else path
+    return path if idx_path(path).is_file() or not idx_path(stem).is_file() else stem
+
+
+def prefixes_near(path: str) -> list[str]:
+    """Datasets that `dtgpt prepare --output-prefix path` made."""
+    return [name.removesuffix(".idx") for name in sorted(glob(f"{escape(path)}_*_document.idx"))]
+
+
+def no_dataset(path: str) -> UserError:
+    """There is nothing at `path`; here is what lies near it."""
+    near = prefixes_near(path)
+    if near:
+        remedy = f"did you mean {near[0]}?"
+    elif bin_path(path).is_file():
+        remedy = f"copy or build {path}.idx again, or give {path}.bin where it is a shard of llm.c or nanoGPT"
+    else:
+        remedy = "give the prefix of a .bin and .idx, or shards .bin of llm.c or nanoGPT"
+    missing = "" if path.endswith((".bin", ".idx")) else f" (no {path}.idx)"
+    return UserError(f"there is no dataset {path}{missing}; {remedy}")
 
 
 def load_prepared(
-    data: "DataConfig", seq_length: int, train_samples: int, valid_samples: int, seed: int, cache: Path
+    data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path
 ) -> PreparedDataset:
-    """`train_samples`: of how many the order is built, as Megatron-LM's --train-samples; `valid_samples`: at most so
-    many for validation. Raises UserError where a file is missing or damaged, or a part of the split has no data."""
+    """`train_samples`: of how many the order is built, as Megatron-LM's --train-samples; `held_out_samples`: at most so
+    many for validation, and for test. Raises UserError where a file is missing or damaged, or the training or the
+    validation part of the split has no data; a test part without is left out."""
     tokenizer = tokenizer_of(data)
     opened: dict[str, TokenSequences] = {}
 
-    def samples(path: str, which: str, split: str | None, count: int) -> Samples | Blend:
-        prefixes, weights = parse_data_path([path] if idx_path(path).is_file() else shlex.split(path))
+    def samples(path: str | None, which: str, split: str | None, count: int) -> Samples | Blend | None:
+        if path is None:
+            return None
+        prefixes, weights = parse_data_path([path] if _is_one(path) else shlex.split(path))
         for prefix in prefixes:
             if prefix not in opened:
                 opened[prefix] = open_sequences(prefix, tokenizer.end_of_text)
         sequences = [opened[prefix] for prefix in prefixes]
+        if split is not None and not _is_wanted(sequences, split, which):
+            return None
         return load_blend(sequences, weights, split, which, seq_length, count, seed, cache)
 
-    whole = data.valid_path is not None  # each path is there for one part alone
-    train = samples(data.path, "train", None if whole else data.split, train_samples)
-    valid = None
-    if whole:
-        valid = samples(data.valid_path, "valid", None, valid_samples)
-    elif split_fractions(data.split)[1] is not None:
-        valid = samples(data.path, "valid", data.split, valid_samples)
-    return PreparedDataset(tokenizer, train, valid, data.path)
+    own = data.valid_path is not None or data.test_path is not None  # each path is there for one part alone
+    split, valid_path, test_path = data.split, data.path, data.path
+    if own:
+        split, valid_path, test_path = None, data.valid_path, data.test_path
+    train = samples(data.path, "train", split, train_samples)
+    valid = samples(valid_path, "valid", split, held_out_samples)
+    test = samples(test_path, "test", split, held_out_samples)
+    return PreparedDataset(tokenizer, train, valid, test, data.path)
+
+
+def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str) -> bool:
+    """Whether a part has a weight in the split; that for test, which not everybody cares for, needs some data too."""
+    if split_fractions(split)[SPLITS.index(which)] is None:
+        return which == "train"  # without which nothing goes on: an error later
+    if which != "test":
+        return True
+    parts = [s.lengths[r.start : r.stop] for s in sequences for r in [split_range(split, which, len(s))]]
+    return all(part.sum(dtype=np.int64) > 1 for part in parts)
 
 
 def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
-    """A prefix of `.bin` and `.idx`, or shards `.bin` (a glob: several). Raises UserError."""
-    if idx_path(path).is_file():
-        return IndexedDataset(path)
+    """A prefix of `.bin` and `.idx`, or one of these, or shards `.bin` (a glob: several). Raises UserError."""
+    prefix = prefix_of(path)
+    if idx_path(prefix).is_file():
+        return IndexedDataset(prefix)
     if path.endswith(".bin"):
         shards = sorted(glob(path))
         if shards:
             return TokenShards(shards, end_of_text)
-    raise UserError(
-        f"there is no dataset {path}; give the prefix of a .bin and .idx, without these, or shards of llm.c or nanoGPT"
-    )
+    raise no_dataset(path)
 
 
-def tokenizer_of(data: "DataConfig") -> Tokenizer:
+def tokenizer_of(data: "DataConfig") -> Vocabulary:
     """With which token files were prepared. Raises UserError where nothing tells."""
-    if data.tokenizer_file is not None:
-        return Tokenizer.load(Path(data.tokenizer_file), remedy="train it again with dtgpt tokenizer train")
-    if data.tokenizer in ("auto", "bpe"):
+    if data.tokenizer_file is None and data.tokenizer in ("auto", "bpe"):
         raise UserError(
             f"{data.path} holds tokens, and nothing tells of which tokenizer; use --data.tokenizer gpt2 or bytes, or "
-            "--data.tokenizer_file with what dtgpt tokenizer train wrote"
+            "--data.tokenizer_file with the file that dtgpt prepare --tokenizer took"
         )
-    return make_tokenizer(data.tokenizer, [], 0, data.vocab_file, data.merge_file)
+    if data.tokenizer_file is not None and data.vocab_file is not None:
+        raise UserError(
+            f"data.tokenizer_file={data.tokenizer_file} and data.vocab_file={data.vocab_file} both name a tokenizer; "
+            "leave one out"
+        )
+    if data.tokenizer_file is not None:
+        tokenizer = load_vocabulary(data.tokenizer_file)
+    else:
+        tokenizer = load_vocabulary(data.tokenizer, data.vocab_file, data.merge_file)
+    if tokenizer.end_of_text is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
+            'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
+        )
+    return tokenizer
 
 
-def _parts(samples: Samples | Blend) -> Sequence[Samples]:
-    return samples.datasets if isinstance(samples, Blend) else [samples]
+def _is_one(path: str) -> bool:
+    """Whether `path`, though it may hold spaces, is one dataset."""
+    return idx_path(prefix_of(path)).is_file() or Path(path).exists()
 
 
 def _num_tokens(samples: Samples | Blend) -> int:
     """Of one epoch of all datasets."""
     total = 0
-    for part in _parts(samples):
+    for part in samples.datasets:
         documents = part.index.document_index  # all of a range, in each epoch
         total += int(part.sequences.lengths[documents.min() : documents.max() + 1].sum(dtype=np.int64))
     return total
 
 
-def _digest(tokenizer: Tokenizer, *parts: Samples | Blend | None) -> str:
-    """Of all that decides which tokens a sample has: contents by their lengths, and the order."""
+def _digest(tokenizer: Vocabulary, *parts: Samples | Blend | None) -> str:
+    """Of all that decides which tokens a sample has: lengths, contents as far as they are looked at, and the order."""
     settings: list[object] = [hashlib.sha256(b"".join(tokenizer.ranks)).hexdigest()]
     for samples in filter(None, parts):
         if isinstance(samples, Blend):
             settings.append(np.bincount(samples.dataset_index[:1000]).tolist())
-        for part in _parts(samples):
-            index = part.index
+        for part in samples.datasets:
+            sequences, index = part.sequences, part.index
             beginning = [index.document_index[:64].tolist(), index.shuffle_index[:64].tolist()]
-            settings.append([part.sequences.digest, index.seq_length, len(index.document_index), beginning])
+            contents = [sequences.digest, sequences.content_digest]
+            settings.append([*contents, index.seq_length, len(index.document_index), beginning])
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dtgpt.data.index_cache import cached
+from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError
 
@@ -97,21 +97,23 @@ def build_sample_index(
     num_samples: int | None,
     seed: int,
     drop_last: bool = True,
+    part: str = "this part of the dataset",
 ) -> SampleIndex:
     """At least `num_samples` windows (None: one epoch of them) of T + 1 tokens, T = `seq_length`. `lengths [S]`: tokens
     of every sequence; `documents`: those to draw from. `drop_last=False` keeps the tokens that fill no window, as
-    Megatron-LM can for validation. Raises UserError."""
+    Megatron-LM can for validation. `part`: what an error calls these documents. Raises UserError."""
     _check(lengths, documents, seq_length, num_samples, seed)
     local = np.array(lengths[documents.start : documents.stop])  # a copy: those of a file lie unaligned
     tokens = int(local.sum(dtype=np.int64))
     if tokens < 2:
         raise UserError(
-            f"{len(documents)} documents with {tokens} tokens are no data to draw samples from; give this part of the "
-            "dataset more weight in the split, or more text"
+            f"{part} has {len(documents)} documents with {tokens} tokens, too few to draw samples from; give it more "
+            "weight in the split, or no weight where it is not for training, or more documents"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
     total = epochs.count * tokens - 1  # that have a token before them
     count = total // seq_length if drop_last else int(np.ceil(np.float32(total) / np.float32(seq_length)))
+    check_memory(epochs.count * len(documents) * (4 + 8) + count * (8 + 4 + 8), f"{part} with {count:,} samples")
     rng = np.random.RandomState(seed)
     last = 0 if epochs.samples_apart is None else 1
     parts = [_shuffled(documents, n, np.int32, rng) for n in (epochs.count - last, last) if n]
@@ -132,10 +134,6 @@ def _check(lengths: np.ndarray, documents: range, seq_length: int, num_samples: 
         raise UserError(f"num_samples={num_samples} is negative; use 0 or more, or none for one epoch")
     if len(lengths) > INT32_MAX:
         raise UserError(f"{len(lengths)} documents are too many for one dataset; split it, and blend the parts")
-    if len(documents) == 0:
-        raise UserError(
-            "this part of the dataset has no documents; give it more weight in the split, or more documents"
-        )
 
 
 def _shuffled(values: range, repeats: int, dtype: type, rng: np.random.RandomState) -> np.ndarray:
@@ -189,6 +187,7 @@ class Samples:
 
     def __init__(self, sequences: TokenSequences, index: SampleIndex):
         self.sequences, self.index = sequences, index
+        self.datasets = [self]  # as a blend has several
 
     def __len__(self) -> int:
         return len(self.index)
@@ -227,6 +226,12 @@ def _padded(tokens: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
     return filled
 
 
+def part_name(sequences: TokenSequences, split: str | None, which: str) -> str:
+    """What messages call it."""
+    under = "" if split is None else f" under the split {split}"
+    return f"the {which} part of {sequences.name}{under}"
+
+
 def load_samples(
     sequences: TokenSequences,
     split: str | None,
@@ -242,7 +247,8 @@ def load_samples(
     documents = split_range(split, which, len(sequences))
 
     def build() -> dict[str, np.ndarray]:
-        index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last)
+        part = part_name(sequences, split, which)
+        index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last, part)
         return {name: getattr(index, f"{name}_index") for name in ("document", "sample", "shuffle")}
 
     if cache is None:

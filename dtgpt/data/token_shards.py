@@ -10,7 +10,8 @@ import hashlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ LLMC_LLAMA_MAGIC = 20240801
 SCAN = 1 << 22  # tokens searched for document ends together
 RESIDENT = 1 << 28  # bytes of a mapped file that a process may hold before it gives the pages back
 TOUCH = 1 << 21  # bytes that the kernel maps around an access at most: a huge page
+PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
@@ -56,18 +58,32 @@ class MappedTokens:
         jumps = begins - (np.cumsum(counts) - counts)
         return self.array[np.repeat(jumps, counts) + np.arange(total)]
 
+    def pieces(self, most: int) -> Iterator[np.ndarray]:
+        """`most` pieces in equal distances, the first and the last among them; or all tokens, where they are fewer."""
+        count = len(self.array)
+        if count <= most * PIECE:
+            begins = range(0, count, PIECE)
+        else:
+            begins = [i * (count - PIECE) // (most - 1) for i in range(most)]
+        for begin in begins:
+            yield self.slice(begin, PIECE)
+
     def _count(self, pieces: int, tokens: int) -> None:
-        if self._touched > RESIDENT and isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        added = pieces * TOUCH + tokens * self.array.itemsize
+        if self._touched + added > RESIDENT and isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._buffer.madvise(mmap.MADV_DONTNEED)  # of a read-only file mapping: it is read again where needed
             self._touched = 0
-        self._touched += pieces * TOUCH + tokens * self.array.itemsize
+        self._touched += added
 
 
 class TokenSequences(ABC):
-    """Sequences of tokens on disk: what samples are drawn from. `lengths [S]` in tokens; `dtype` of the token ids."""
+    """Sequences of tokens on disk: what samples are drawn from. `name` in messages; `lengths [S]` in tokens; `dtype`
+    of the token ids; `mapped`: the files."""
 
+    name: str
     lengths: np.ndarray
     dtype: np.dtype
+    mapped: list[MappedTokens]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,6 +92,17 @@ class TokenSequences(ABC):
     @abstractmethod
     def digest(self) -> str:
         """Of whatever decides the order of samples."""
+
+    @cached_property
+    def content_digest(self) -> str:
+        """SHA-256 of the tokens, or, where they are many, of PIECES pieces of them: quick, however large the files are.
+        It tells other data of the same lengths, but not one changed token between two pieces."""
+        digest, most = hashlib.sha256(self.dtype.str.encode()), max(2, PIECES // len(self.mapped))
+        for tokens in self.mapped:
+            digest.update(f" {len(tokens.array)} ".encode())
+            for piece in tokens.pieces(most):
+                digest.update(piece)
+        return digest.hexdigest()
 
     @abstractmethod
     def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
@@ -106,16 +133,17 @@ class TokenShards(TokenSequences):
     def __init__(self, paths: Sequence[Path | str], eot: int | None = None):
         if not paths:
             raise UserError("no token shards are given; give at least one .bin file of llm.c or nanoGPT")
-        self.dtype = np.dtype("<u2")
+        self.dtype, self.eot = np.dtype("<u2"), eot
         self.paths = [Path(path) for path in paths]
+        self.name = f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
         shards = [_open_shard(path) for path in self.paths]
-        self._shards = [shard for shard, _ in shards]
+        self.mapped = [shard for shard, _ in shards]
         lengths = [_sequence_lengths(shard, eot, eot_first) for shard, eot_first in shards]
         self._first = np.cumsum([0, *map(len, lengths)])  # sequence with which each shard begins
         wide = np.concatenate(lengths)
         # Positions are counted through all shards; `_bases` is where each shard begins.
         self._begins = np.cumsum(wide) - wide
-        self._bases = np.cumsum([0, *(len(shard.array) for shard in self._shards)])
+        self._bases = np.cumsum([0, *(len(shard.array) for shard in self.mapped)])
         self.lengths = wide if wide.size and wide.max() > np.iinfo(np.int32).max else wide.astype(np.int32)
 
     @property
@@ -130,18 +158,18 @@ class TokenShards(TokenSequences):
     def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
         begin, count = self._bounds(i, begin, count)
         shard = int(np.searchsorted(self._first, i, side="right")) - 1
-        return self._shards[shard].slice(int(self._begins[i] - self._bases[shard]) + begin, count)
+        return self.mapped[shard].slice(int(self._begins[i] - self._bases[shard]) + begin, count)
 
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         shard_of = np.searchsorted(self._first, sequences, side="right") - 1
         places = self._begins[sequences] - self._bases[shard_of] + begins
-        if len(self._shards) == 1:
-            return self._shards[0].gather(places, counts)
+        if len(self.mapped) == 1:
+            return self.mapped[0].gather(places, counts)
         tokens = np.empty(int(counts.sum()), self.dtype)
         of_token = np.repeat(shard_of, counts)
         for shard in np.unique(shard_of):
             mine = shard_of == shard
-            tokens[of_token == shard] = self._shards[shard].gather(places[mine], counts[mine])
+            tokens[of_token == shard] = self.mapped[shard].gather(places[mine], counts[mine])
         return tokens
 
 

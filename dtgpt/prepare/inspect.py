@@ -1,81 +1,161 @@
-"""`dtgpt inspect PREFIX`: what token files hold, and digests by which two systems show that they see the same
-samples."""
+"""`dtgpt inspect`: a model (`dtgpt.interop.inspect`), or what token files hold, and digests by which two systems show
+that they see the same samples."""
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from glob import has_magic
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from dtgpt.console import say
-from dtgpt.data.blend import Blend, blend_sizes, load_blend, normalised, parse_data_path
+from dtgpt.data.blend import Blend, as_weight, blend_sizes, load_blend, normalised, parse_data_path
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.prepared import open_sequences
-from dtgpt.data.samples import Samples, count_epochs, load_samples, split_range
-from dtgpt.data.token_shards import TokenSequences
+from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
+from dtgpt.data.samples import SPLITS, Samples, count_epochs, split_range
+from dtgpt.data.token_shards import PIECE, PIECES, TokenSequences, TokenShards
 from dtgpt.errors import UserError
+from dtgpt.interop.inspect import InspectConfig, inspect
+from dtgpt.interop.llmc import MAGIC
 from dtgpt.overrides import help_text
-from dtgpt.prepare.command import HELP, parse_config
+from dtgpt.prepare.command import ALIASES, HELP, parse_config
+from dtgpt.tokenizers.tokenizer import Vocabulary
 from dtgpt.tokenizers.vocabulary import load_vocabulary
 
 HASHED = 200  # samples whose tokens go into a digest, at most
 INDICES = ("document", "sample", "shuffle")
 SHOWN = 300  # characters of a decoded sequence
-USAGE = """What token files hold: dtgpt inspect PREFIX. With --digest, as JSON, the digests of their samples in
-Megatron-LM's order; of a blend: dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest ..."""
+MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # how a .bin of llm.c and one of PyTorch begin
+USAGE = """What a path holds. It may be
+
+  a model: a run, a checkpoint, or what another library wrote (dtgpt inspect MODEL [--tensors on]); each file of a
+    checkpoint is verified
+  token files: PREFIX of a .bin and .idx, or shards .bin of llm.c or nanoGPT (several: a glob in quotes); with --digest,
+    as JSON, the digests of their samples in Megatron-LM's order, and of a blend:
+    dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N ...
+
+Options may be anywhere; all but --tensors are of token files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectDataConfig:
     input: tuple[str, ...] = ()  # prefixes, or weights and prefixes in turns
-    digest: Annotated[Literal["on", "off"], "digests of the samples, as JSON"] = "off"
     split: Annotated[str, "weights of training, validation and test"] = "969,30,1"
-    subset: Annotated[Literal["train", "valid", "test"], "part of the split"] = "train"
-    seq_length: Annotated[int, "tokens of a sample"] = 1024
-    num_samples: Annotated[int | None, "samples that are asked for; none: one epoch"] = None
-    seed: Annotated[int, "of the order"] = 1234
-    tokenizer: Annotated[str | None, "shows text: as dtgpt prepare takes it; none: ids"] = None
+    tokenizer: Annotated[str | None, "decodes, tells documents of shards apart; as dtgpt prepare takes it"] = None
     vocab_file: Annotated[str | None, "vocab.json, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    eot: Annotated[int | None, "of shards: the token between documents; none: that of the tokenizer"] = None
     samples: Annotated[int, "sequences to show"] = 2
+    digest: Annotated[Literal["on", "off"], "digests of the samples, as JSON"] = "off"
+    subset: Annotated[Literal["train", "valid", "test"], "with --digest: part of the split"] = "train"
+    seq_length: Annotated[int, "with --digest: tokens of a sample"] = 1024
+    num_samples: Annotated[int | None, "with --digest: samples that are asked for; none: one epoch"] = None
+    seed: Annotated[int, "with --digest: of the order"] = 1234
 
 
-def is_data(words: list[str]) -> bool:
-    """Whether the words of `dtgpt inspect` mean token files, and not a model."""
-    first = words[0] if words else ""
-    number = first.replace(".", "", 1).isdecimal()
-    return number or idx_path(first).is_file() or (first.endswith(".bin") and "--digest" in words)
+@dataclass(frozen=True, kw_only=True)
+class InspectWords(InspectDataConfig, InspectConfig):
+    """The options of both, among which the words of the command line are looked up."""
 
 
-def inspect_data_command(words: list[str]) -> int:
-    """`dtgpt inspect` of token files; returns the exit code. Raises UserError."""
+def inspect_command(words: list[str]) -> int:
+    """`dtgpt inspect` of a model or of token files; returns the exit code. Raises UserError."""
     if any(word in HELP for word in words):
-        say(help_text(InspectDataConfig(), USAGE, "dtgpt inspect PREFIX"))
+        say(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL, or PREFIX"))
         return 0
-    config = parse_config(InspectDataConfig(), words)
-    prefixes, weights = parse_data_path(config.input)
-    opened = [open_sequences(prefix, None) for prefix in prefixes]
-    if config.digest == "on":
-        say(json.dumps(digests(opened, weights, config), indent=1))
-        return 0
-    for prefix, sequences in zip(prefixes, opened, strict=True):
-        say("\n".join([*_statistics(prefix, sequences), *_beginnings(sequences, config)]))
+    config = parse_config(InspectWords(), words)
+    names = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
+    options = {ALIASES.get(name, name) for name in names}
+    if is_data(config.input, options):
+        _inspect_data(config, options)
+    elif len(config.input) == 1:
+        say(inspect(Path(config.input[0]), InspectConfig(tensors=config.tensors)))
+    else:
+        raise UserError(
+            f"dtgpt inspect needs MODEL or PREFIX, one path and not {' '.join(config.input) or 'none'}, such as dtgpt "
+            "inspect runs/gpt2_tiny-001; --tensors takes on, off or no word"
+        )
     return 0
 
 
-def digests(sequences: list[TokenSequences], weights: list[float] | None, config: InspectDataConfig) -> dict[str, Any]:
-    """Facts of the samples; each hash is the SHA-256 of little-endian int64 values."""
+def is_data(inputs: Sequence[str], options: set[str]) -> bool:
+    """Whether the words of `dtgpt inspect` mean token files, and not a model: by one of the words, by weights, or by an
+    option that only they have."""
+    weighted = len(inputs) > 1 and any(as_weight(word) is not None for word in inputs)
+    of_data = options & {f.name for f in fields(InspectDataConfig)}
+    return bool(of_data) or weighted or any(map(_means_tokens, inputs))
+
+
+def _means_tokens(word: str) -> bool:
+    if idx_path(prefix_of(word)).is_file():
+        return True
+    path = Path(word)
+    if path.exists():
+        return path.suffix == ".bin" and not path.is_dir() and not _begins_as_model(path)
+    return word.endswith((".bin", ".idx")) or has_magic(word) or bin_path(word).is_file() or bool(prefixes_near(word))
+
+
+def _begins_as_model(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) in MODELS
+
+
+def _inspect_data(config: InspectWords, options: set[str]) -> None:
+    prefixes, weights = parse_data_path(config.input)
+    alone = {"samples"} if config.digest == "on" else {"subset", "seq_length", "num_samples", "seed"}
+    why = "is not for --digest" if config.digest == "on" else "is for --digest, which is not given"
+    _refuse(options & alone, why)
+    _refuse(options & {"tensors"}, f"is for models, and {prefixes[0]} is token files")
+    if config.samples < 0:
+        raise UserError(f"--samples {config.samples} is negative; use 0 or more")
+    if config.eot is not None and not 0 <= config.eot < 1 << 16:
+        raise UserError(f"--eot {config.eot} is no token of shards, which have 16 bits; use 0 to 65535")
+    vocabulary = None
+    if config.tokenizer is not None or config.vocab_file is not None or config.merge_file is not None:
+        vocabulary = load_vocabulary(config.tokenizer or "gpt2", config.vocab_file, config.merge_file)
+    eot = config.eot if config.eot is not None or vocabulary is None else vocabulary.end_of_text
+    opened = [open_sequences(prefix, eot) for prefix in prefixes]
+    shards = [sequences for sequences in opened if isinstance(sequences, TokenShards)]
+    if not shards:
+        _refuse(options & {"eot"}, f"is for shards, and {prefixes[0]} has an .idx")
+    if config.digest == "on":
+        if shards and eot is None:
+            raise UserError(
+                f"{shards[0].name} has no .idx, and nothing tells which token stands between documents, on which the "
+                "order of samples depends; add --tokenizer gpt2 or --eot ID"
+            )
+        say(json.dumps(digests(opened, weights, config, vocabulary), indent=1))
+        return
+    shares = [None] * len(opened) if weights is None else normalised(weights)
+    for sequences, share in zip(opened, shares, strict=True):
+        say("\n".join([*_statistics(sequences, share, config.split), *_beginnings(sequences, config, vocabulary)]))
+
+
+def _refuse(options: set[str], why: str) -> None:
+    if options:
+        raise UserError(f"--{min(options).replace('_', '-')} {why}; leave it out")
+
+
+def digests(
+    sequences: list[TokenSequences],
+    weights: list[float] | None,
+    config: InspectDataConfig,
+    vocabulary: Vocabulary | None = None,
+) -> dict[str, Any]:
+    """Facts of the samples; each hash is the SHA-256 of little-endian int64 values. Raises UserError, also where tokens
+    that are looked at are not of the `vocabulary`."""
     asked = config.num_samples
-    if len(sequences) == 1 and weights is None:
-        only = sequences[0]
-        made = load_samples(only, config.split, config.subset, config.seq_length, asked, config.seed, None)
-        return _of_one(only, made, config) | _of_index(made) | _first(made) | _of_windows(made)
     blend = load_blend(
         sequences, weights, config.split, config.subset, config.seq_length, asked, config.seed, cache=None
     )
+    windows = blend.windows(np.arange(min(len(blend), HASHED))).numpy()
+    if vocabulary is not None:
+        check_ids(windows, vocabulary, sequences[0].name if len(sequences) == 1 else "the blend")
     if not isinstance(blend, Blend):
-        return _of_index(blend) | _of_windows(blend)
+        return _of_one(sequences[0], blend, config) | _of_index(blend) | _first(blend) | _of_windows(windows)
     requested = [None] * len(sequences) if weights is None else blend_sizes(normalised(weights), asked)[1]
     pairs = np.stack([blend.dataset_index.astype(np.int64), blend.dataset_sample_index], axis=1)
     return {
@@ -86,7 +166,7 @@ def digests(sequences: list[TokenSequences], weights: list[float] | None, config
         ],
         "pairs_first_200": pairs[:200].tolist(),
         "pairs_sha256": _sha256(pairs),
-        **_of_windows(blend),
+        **_of_windows(windows),
     }
 
 
@@ -118,11 +198,9 @@ def _first(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _of_windows(samples: Samples | Blend) -> dict[str, Any]:
-    count = min(len(samples), HASHED)
-    windows = samples.windows(np.arange(count)).numpy()
+def _of_windows(windows: np.ndarray) -> dict[str, Any]:
     return {
-        "windows_hashed": count,
+        "windows_hashed": len(windows),
         "windows_sha256": _sha256(windows),
         "first_3_windows_first_8_tokens": windows[:3, :8].tolist(),
     }
@@ -132,30 +210,52 @@ def _sha256(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(values, "<i8").tobytes()).hexdigest()
 
 
-def _statistics(prefix: str, sequences: TokenSequences) -> list[str]:
+def _statistics(sequences: TokenSequences, share: float | None, split: str) -> list[str]:
     lengths = np.asarray(sequences.lengths)
     total, count = int(lengths.sum(dtype=np.int64)), len(lengths)
-    lines = [f"{prefix}: {total:,} tokens ({sequences.dtype}) in {count:,} sequences"]
-    if isinstance(sequences, IndexedDataset):
-        size = bin_path(prefix).stat().st_size + idx_path(prefix).stat().st_size
-        lines[0] += f", {len(sequences.documents) - 1:,} documents; .bin and .idx {size / 2**20:,.1f} MiB"
+    lines = [f"{sequences.name}: {total:,} tokens ({sequences.dtype}) in {count:,} sequences, {_files(sequences)}"]
+    lines += [f"  {share:.4g} of the samples of the blend"] if share is not None else []
     if count:
         middle = f"median {int(np.median(lengths)):,}, mean {total / count:,.1f}"
         empty = int((lengths == 0).sum())
         lines.append(f"  tokens of a sequence: {lengths.min():,} to {lengths.max():,}, {middle}; {empty:,} are empty")
-    lines.append(f"  digest {sequences.digest}")
+    parts = {which: split_range(split, which, count) for which in SPLITS}
+    sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
+    told = [f"{which} {len(parts[which]):,} sequences, {sums[which]:,} tokens" for which in SPLITS]
+    lines.append(f"  split {split}: {'; '.join(told)}")
+    whole = total <= PIECE * max(2, PIECES // len(sequences.mapped))
+    lines.append(f"  digest of the lengths {sequences.digest}")
+    lines.append(f"  digest of the tokens{'' if whole else ', of pieces of them'} {sequences.content_digest}")
     return lines
 
 
-def _beginnings(sequences: TokenSequences, config: InspectDataConfig) -> list[str]:
-    if config.samples < 0:
-        raise UserError(f"samples={config.samples} is negative; use 0 or more")
-    vocabulary = None
-    if config.tokenizer is not None or config.vocab_file is not None:
-        vocabulary = load_vocabulary(config.tokenizer or "gpt2", config.vocab_file, config.merge_file)
+def _files(sequences: TokenSequences) -> str:
+    if isinstance(sequences, IndexedDataset):
+        size = sum(path(sequences.prefix).stat().st_size for path in (bin_path, idx_path))
+        return f"{len(sequences.documents) - 1:,} documents; .bin and .idx {size / 2**20:,.1f} MiB"
+    size = sum(path.stat().st_size for path in sequences.paths)
+    told = "" if sequences.eot is not None else "; documents not told apart, for which --tokenizer or --eot is needed"
+    return f"{len(sequences.paths):,} shards of {size / 2**20:,.1f} MiB{told}"
+
+
+def _beginnings(sequences: TokenSequences, config: InspectDataConfig, vocabulary: Vocabulary | None) -> list[str]:
     lines = []
     for i in range(min(config.samples, len(sequences))):
         tokens = sequences.window(i, 0, min(SHOWN, int(sequences.lengths[i])))
-        shown = repr(vocabulary.decode(tokens)[:SHOWN]) if vocabulary else " ".join(map(str, tokens[:40].tolist()))
+        if vocabulary is None:
+            shown = " ".join(map(str, tokens[:40].tolist()))
+        else:
+            check_ids(tokens, vocabulary, sequences.name)
+            shown = repr(vocabulary.decode(tokens)[:SHOWN])
         lines.append(f"  sequence {i}: {shown}")
     return lines
+
+
+def check_ids(tokens: np.ndarray, vocabulary: Vocabulary, name: str) -> None:
+    """Raise UserError where `tokens`, of any shape, are not all of the vocabulary. `name` of what holds them."""
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary.vocab_size)]
+    if wrong.size:
+        raise UserError(
+            f"{name} holds token {wrong[0]}, but the tokenizer {vocabulary.name} has {vocabulary.vocab_size} tokens; "
+            "give the tokenizer that the data were prepared with"
+        )
