@@ -12,7 +12,7 @@ from dtgpt.generate import sample_text
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.passes import Passes, whole_row
 from dtgpt.recipe import Recipe
-from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def held_out_loss(
 
 
 def sample(
-    passes: Passes, mesh: Mesh, recipe: Recipe, tokenizer: Vocabulary, key: Tensor, interrupted: Callable[[], bool]
+    passes: Passes, mesh: Mesh, recipe: Recipe, tokenizer: Tokenizer, key: Tensor, interrupted: Callable[[], bool]
 ) -> str | None:
     """A text as `recipe.log` wants it; None where it wants none, or when `interrupted` cut it short. `key [2]`."""
     log = recipe.log

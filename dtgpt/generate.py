@@ -16,7 +16,8 @@ from dtgpt.interop.source import load_model
 from dtgpt.model import GPT, GPT2_124M, GPTConfig
 from dtgpt.ops.random import root_key, uniform
 from dtgpt.run import load_tokenizer
-from dtgpt.tokenizers.tokenizer import Vocabulary, make_tokenizer
+from dtgpt.tokenizers.open import make_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
 
@@ -70,7 +71,7 @@ def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
 
 
 def sample_text(
-    logits_at: LogitsAt, config: GPTConfig, tokenizer: Vocabulary, prompt: str, new_tokens: int, key: Tensor,
+    logits_at: LogitsAt, config: GPTConfig, tokenizer: Tokenizer, prompt: str, new_tokens: int, key: Tensor,
     temperature: float, top_k: int, interrupted: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
     """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
@@ -110,7 +111,7 @@ def generate_from(path: Path, config: GenerateConfig) -> str:
     return sample_text(logits_of(model), model.config, tokenizer, config.prompt, key=key, **length)
 
 
-def tokenizer_of(path: Path, config: GPTConfig) -> Vocabulary:
+def tokenizer_of(path: Path, config: GPTConfig) -> Tokenizer:
     """That of the run to which a path belongs; GPT-2's own for a model of another library with as many tokens."""
     if run := run_of(path):
         return load_tokenizer(run)

@@ -34,7 +34,7 @@ class DataConfig:
         Literal["auto", "gpt2", "bpe", "bytes"],
         "auto: gpt2 for a path where the model has its 50257 tokens, else a bpe trained on the text",
     ] = "auto"
-    tokenizer_file: Annotated[str | None, "of prepared data: what dtgpt tokenizer train wrote"] = None
+    tokenizer_file: Annotated[str | None, "of prepared data: what prepare --tokenizer took"] = None
     vocab_file: Annotated[str | None, "vocab.json for gpt2, with merge_file; none: as tiktoken carries it"] = None
     merge_file: Annotated[str | None, "merges.txt for gpt2, with vocab_file"] = None
     bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024

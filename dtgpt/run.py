@@ -25,7 +25,8 @@ from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 from dtgpt.storage import write_json
-from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.open import read_saved
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 ABSENT = object()
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
@@ -115,9 +116,9 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     return changes
 
 
-def load_tokenizer(folder: Path) -> Vocabulary:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that the run was trained with."""
-    return Vocabulary.load(folder / "tokenizer.json", remedy="copy it from another run on the same data")
+    return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")
 
 
 def describe_run(folder: Path, recipe: Recipe, mesh: Mesh, data: dict[str, Any]) -> None:

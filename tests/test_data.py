@@ -10,7 +10,8 @@ from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training
 from dtgpt.data.text import read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold, root_key
-from dtgpt.tokenizers.tokenizer import PATTERN, Tokenizer, make_tokenizer
+from dtgpt.tokenizers.byte_level import PATTERN
+from dtgpt.tokenizers.open import make_tokenizer, read_saved
 
 UNICODE = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces <|endoftext|> '’ don't\n\n\n"
 KEY = fold(root_key(1), "data")
@@ -94,7 +95,7 @@ def test_any_text_survives_a_tokenizer_and_its_file(tmp_path, kind, size):
     tokenizer = make_tokenizer(kind, ["some text to learn merges from, some more text\n" * 20, UNICODE], 300)
     assert tokenizer.vocab_size == size or (kind == "bpe" and tokenizer.vocab_size <= 300)
     tokenizer.save(tmp_path / "t.json")
-    again = Tokenizer.load(tmp_path / "t.json", "")
+    again = read_saved(tmp_path / "t.json", "")
     ids = tokenizer.encode(UNICODE)
     assert again.decode(ids) == UNICODE and again.encode(UNICODE) == ids
     assert tokenizer.end_of_text not in ids  # the special token's spelling inside a text is text

@@ -4,7 +4,7 @@ import torch
 from dtgpt.generate import choose, generate, logits_of, sample_text
 from dtgpt.model import GPTConfig, build_model
 from dtgpt.ops.random import fold, root_key
-from dtgpt.tokenizers.tokenizer import make_tokenizer
+from dtgpt.tokenizers.open import make_tokenizer
 
 CONFIG = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
 KEY = root_key(4)

@@ -15,7 +15,7 @@ from dtgpt.interop.source import load_model
 from dtgpt.model import GPT2_124M
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.names import parse_plan
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.tokenizers.byte_level import ByteLevel
 from dtgpt.train import train
 from tests import bodies_inference as bodies
 from tests.ranks import pool
@@ -234,7 +234,7 @@ def test_a_run_and_its_checkpoints_have_the_tokenizer_of_the_run(recipe):
 
 
 def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(folder, monkeypatch):
-    gpt2, made = Tokenizer("gpt2", "x", [b"x"]), []
+    gpt2, made = ByteLevel("gpt2", "x", [b"x"]), []
     monkeypatch.setattr("dtgpt.generate.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
     assert tokenizer_of(folder, GPT2_124M) is gpt2 and made == ["gpt2"]
 

@@ -10,7 +10,7 @@ from dtgpt.errors import UserError
 from dtgpt.prepare.command import TrainTokenizerConfig, _SignalsAsExit, parse_config, prepare_command, tokenizer_command
 from dtgpt.prepare.job import PrepareConfig
 from dtgpt.prepare.progress import Progress, duration
-from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.tokenizers.open import open_tokenizer
 from tests.prepared import leftovers, run, words_of, write_lines
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "in.jsonl", [{"text": f"number {i} of many numbers"} for i in range(300)])
     assert tokenizer_command(["train", "in.jsonl", "--vocab-size", "300", "--output", "own.json"]) == 0
-    assert load_vocabulary("own.json").vocab_size == 300
+    assert open_tokenizer("own.json").vocab_size == 300
     words = ["in.jsonl", "--tokenizer", "own.json", "--output-prefix", "out", "--workers", "1", "--append-eod"]
     assert prepare_command(words) == 0
     assert "300 documents" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
-from dtgpt.tokenizers.tokenizer import make_tokenizer
+from dtgpt.tokenizers.open import make_tokenizer
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training

@@ -14,9 +14,9 @@ from dtgpt.interop.convert import ConvertConfig, convert
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, prepare
 from dtgpt.run import load_tokenizer
+from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.tokenizer import PATTERN, Tokenizer, Vocabulary, make_tokenizer
-from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.train import train
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
@@ -48,7 +48,7 @@ def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizer
     train(replace(recipe, steps=2))
     run = newest_run(recipe)
     train(replace(recipe, resume=str(run)))
-    known = load_vocabulary(path)
+    known = open_tokenizer(path)
     Path(path).unlink()
     for folder in (run, run / "checkpoints" / "step_00000004"):
         kept = tokenizer_of(folder, recipe.model)
@@ -65,7 +65,7 @@ def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizer
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
 def test_bytes_of_tokens_are_those_that_they_spell(tmp_path, kind):
-    known = load_vocabulary(make(kind, tmp_path))
+    known = open_tokenizer(make(kind, tmp_path))
     sizes = known.token_bytes()
     assert sizes.shape == (known.vocab_size,) and sizes[known.end_of_text] == 0
     blank = kind == "sentencepiece"  # which puts one before every text
@@ -78,9 +78,9 @@ def test_an_encoding_with_holes_survives_its_file(tmp_path):
     encoding = tiktoken.Encoding(
         "own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256, "<|x|>": 260}
     )
-    known = Tokenizer.from_encoding(encoding)
+    known = ByteLevel.from_encoding(encoding)
     known.save(tmp_path / "t.json")
-    for kept in (Vocabulary.load(tmp_path / "t.json", ""), load_vocabulary(str(tmp_path / "t.json"))):
+    for kept in (read_saved(tmp_path / "t.json", ""), open_tokenizer(str(tmp_path / "t.json"))):
         assert (
             kept.encode("abc<|x|>", special=True) == [258, 99, 260]
             and kept.decode([258, 256, 257]) == "ab<|endoftext|>\ufffd"
@@ -101,7 +101,7 @@ def test_tokenizers_of_older_runs_are_read(tmp_path):
 @pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
 @pytest.mark.parametrize("wrong", [-1, 100_000])
 def test_an_id_that_a_vocabulary_does_not_know_is_named(tmp_path, kind, wrong):
-    known = load_vocabulary(make(kind, tmp_path))
+    known = open_tokenizer(make(kind, tmp_path))
     with pytest.raises(UserError, match=rf"{wrong} is no token of .*0 to {known.vocab_size - 1}; give the tokenizer"):
         known.decode([5, wrong])
 
@@ -121,7 +121,7 @@ def test_two_tokenizers_for_the_same_data_are_refused(recipe):
 
 @pytest.mark.parametrize("kind, package", [("sentencepiece", "sentencepiece"), ("tokenizer.json", "tokenizers")])
 def test_a_run_whose_package_is_missing_says_which(tmp_path, monkeypatch, kind, package):
-    known = load_vocabulary(make(kind, tmp_path))
+    known = open_tokenizer(make(kind, tmp_path))
     assert isinstance(known, SentencePiece if kind == "sentencepiece" else HuggingFace)
     (tmp_path / "run").mkdir()
     known.save(tmp_path / "run" / "tokenizer.json")

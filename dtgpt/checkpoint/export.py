@@ -13,10 +13,10 @@ from dtgpt.errors import UserError
 from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.run import package_versions
 from dtgpt.storage import new_folder
-from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
-def save_weights(source: Source, folder: Path, origin: str, tokenizer: Vocabulary | None = None) -> None:
+def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
     """Write the weights of `source` as the checkpoint `folder`, whose memory is that of one file at a time. `origin`:
     where they came from, for its reader. Raises UserError where the folder exists."""
     if folder.exists() or folder.is_symlink():

@@ -23,7 +23,8 @@ from torch import Tensor
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
-from dtgpt.tokenizers.tokenizer import Vocabulary, make_tokenizer
+from dtgpt.tokenizers.open import make_tokenizer, read_saved
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 1  # raise when the same settings would give other tokens
@@ -33,7 +34,7 @@ class Dataset(ABC):
     """What a run trains on and is judged by. `source`: for people; `digest`: of all that decides which tokens a sample
     has."""
 
-    tokenizer: Vocabulary
+    tokenizer: Tokenizer
     source: str
     digest: str
     num_train_tokens: int
@@ -62,7 +63,7 @@ class Dataset(ABC):
 class TextDataset(Dataset):
     """Tokens of both splits, memory-mapped, and the tokenizer that made them."""
 
-    tokenizer: Vocabulary
+    tokenizer: Tokenizer
     train: np.ndarray
     valid: np.ndarray
     source: str
@@ -98,7 +99,7 @@ class TextDataset(Dataset):
                 )
 
 
-def check_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -132,7 +133,7 @@ def load_dataset(
         made = make_tokenizer(tokenizer, train, bpe_vocab_size, *files)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
     return TextDataset(
-        tokenizer=Vocabulary.load(folder / "tokenizer.json", remedy=f"delete {folder}"),
+        tokenizer=read_saved(folder / "tokenizer.json", remedy=f"delete {folder}"),
         train=_load_tokens(folder / "train.npy"),
         valid=_load_tokens(folder / "valid.npy"),
         source=path or EMBEDDED,
@@ -146,7 +147,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
 
 
-def _write_cache(folder: Path, tokenizer: Vocabulary, train: np.ndarray, valid: np.ndarray) -> None:
+def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
     """Write beside `folder` and rename, so that a folder of that name is always whole."""
     partial = folder.with_name(f"partial-{folder.name}-{platform.node()}-{os.getpid()}")
     try:

@@ -22,8 +22,8 @@ from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
 from dtgpt.data.token_shards import TokenSequences, TokenShards
 from dtgpt.errors import UserError
-from dtgpt.tokenizers.tokenizer import Vocabulary
-from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dtgpt.recipe import DataConfig
@@ -35,7 +35,7 @@ class PreparedDataset(Dataset):
     """Samples of a part for training, and of parts for validation and test, each None where there is none."""
 
     def __init__(
-        self, tokenizer: Vocabulary, train: Samples | Blend, valid: Samples | Blend | None,
+        self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None,
         test: Samples | Blend | None, source: str,
     ):  # fmt: skip
         self.tokenizer, self.train, self.valid, self.test, self.source = tokenizer, train, valid, test, source
@@ -155,7 +155,7 @@ def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
     raise no_dataset(path)
 
 
-def tokenizer_of(data: "DataConfig") -> Vocabulary:
+def tokenizer_of(data: "DataConfig") -> Tokenizer:
     """With which token files were prepared. Raises UserError where nothing tells."""
     if data.tokenizer_file is None and data.tokenizer in ("auto", "bpe"):
         raise UserError(
@@ -168,9 +168,9 @@ def tokenizer_of(data: "DataConfig") -> Vocabulary:
             "leave one out"
         )
     if data.tokenizer_file is not None:
-        tokenizer = load_vocabulary(data.tokenizer_file)
+        tokenizer = open_tokenizer(data.tokenizer_file)
     else:
-        tokenizer = load_vocabulary(data.tokenizer, data.vocab_file, data.merge_file)
+        tokenizer = open_tokenizer(data.tokenizer, data.vocab_file, data.merge_file)
     if tokenizer.end_of_text is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
@@ -193,7 +193,7 @@ def _num_tokens(samples: Samples | Blend) -> int:
     return total
 
 
-def _digest(tokenizer: Vocabulary, *parts: Samples | Blend | None) -> str:
+def _digest(tokenizer: Tokenizer, *parts: Samples | Blend | None) -> str:
     """Of all that decides which tokens a sample has: lengths, contents as far as they are looked at, and the order."""
     settings: list[object] = [hashlib.sha256(b"".join(tokenizer.ranks)).hexdigest()]
     for samples in filter(None, parts):

@@ -17,7 +17,8 @@ from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.inputs import find_sources, read_blocks
 from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.prepare.megatron_options import refuse
-from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from dtgpt.tokenizers.open import make_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
 from dtgpt.tokenizers.training import SMALLEST
 
 HELP = ("-h", "--help")

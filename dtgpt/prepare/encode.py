@@ -6,7 +6,7 @@ import numpy as np
 
 from dtgpt.prepare.documents import Broken, Document
 from dtgpt.prepare.inputs import Lines, Parsed
-from dtgpt.tokenizers.tokenizer import Vocabulary
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Encoder:
     """`block -> Encoded`, to be pickled into workers. `end` and `begin`: the ids that close each document that has
     tokens, and open each of its sequences; None: nothing is added."""
 
-    vocabulary: Vocabulary
+    vocabulary: Tokenizer
     keys: tuple[str, ...]
     dtype: np.dtype
     end: int | None = None

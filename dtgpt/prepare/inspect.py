@@ -22,8 +22,8 @@ from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.llmc import MAGIC
 from dtgpt.overrides import help_text
 from dtgpt.prepare.command import ALIASES, HELP, parse_config
-from dtgpt.tokenizers.tokenizer import Vocabulary
-from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 HASHED = 200  # samples whose tokens go into a digest, at most
 INDICES = ("document", "sample", "shuffle")
@@ -115,7 +115,7 @@ def _inspect_data(config: InspectWords, options: set[str]) -> None:
         raise UserError(f"--eot {config.eot} is no token of shards, which have 16 bits; use 0 to 65535")
     vocabulary = None
     if config.tokenizer is not None or config.vocab_file is not None or config.merge_file is not None:
-        vocabulary = load_vocabulary(config.tokenizer or "gpt2", config.vocab_file, config.merge_file)
+        vocabulary = open_tokenizer(config.tokenizer or "gpt2", config.vocab_file, config.merge_file)
     eot = config.eot if config.eot is not None or vocabulary is None else vocabulary.end_of_text
     opened = [open_sequences(prefix, eot) for prefix in prefixes]
     shards = [sequences for sequences in opened if isinstance(sequences, TokenShards)]
@@ -143,7 +143,7 @@ def digests(
     sequences: list[TokenSequences],
     weights: list[float] | None,
     config: InspectDataConfig,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """Facts of the samples; each hash is the SHA-256 of little-endian int64 values. Raises UserError, also where tokens
     that are looked at are not of the `vocabulary`."""
@@ -238,7 +238,7 @@ def _files(sequences: TokenSequences) -> str:
     return f"{len(sequences.paths):,} shards of {size / 2**20:,.1f} MiB{told}"
 
 
-def _beginnings(sequences: TokenSequences, config: InspectDataConfig, vocabulary: Vocabulary | None) -> list[str]:
+def _beginnings(sequences: TokenSequences, config: InspectDataConfig, vocabulary: Tokenizer | None) -> list[str]:
     lines = []
     for i in range(min(config.samples, len(sequences))):
         tokens = sequences.window(i, 0, min(SHOWN, int(sequences.lengths[i])))
@@ -251,7 +251,7 @@ def _beginnings(sequences: TokenSequences, config: InspectDataConfig, vocabulary
     return lines
 
 
-def check_ids(tokens: np.ndarray, vocabulary: Vocabulary, name: str) -> None:
+def check_ids(tokens: np.ndarray, vocabulary: Tokenizer, name: str) -> None:
     """Raise UserError where `tokens`, of any shape, are not all of the vocabulary. `name` of what holds them."""
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary.vocab_size)]
     if wrong.size:

@@ -25,8 +25,8 @@ from dtgpt.prepare.inputs import Source, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
 from dtgpt.prepare.target import claimed
-from dtgpt.tokenizers.tokenizer import Vocabulary
-from dtgpt.tokenizers.vocabulary import load_vocabulary
+from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 # What a type of Megatron-LM reads, beside the two files of GPT2BPETokenizer.
 SUFFIXES = {
@@ -139,7 +139,7 @@ def _without_suffix(name: str) -> str:
     return name.removesuffix(".bin").removesuffix(".idx")
 
 
-def vocabulary_of(config: PrepareConfig) -> Vocabulary:
+def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     """The tokenizer that is asked for. Raises UserError where it is not of the type that is named."""
     kind = config.tokenizer_type
     given = config.vocab_file or config.tokenizer
@@ -157,16 +157,14 @@ def vocabulary_of(config: PrepareConfig) -> Vocabulary:
         raise UserError(
             f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
         )
-    vocabulary = load_vocabulary(
-        config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer"
-    )
+    vocabulary = open_tokenizer(config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
         raise UserError(f"--tokenizer-type {kind} opens texts with a begin of text, which {given} has not; "
                         "use --tokenizer-type SentencePieceTokenizer")  # fmt: skip
     return vocabulary
 
 
-def make_encoder(config: PrepareConfig, vocabulary: Vocabulary) -> Encoder:
+def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
     """Raises UserError where the tokenizer lacks a token that is asked for."""
     ids = {}
     for option, name, value in (
@@ -184,7 +182,7 @@ def make_encoder(config: PrepareConfig, vocabulary: Vocabulary) -> Encoder:
     return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), ids["append-eod"], begin, special)
 
 
-def dtype_of(vocabulary: Vocabulary) -> np.dtype:
+def dtype_of(vocabulary: Tokenizer) -> np.dtype:
     """As Megatron-LM chooses it, by the number of tokens; wider where ids have such holes that they would not fit."""
     dtype = token_dtype(vocabulary.num_tokens)
     if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:

@@ -10,14 +10,14 @@ import numpy as np
 
 from dtgpt.errors import UserError
 from dtgpt.tokenizers.bpe_files import letter_bytes
-from dtgpt.tokenizers.tokenizer import ENDS, Vocabulary
+from dtgpt.tokenizers.tokenizer import ENDS, Tokenizer
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-class HuggingFace(Vocabulary):
+class HuggingFace(Tokenizer):
     """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
     of text, where a file beside it tells."""
 
@@ -62,7 +62,7 @@ class HuggingFace(Vocabulary):
         return {"name": self.name, "end": self.end_name, "tokenizer_json": self._content}
 
 
-class SentencePiece(Vocabulary):
+class SentencePiece(Tokenizer):
     """A SentencePiece .model. `begin`: each text opens with the model's begin of text, as Megatron-LM's Llama2Tokenizer
     does."""
 
@@ -114,13 +114,6 @@ class SentencePiece(Vocabulary):
 def spelled(token: str) -> int:
     """Bytes of text that a token stands for by its name."""
     return 1 if BYTE.fullmatch(token) else len(token.replace(BLANK, " ").encode())
-
-
-def from_json(saved: dict[str, Any]) -> Vocabulary:
-    """The vocabulary whose `to_json` this is. Raises UserError, ValueError, KeyError or TypeError where it is none."""
-    if "sentencepiece" in saved:
-        return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"]), saved["begin"])
-    return HuggingFace(saved["name"], saved["tokenizer_json"], saved["end"])
 
 
 def _parse_tokenizer(name: str, content: str) -> Any:

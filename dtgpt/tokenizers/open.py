@@ -1,36 +1,32 @@
 """A tokenizer by what the user names: GPT-2's BPE from its two files, Hugging Face's tokenizer.json, SentencePiece
 models, tiktoken's encodings, vocabularies that `dtgpt tokenizer train` made or a run holds, and plain bytes.
 
-Byte-level BPE is encoded by tiktoken, which is several times faster than `tokenizers`; ids are those of the files.
+Ids are those of the files, whoever encodes.
 """
 
+import base64
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
 from dtgpt.errors import UserError
 from dtgpt.tokenizers.bpe_files import BytePairs, from_merges, read_text
+from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.tokenizer import (
-    END_OF_TEXT,
-    ENDS,
-    PATTERN,
-    Tokenizer,
-    Vocabulary,
-    by_id,
-    from_tiktoken,
-    make_tokenizer,
-)
+from dtgpt.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer
+from dtgpt.tokenizers.training import train_ranks
 
 MOST = 1 << 24  # ids
-SAVED = ("ranks", "tokenizer_json", "sentencepiece")  # one of these is in what Vocabulary.save writes
+SAVED = ("ranks", "tokenizer_json", "sentencepiece")  # one of these is in what Tokenizer.save writes
 REMEDY = "give --vocab-file and --merge-file, or as tokenizer bytes or a file: tokenizer.json or a SentencePiece .model"
 
 
-def load_vocabulary(
+def open_tokenizer(
     name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False
-) -> Vocabulary:
+) -> Tokenizer:
     """The tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two files.
     `begin`: a SentencePiece model opens each text with its begin of text.
 
@@ -53,7 +49,58 @@ def load_vocabulary(
     return from_tiktoken(name, REMEDY)
 
 
-def from_files(vocab: Path, merges: Path) -> Vocabulary:
+def make_tokenizer(
+    kind: str,
+    documents: Iterable[str],
+    bpe_vocab_size: int,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> Tokenizer:
+    """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", from its two files, or as tiktoken carries it
+    (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
+    if kind == "gpt2" and vocab_file is not None:
+        return from_files(Path(vocab_file), Path(merge_file))
+    if kind == "gpt2":
+        return from_tiktoken("gpt2", "use --data.tokenizer bpe")
+    if kind == "bytes":
+        return ByteLevel("bytes", PATTERN, [bytes([b]) for b in range(256)])
+    return ByteLevel("bpe", PATTERN, train_ranks(documents, bpe_vocab_size))
+
+
+def from_tiktoken(name: str, remedy: str) -> ByteLevel:
+    """Raises UserError, with another `remedy` besides filling tiktoken's cache, where the encoding is not at hand."""
+    try:
+        return ByteLevel.from_encoding(tiktoken.get_encoding(name))
+    except Exception as error:  # tiktoken passes on whatever its download raised
+        raise UserError(
+            f"the vocabulary of {name} is not in tiktoken's cache and could not be fetched ({type(error).__name__}); "
+            f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, or {remedy}"
+        ) from None
+
+
+def read_saved(path: Path, remedy: str) -> Tokenizer:
+    """What `Tokenizer.save` wrote; raises UserError, with `remedy`, where the file is not that or a package is
+    missing."""
+    try:
+        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
+
+
+def _from_json(saved: dict[str, Any]) -> Tokenizer:
+    if "sentencepiece" in saved:
+        return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"]), saved["begin"])
+    if "tokenizer_json" in saved:
+        return HuggingFace(saved["name"], saved["tokenizer_json"], saved["end"])
+    ranks = [base64.b64decode(token) for token in saved["ranks"]]
+    if "specials" not in saved:  # of an older run
+        return ByteLevel(saved["name"], saved["pattern"], ranks)
+    ends = (saved["end"],) if saved["end"] is not None else ()
+    sizes = saved["vocab_size"], saved["num_tokens"]
+    return ByteLevel(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes)
+
+
+def from_files(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt."""
     try:
         ids = json.loads(read_text(vocab))
@@ -76,11 +123,11 @@ def from_files(vocab: Path, merges: Path) -> Vocabulary:
     return _byte_level(vocab.name, byte_pairs, ids)
 
 
-def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | None = None) -> Tokenizer:
+def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | None = None) -> ByteLevel:
     """`ids` of all that the file names, also tokens that no text is cut into."""
     ends = (end, *ENDS) if end else ENDS
     largest, count = max(ids.values(), default=-1), len(ids.keys() | pairs.specials.keys())
-    return Tokenizer(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
+    return ByteLevel(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
 
 
 def _as_tokenizer_json(ids: dict[str, int], pairs: list[list[str]], specials: dict[str, int]) -> str:
@@ -98,7 +145,7 @@ def _as_tokenizer_json(ids: dict[str, int], pairs: list[list[str]], specials: di
     )
 
 
-def _from_file(path: Path, begin: bool) -> Vocabulary:
+def _from_file(path: Path, begin: bool) -> Tokenizer:
     if path.suffix != ".json":
         try:
             return SentencePiece(str(path), path.read_bytes(), begin)
@@ -110,7 +157,7 @@ def _from_file(path: Path, begin: bool) -> Vocabulary:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); give a tokenizer.json") from None
     if isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED):
-        return Vocabulary.load(path, remedy="make it again with dtgpt tokenizer train, or copy it from its run")
+        return read_saved(path, remedy="make it again with dtgpt tokenizer train, or copy it from its run")
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path} is no tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
     end = _end_named_beside(path)

@@ -9,9 +9,9 @@ import pytest
 
 from dtgpt.errors import UserError
 from dtgpt.tokenizers.bpe_files import from_merges, letter_bytes
+from dtgpt.tokenizers.byte_level import ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace
-from dtgpt.tokenizers.tokenizer import Tokenizer, make_tokenizer
-from dtgpt.tokenizers.vocabulary import from_files, load_vocabulary
+from dtgpt.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -58,7 +58,7 @@ def random_texts(count: int, seed: int = 1) -> list[str]:
 
 
 def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
-    assert isinstance(gpt2, Tokenizer)
+    assert isinstance(gpt2, ByteLevel)
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
     for text in [HELLO, "", *random_texts(500)]:
         ids = gpt2.encode(text)
@@ -83,15 +83,15 @@ def make(kind: str, folder, files):
     if kind == "files":
         return from_files(*files)
     if kind == "tokenizer.json":
-        return load_vocabulary(str(save_tokenizer_json(folder, files)))
+        return open_tokenizer(str(save_tokenizer_json(folder, files)))
     if kind == "tokenizers":
-        return load_vocabulary(str(save_tokenizer_json(folder, files, normalizer={"type": "NFC"})))
+        return open_tokenizer(str(save_tokenizer_json(folder, files, normalizer={"type": "NFC"})))
     if kind == "trained":
         make_tokenizer("bpe", ["abc abd " * 99], 300).save(folder / "own.json")
-        return load_vocabulary(str(folder / "own.json"))
+        return open_tokenizer(str(folder / "own.json"))
     if kind == "sentencepiece":
-        return load_vocabulary(str(sentencepiece_model(folder)))
-    return load_vocabulary("bytes")
+        return open_tokenizer(str(sentencepiece_model(folder)))
+    return open_tokenizer("bytes")
 
 
 def save_tokenizer_json(folder, files, **changes):
@@ -115,13 +115,13 @@ def test_every_kind_survives_pickling(kind, tmp_path, files):
 
 
 def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(tmp_path, files, gpt2):
-    plain = load_vocabulary(str(save_tokenizer_json(tmp_path, files)))
-    assert isinstance(plain, Tokenizer) and plain.end_of_text == 50256
-    other = load_vocabulary(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
+    plain = open_tokenizer(str(save_tokenizer_json(tmp_path, files)))
+    assert isinstance(plain, ByteLevel) and plain.end_of_text == 50256
+    other = open_tokenizer(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
     assert isinstance(other, HuggingFace) and other.end_of_text == 50256
     assert other.encode("a<|endoftext|>") == [64, *LITERAL]
     assert other.encode("a<|endoftext|>", special=True) == [64, 50256]
-    assert load_vocabulary(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
+    assert open_tokenizer(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
 
 
 def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
@@ -130,13 +130,13 @@ def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
     saved["added_tokens"].append(saved["added_tokens"][0] | {"id": 50257, "content": "<|stop|>"})
     path.write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
-    assert load_vocabulary(str(path)).end_of_text == 50257
+    assert open_tokenizer(str(path)).end_of_text == 50257
 
 
 def test_sentencepiece_gives_the_ids_of_its_library(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     path = sentencepiece_model(tmp_path)
-    vocabulary = load_vocabulary(str(path))
+    vocabulary = open_tokenizer(str(path))
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in [HELLO, "the quick </s> fox", *random_texts(50)]:
         assert vocabulary.encode(text) == library.encode(text)
@@ -195,7 +195,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path, monkeypatch, 
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as error:
-        load_vocabulary(name)
+        open_tokenizer(name)
     assert all(word in str(error.value) for word in words)
 
 
@@ -203,7 +203,7 @@ def test_a_sentencepiece_model_that_is_none_is_refused(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "a.model").write_bytes(b"no model")
     with pytest.raises(UserError, match="no SentencePiece model"):
-        load_vocabulary(str(tmp_path / "a.model"))
+        open_tokenizer(str(tmp_path / "a.model"))
 
 
 @pytest.mark.parametrize("vocab, merges, words", [
@@ -215,14 +215,14 @@ def test_damaged_files_of_a_vocabulary_are_named(tmp_path, vocab, merges, words)
     with pytest.raises(UserError, match=words):
         from_files(tmp_path / "v.json", tmp_path / "m.txt")
     with pytest.raises(UserError, match="belong together"):
-        load_vocabulary(vocab_file=str(tmp_path / "v.json"))
+        open_tokenizer(vocab_file=str(tmp_path / "v.json"))
     with pytest.raises(UserError, match=r"missing\.json cannot be read"):
         from_files(tmp_path / "missing.json", tmp_path / "m.txt")
 
 
 def test_a_tokenizer_json_is_encoded_with_what_its_post_processor_adds(tmp_path):
     path = tokenizer_json(tmp_path, bos=True)
-    vocabulary, library = load_vocabulary(str(path)), tokenizers.Tokenizer.from_file(str(path))
+    vocabulary, library = open_tokenizer(str(path)), tokenizers.Tokenizer.from_file(str(path))
     assert isinstance(vocabulary, HuggingFace) and vocabulary.begin_of_text == 0
     for text in ("", "the quick", HELLO):
         assert vocabulary.encode(text) == library.encode(text).ids
@@ -244,8 +244,8 @@ def test_a_post_processor_that_adds_nothing_leaves_encoding_to_tiktoken(tmp_path
     if after is not None:
         saved["post_processor"] = {"type": "Sequence", "processors": [byte_level, after]}
     path.write_text(json.dumps(saved))
-    vocabulary = load_vocabulary(str(path))
-    assert isinstance(vocabulary, Tokenizer) is fast
+    vocabulary = open_tokenizer(str(path))
+    assert isinstance(vocabulary, ByteLevel) is fast
     assert vocabulary.encode("the fox") == tokenizers.Tokenizer.from_file(str(path)).encode("the fox").ids
 
 
@@ -255,7 +255,7 @@ def test_whole_words_that_merges_are_ignored_for_have_the_ids_of_the_library(tmp
     saved["model"]["vocab"]["xyz"] = 280  # no merge makes it
     saved["model"]["ignore_merges"] = True
     path.write_text(json.dumps(saved))
-    assert load_vocabulary(str(path)).encode("xyz") == [280]
+    assert open_tokenizer(str(path)).encode("xyz") == [280]
 
 
 def test_a_tokenizer_json_that_truncates_takes_texts_whole(tmp_path):
@@ -264,13 +264,13 @@ def test_a_tokenizer_json_that_truncates_takes_texts_whole(tmp_path):
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(path))
-    vocabulary = load_vocabulary(str(path))
+    vocabulary = open_tokenizer(str(path))
     assert len(vocabulary.encode("x" * 50)) == 51 and len(vocabulary.encode("x")) == 2
 
 
 def test_llama_2_opens_every_text_with_its_begin(tmp_path):
     path = str(sentencepiece_model(tmp_path))
-    plain, llama = load_vocabulary(path), load_vocabulary(path, begin=True)
+    plain, llama = open_tokenizer(path), open_tokenizer(path, begin=True)
     assert llama.encode("") == [1] and llama.encode("the fox") == [1, *plain.encode("the fox")]
 
 
@@ -291,4 +291,4 @@ def test_without_tiktokens_cache_the_remedies_are_told(monkeypatch):
 
     monkeypatch.setattr("tiktoken.get_encoding", offline)
     with pytest.raises(UserError, match=r"ConnectionError.*TIKTOKEN_CACHE_DIR.*--vocab-file"):
-        load_vocabulary("gpt2")
+        open_tokenizer("gpt2")
