@@ -72,4 +72,4 @@ def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
 
     monkeypatch.setattr(build, "causal_attention", counted)
     training(change(recipe, recompute=recompute, attention="explicit")).train_step()
-    assert calls == [{"backend": "explicit", "hidden": None}] * 2 * 2 * times  # blocks, micro-batches
+    assert calls == [{"backend": "explicit", "spans": None}] * 2 * 2 * times  # blocks, micro-batches
