@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from dtgpt.data.prepared import is_prepared
+from dtgpt.data.samples import DEFAULT_SPLIT
 from dtgpt.errors import UserError
 from dtgpt.model import GPT2_124M, GPTConfig
 from dtgpt.ops.attention import Backend
@@ -25,7 +26,7 @@ class DataConfig:
     ] = None
     valid_path: Annotated[str | None, "prepared data for validation; path and this are then used whole"] = None
     test_path: Annotated[str | None, "prepared data for a loss at the end; path and this are then used whole"] = None
-    split: Annotated[str, "weights of the training, validation and test parts of prepared data"] = "969,30,1"
+    split: Annotated[str, "weights of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
     train_samples: Annotated[
         int | None, "for how many the order of prepared data is made; none: steps x global_batch_size"
     ] = None

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
-from dtgpt.data.samples import split_fractions
+from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
 from dtgpt.errors import UserError
 from dtgpt.ops.attention import check_backend
 
@@ -104,19 +105,35 @@ def _check_data(recipe: "Recipe") -> None:
         raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
     if data.vocab_file is not None and recipe.resolved().data.tokenizer != "gpt2":
         raise UserError("data.vocab_file is of the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
+    if data.tokenizer_file is not None and data.tokenizer != "auto":
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
+            "leave one out"
+        )
     split_fractions(data.split)
     if data.train_samples is not None and data.train_samples < 1:
         raise UserError(f"data.train_samples={data.train_samples} is not positive; use 1 or more, or leave it out")
     if is_prepared(data.path):
+        apart = data.valid_path or data.test_path
+        if apart is not None and data.split != DEFAULT_SPLIT:
+            raise UserError(
+                f"data.split={data.split} cuts one dataset into parts, but with {apart} each path is used whole; leave "
+                "data.split out"
+            )
         return
     given = [n for n in ("valid_path", "test_path", "train_samples", "tokenizer_file") if getattr(data, n) is not None]
-    if data.path is not None and not Path(data.path).exists() and (given or prefixes_near(data.path)):
+    if data.path is not None and not Path(data.path).exists() and (given or _near(data.path)):
         raise no_dataset(data.path)
     if given:
         raise UserError(
             f"data.{given[0]} is of prepared data, which data.path={data.path} is not; make some with dtgpt prepare, "
             "or leave it out"
         )
+
+
+def _near(path: str) -> bool:
+    """Whether token files are there that `path` may have meant."""
+    return bool(prefixes_near(path)) or bin_path(path).is_file()
 
 
 def _check_batch(recipe: "Recipe") -> None:

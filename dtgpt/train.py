@@ -166,12 +166,12 @@ class Training:
                 more = self.optimizer.scaling() | self.sizes.told(self.step - 1)
                 report.step(self.step, tokens, loss, norm, self.optimizer.lr.item(), memory, more)
             with report.paused():
-                for part, wanted in (("valid", eval_due), ("test", last)):
-                    if wanted and (losses := self.held_out_loss(part)):
-                        self._check_finite("held-out loss and bits/byte", *losses)
-                        report.held_out(self.step, part, *losses)
+                if eval_due:
+                    self._report_held_out(report, "valid")
                 if save_due:
                     self._save(checkpoints, must=last or stopping)
+                if last:
+                    self._report_held_out(report, "test")
                 if sample_due and (text := self.sample()) is not None:
                     report.sample(self.step, text)
         return stopping or self.interrupted()
@@ -246,6 +246,11 @@ class Training:
         own = (self.passes, self.mesh, self.recipe, self.dataset, self.ends, self.interrupted)
         return evaluate.held_out_loss(*own, part)
 
+    def _report_held_out(self, report: Report | Silence, part: Part) -> None:
+        if losses := self.held_out_loss(part):
+            self._check_finite(f"{'held-out' if part == 'valid' else part} loss and bits/byte", *losses)
+            report.held_out(self.step, part, *losses)
+
     def sample(self) -> str | None:
         key = fold(self.sample_key, self.step)
         return evaluate.sample(self.passes, self.mesh, self.recipe, self.dataset.tokenizer, key, self.interrupted)
@@ -294,7 +299,8 @@ class Training:
         load_weights(source, self.shards)
 
     def _check_tokenizer(self, run: Path) -> None:
-        if load_tokenizer(run).ranks != self.dataset.tokenizer.ranks:
+        theirs, ours = load_tokenizer(run), self.dataset.tokenizer
+        if (theirs.ranks, theirs.end_of_text) != (ours.ranks, ours.end_of_text):
             raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 

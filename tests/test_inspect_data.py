@@ -142,7 +142,7 @@ def test_a_model_of_llmc_is_no_shard(tmp_path, capsys):
 def test_one_help_tells_of_both_kinds(capsys):
     for words in (["--help"], ["P", "-h"], ["--digest", "--help"]):
         out = said(capsys, *words)
-        assert "--tensors on|off" in out and "--num_samples INT|none" in out and "a run, a checkpoint" in out
+        assert "--tensors on|off" in out and "--num-samples INT|none" in out and "a run, a checkpoint" in out
 
 
 def test_what_lies_near_is_suggested(corpora, tmp_path, capsys):

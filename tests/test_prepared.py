@@ -142,6 +142,27 @@ def test_a_test_part_without_data_is_left_out(recipe, tmp_path):
     few = write(tmp_path / "few", [[7, 8, 9, 256] * 8] * 40)
     data = read_dataset(change(recipe, data={"path": few, "split": "969,30,1"}))
     assert data.test is None and data.num_valid_tokens > 0
+    short = write(tmp_path / "short", [[7, 8, 9, 256]] * 100)
+    blend = read_dataset(change(recipe, data={"path": f"{short} {recipe.data.path}", "split": "80,17,3"}))
+    assert blend.test is None and len(blend.valid.datasets) == 2
+
+
+@pytest.mark.parametrize("part", ["path", "valid_path", "test_path"])
+def test_tokens_that_the_tokenizer_does_not_know_are_refused_before_a_run_begins(recipe, tmp_path, part):
+    foreign = write(tmp_path / "foreign", [[7, 8, 30_000, 256]] * 100)
+    with pytest.raises(UserError, match=r"foreign holds token 30000, but the tokenizer has 257 tokens"):
+        train(change(recipe, data={"split": "969,30,1", part: foreign}))
+    assert not Path(recipe.runs).exists()
+
+
+def test_a_run_is_saved_before_its_test_loss_is_looked_at(recipe, monkeypatch):
+    def no_number(*arguments):
+        return (float("nan"), float("nan")) if arguments[-1] == "test" else (1.0, 1.0)
+
+    monkeypatch.setattr("dtgpt.evaluate.held_out_loss", no_number)
+    with pytest.raises(UserError, match="test loss and bits/byte at step 2"):
+        train(change(recipe, steps=2, data={"split": "90,5,5"}))
+    assert (newest_run(recipe) / "checkpoints" / "step_00000002").is_dir()
 
 
 def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
@@ -162,6 +183,8 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
         ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
         ({"path": None, "valid_path": "{0}"}, ["data.valid_path is of prepared data"]),
         ({"path": None, "train_samples": 5}, ["data.train_samples is of prepared data"]),
+        ({"tokenizer_file": "t.json"}, ["data.tokenizer=bytes", "both name a tokenizer"]),
+        ({"split": "90,5,5", "test_path": "{0}"}, ["data.split=90,5,5", "leave data.split out"]),
     ],
 )
 def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words):
@@ -173,7 +196,7 @@ def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words
 
 def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
     path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
-    with pytest.raises(UserError, match="holds token 300, but its tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match="holds token 300, but the tokenizer has 257 tokens"):
         train(change(recipe, data={"path": path}))
 
 

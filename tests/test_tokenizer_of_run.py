@@ -114,9 +114,32 @@ def test_a_tokenizer_without_end_of_text_is_refused_for_training(recipe, tmp_pat
 
 
 def test_two_tokenizers_for_the_same_data_are_refused(recipe):
-    data = {"path": "x.bin", "tokenizer": "gpt2", "tokenizer_file": "a.model", "vocab_file": "v", "merge_file": "m"}
+    data = {"path": "x.bin", "tokenizer_file": "a.model"}
+    with pytest.raises(UserError, match=r"data.tokenizer=gpt2 and .*a\.model both name a tokenizer"):
+        train(change(recipe, data={**data, "tokenizer": "gpt2"}))
+    files = {**data, "tokenizer": "auto", "vocab_file": "v", "merge_file": "m"}
     with pytest.raises(UserError, match=r"a\.model and data\.vocab_file=v both name a tokenizer"):
-        train(change(recipe, data=data))
+        train(change(recipe, data=files, model={"vocab_size": 50257}))
+
+
+def test_a_run_is_not_resumed_with_another_end_of_text(recipe, tmp_path):
+    """The same tokens, of which another one ends a document."""
+    ids = {"<|endoftext|>": 256, "</s>": 257}
+    one, other = (ByteLevel("t", PATTERN, [bytes([b]) for b in range(256)], ids, ends=(end,)) for end in ids)
+    for name, tokenizer in (("one", one), ("other", other)):
+        tokenizer.save(tmp_path / f"{name}.json")
+    data = prepare(PrepareConfig(
+        input=write_lines(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS]), tokenizer=tmp_path / "one.json",
+        output_prefix=tmp_path / "data", append_eod=True,
+    )).files[0]  # fmt: skip
+    options = {"path": str(data), "tokenizer": "auto", "tokenizer_file": str(tmp_path / "one.json")}
+    recipe = change(recipe, steps=1, data=options, model={"vocab_size": 258})
+    train(recipe)
+    again = change(
+        recipe, steps=2, data={"tokenizer_file": str(tmp_path / "other.json")}, resume=str(newest_run(recipe))
+    )
+    with pytest.raises(UserError, match="was trained with another tokenizer"):
+        train(again)
 
 
 @pytest.mark.parametrize("kind, package", [("sentencepiece", "sentencepiece"), ("tokenizer.json", "tokenizers")])

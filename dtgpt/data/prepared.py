@@ -28,7 +28,7 @@ from dtgpt.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from dtgpt.recipe import DataConfig
 
-PROBED = 256  # samples by which bytes per token are estimated
+PROBED = 256  # samples of each part that are looked at before a run begins
 
 
 class PreparedDataset(Dataset):
@@ -44,21 +44,13 @@ class PreparedDataset(Dataset):
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """A run that takes more samples than its order was built for begins the order again."""
-        ids = sample_ids.numpy() % len(self.train)
-        windows = self.train.windows(ids)
-        largest = int(windows.max())
-        if largest >= self.tokenizer.vocab_size:
-            raise UserError(
-                f"{self.source} holds token {largest}, but its tokenizer has {self.tokenizer.vocab_size} tokens; give "
-                "the tokenizer that the data were prepared with"
-            )
-        return windows
+        return self._known(self.train, sample_ids.numpy() % len(self.train))
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
         count = min(len(samples), max_samples) if samples else 0
         for first in range(0, count, batch_size):
-            yield samples.windows(np.arange(first, min(first + batch_size, count)))
+            yield self._known(samples, np.arange(first, min(first + batch_size, count)))
 
     def bytes_per_token(self) -> float:
         ids = torch.arange(min(PROBED, len(self.train)))
@@ -68,6 +60,20 @@ class PreparedDataset(Dataset):
 
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
+        for samples in filter(None, (self.train, self.valid, self.test)):
+            self._known(samples, np.arange(min(PROBED, len(samples))))
+
+    def _known(self, samples: Samples | Blend, ids: np.ndarray) -> Tensor:
+        """Windows of the samples `ids`. Raises UserError where the tokenizer does not know a token of them."""
+        windows = samples.windows(ids)
+        wrong = windows[(windows < 0) | (windows >= self.tokenizer.vocab_size)]
+        if len(wrong):
+            names = " or ".join(dict.fromkeys(part.sequences.name for part in samples.datasets))
+            raise UserError(
+                f"{names} holds token {int(wrong[0])}, but the tokenizer has {self.tokenizer.vocab_size} tokens; give "
+                "the tokenizer that the data were prepared with"
+            )
+        return windows
 
 
 def is_prepared(path: str | None) -> bool:
@@ -119,7 +125,8 @@ def load_prepared(
             if prefix not in opened:
                 opened[prefix] = open_sequences(prefix, tokenizer.end_of_text)
         sequences = [opened[prefix] for prefix in prefixes]
-        if split is not None and not _is_wanted(sequences, split, which):
+        alone = weights is not None or len(prefixes) == 1  # other blends take what there is, a sample at least
+        if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
             return None
         return load_blend(sequences, weights, split, which, seq_length, count, seed, cache)
 
@@ -133,14 +140,15 @@ def load_prepared(
     return PreparedDataset(tokenizer, train, valid, test, data.path)
 
 
-def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str) -> bool:
-    """Whether a part has a weight in the split; that for test, which not everybody cares for, needs some data too."""
+def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, least: int) -> bool:
+    """Whether a part has a weight in the split; that for test, which not everybody cares for, needs `least` tokens of
+    each dataset too."""
     if split_fractions(split)[SPLITS.index(which)] is None:
         return which == "train"  # without which nothing goes on: an error later
     if which != "test":
         return True
     parts = [s.lengths[r.start : r.stop] for s in sequences for r in [split_range(split, which, len(s))]]
-    return all(part.sum(dtype=np.int64) > 1 for part in parts)
+    return all(part.sum(dtype=np.int64) >= least for part in parts)
 
 
 def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:

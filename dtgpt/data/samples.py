@@ -22,6 +22,7 @@ from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError
 
 SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
 PADDING = -1  # fills the last window of `drop_last=False`
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
@@ -108,7 +109,7 @@ def build_sample_index(
     if tokens < 2:
         raise UserError(
             f"{part} has {len(documents)} documents with {tokens} tokens, too few to draw samples from; give it more "
-            "weight in the split, or no weight where it is not for training, or more documents"
+            "documents, or in a split more weight, or none where it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
     total = epochs.count * tokens - 1  # that have a token before them

@@ -93,14 +93,19 @@ class TokenSequences(ABC):
     def digest(self) -> str:
         """Of whatever decides the order of samples."""
 
+    @property
+    def most_pieces(self) -> int:
+        """Of each file, in the content digest."""
+        return max(2, PIECES // len(self.mapped))
+
     @cached_property
     def content_digest(self) -> str:
         """SHA-256 of the tokens, or, where they are many, of PIECES pieces of them: quick, however large the files are.
         It tells other data of the same lengths, but not one changed token between two pieces."""
-        digest, most = hashlib.sha256(self.dtype.str.encode()), max(2, PIECES // len(self.mapped))
+        digest = hashlib.sha256(self.dtype.str.encode())
         for tokens in self.mapped:
             digest.update(f" {len(tokens.array)} ".encode())
-            for piece in tokens.pieces(most):
+            for piece in tokens.pieces(self.most_pieces):
                 digest.update(piece)
         return digest.hexdigest()
 

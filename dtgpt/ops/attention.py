@@ -59,9 +59,9 @@ def causal_attention(
 
 
 def choose(dropping: bool, masking: bool, kernels: bool, head_dim: int) -> Backend:
-    """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200: forward and
-    backward of PyTorch's take a tenth longer at head_dim 64, copies between the layouts of q, k, v included. masking:
-    documents are kept apart."""
+    """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200 at head_dim
+    64: forward and backward of PyTorch's take a tenth longer, copies between the layouts of q, k, v included, and with
+    a mask more than twice as long. masking: documents are kept apart."""
     if kernels and head_dim <= (LARGEST_HEAD if dropping or masking else 64):
         return "flash"
     return "explicit" if dropping else "sdpa"

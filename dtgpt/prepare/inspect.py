@@ -15,13 +15,13 @@ from dtgpt.console import say
 from dtgpt.data.blend import Blend, as_weight, blend_sizes, load_blend, normalised, parse_data_path
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
-from dtgpt.data.samples import SPLITS, Samples, count_epochs, split_range
-from dtgpt.data.token_shards import PIECE, PIECES, TokenSequences, TokenShards
+from dtgpt.data.samples import DEFAULT_SPLIT, SPLITS, Samples, count_epochs, split_range
+from dtgpt.data.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.errors import UserError
 from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.llmc import MAGIC
 from dtgpt.overrides import help_text
-from dtgpt.prepare.command import ALIASES, HELP, parse_config
+from dtgpt.prepare.command import ALIASES, HELP, parse_config, with_dashes
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ Options may be anywhere; all but --tensors are of token files."""
 @dataclass(frozen=True, kw_only=True)
 class InspectDataConfig:
     input: tuple[str, ...] = ()  # prefixes, or weights and prefixes in turns
-    split: Annotated[str, "weights of training, validation and test"] = "969,30,1"
+    split: Annotated[str, "weights of training, validation and test"] = DEFAULT_SPLIT
     tokenizer: Annotated[str | None, "decodes, tells documents of shards apart; as dtgpt prepare takes it"] = None
     vocab_file: Annotated[str | None, "vocab.json, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
@@ -56,6 +56,9 @@ class InspectDataConfig:
     seed: Annotated[int, "with --digest: of the order"] = 1234
 
 
+OF_DATA = {field.name for field in fields(InspectDataConfig)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class InspectWords(InspectDataConfig, InspectConfig):
     """The options of both, among which the words of the command line are looked up."""
@@ -64,11 +67,14 @@ class InspectWords(InspectDataConfig, InspectConfig):
 def inspect_command(words: list[str]) -> int:
     """`dtgpt inspect` of a model or of token files; returns the exit code. Raises UserError."""
     if any(word in HELP for word in words):
-        say(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL, or PREFIX"))
+        say(with_dashes(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL, or PREFIX")))
         return 0
     config = parse_config(InspectWords(), words)
     names = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
     options = {ALIASES.get(name, name) for name in names}
+    models = [word for word in config.input if Path(word).exists() and not _means_tokens(word)]
+    if models and (wrong := options & OF_DATA):
+        _refuse(wrong, f"is for token files, and {models[0]} is none")
     if is_data(config.input, options):
         _inspect_data(config, options)
     elif len(config.input) == 1:
@@ -85,8 +91,7 @@ def is_data(inputs: Sequence[str], options: set[str]) -> bool:
     """Whether the words of `dtgpt inspect` mean token files, and not a model: by one of the words, by weights, or by an
     option that only they have."""
     weighted = len(inputs) > 1 and any(as_weight(word) is not None for word in inputs)
-    of_data = options & {f.name for f in fields(InspectDataConfig)}
-    return bool(of_data) or weighted or any(map(_means_tokens, inputs))
+    return bool(options & OF_DATA) or weighted or any(map(_means_tokens, inputs))
 
 
 def _means_tokens(word: str) -> bool:
@@ -223,7 +228,7 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
     sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
     told = [f"{which} {len(parts[which]):,} sequences, {sums[which]:,} tokens" for which in SPLITS]
     lines.append(f"  split {split}: {'; '.join(told)}")
-    whole = total <= PIECE * max(2, PIECES // len(sequences.mapped))
+    whole = all(len(tokens.array) <= PIECE * sequences.most_pieces for tokens in sequences.mapped)
     lines.append(f"  digest of the lengths {sequences.digest}")
     lines.append(f"  digest of the tokens{'' if whole else ', of pieces of them'} {sequences.content_digest}")
     return lines
