@@ -186,9 +186,24 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match=r"No space left on device\); free space or choose another folder"):
         write(tmp_path / "a", [[[1]]])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sealed_dataset_is_on_the_disk_and_only_renamed(whole, tmp_path, monkeypatch):
+    with IndexedWriter(whole, np.uint16) as writer:
+        writer.append([7])
+        writer.seal()
+        same(IndexedDataset(whole), [[[1, 2, 3], [4]], [[5, 6, 7, 8, 9]]])
+        monkeypatch.setattr(Path, "open", lambda *_, **__: pytest.fail("written after it was sealed"))
+    monkeypatch.undo()
+    same(IndexedDataset(whole), [[[7]]])
+    with pytest.raises(RuntimeError, match="late"), IndexedWriter(whole, np.uint16) as writer:
+        writer.seal()
+        raise RuntimeError("late")
+    same(IndexedDataset(whole), [[[7]]])
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def llmc(path, tokens, magic=20240520, version=1, count=None):

@@ -153,6 +153,22 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("syncs", range(4))
+def test_a_disk_that_is_full_at_the_end_leaves_no_key_without_the_others(tmp_path, monkeypatch, syncs):
+    sync, done = os.fsync, []
+
+    def full(file):
+        done.append(file)
+        if len(done) > syncs:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"out_[ab]_document\.bin cannot be written \(No space left on device\)"):
+        run(tmp_path, [{"a": "x", "b": "y"}, {}], json_keys=("a", "b"), broken=str(tmp_path / "out.list"))
+    assert leftovers(tmp_path) == [] and len(done) == syncs + 1
+
+
 def start_slow(tmp_path, workers: int):
     """A preparation in a process group of its own whose input does not end; returns it when it has begun to write."""
     command = [sys.executable, "-c", RUN, "-", "--tokenizer", "bytes", "--workers", str(workers)]

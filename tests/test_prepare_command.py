@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -30,6 +31,22 @@ def test_merge_joins_datasets_in_order(tmp_path, capsys):
         assert words_of(IndexedDataset(tmp_path / "out")) == ["one", "two"]
     assert prepare_command(["--merge", f"{prefixes[0]}.bin", "--output-prefix", str(tmp_path / "one")]) == 0
     assert "1 dataset joined" in capsys.readouterr().out
+
+
+def test_merge_does_not_join_its_own_output(tmp_path):
+    for name, text in (("txt1", "one"), ("txt2", "two")):
+        run(tmp_path, [{"text": text}], output_prefix=str(tmp_path / name))
+    words = ["--output-prefix", str(tmp_path / "txtall"), "--overwrite"]
+    (tmp_path / "link").symlink_to(tmp_path)
+    for _ in range(2):
+        assert prepare_command(["--merge", str(tmp_path / "link" / "txt*"), *words]) == 0
+        assert words_of(IndexedDataset(tmp_path / "txtall")) == ["one", "two"]
+    for named in ("txtall", "txtall.bin"):
+        with pytest.raises(UserError, match=f"--merge .*{named} is the output itself; leave it out"):
+            prepare_command(["--merge", str(tmp_path / "txt1_text_document"), str(tmp_path / named), *words])
+    with pytest.raises(UserError, match=r"no dataset matches --merge .*all\* beside the output"):
+        prepare_command(["--merge", str(tmp_path / "*all*"), *words])
+    assert words_of(IndexedDataset(tmp_path / "txtall")) == ["one", "two"]
 
 
 def test_a_command_line_of_megatron_is_understood():
@@ -148,6 +165,34 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
         with pytest.raises(UserError, match=message):
             tokenizer_command(words.split())
     assert parse_config(TrainTokenizerConfig(), ["a"]).input == ("a",)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--vocab-size 256", r"--vocab-size 256 is out of range; give 257 \(only bytes\) to 16777215$"),
+        ("--vocab-size 16777216", "out of range; give 257 .* to 16777215$"),
+        ("--json-keys a b", "a text has no keys a b; give one"),
+        ("--output folder --overwrite", "--output folder is a folder; name a file in it, as in --output folder/token"),
+        ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$"),
+    ],
+)
+def test_a_training_that_cannot_succeed_is_refused_before_it_starts(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dtgpt.prepare.command.make_tokenizer", lambda *_: pytest.fail("trained"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=message):
+        tokenizer_command(["train", "a.txt", *words.split()])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "folder"]
+
+
+def test_a_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs the package tokenizers; .* --tokenizer bytes of dtgpt prepare"):
+        tokenizer_command(["train", str(tmp_path / "a.txt"), "--output", str(tmp_path / "new" / "own.json")])
+    assert not (tmp_path / "new").exists()
 
 
 def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):

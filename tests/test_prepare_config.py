@@ -10,6 +10,8 @@ from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
 from dtgpt.prepare.job import PrepareConfig, prepare
 from dtgpt.prepare.progress import Progress
+from dtgpt.prepare.target import claimed_list
+from dtgpt.tokenizers.open import open_tokenizer
 from tests.prepared import leftovers, run, words_of, write_lines
 from tests.vocabularies import sentencepiece_model, tokenizer_json
 
@@ -54,6 +56,24 @@ def test_what_a_tokenizer_json_adds_is_in_every_piece_once(tmp_path):
     assert ids_of(run(tmp_path, documents, tokenizer=path, append_eod=True, prepend_bos=True)[1]) == plain
 
 
+@pytest.mark.parametrize("damage", [
+    lambda saved: saved["model"].pop("merges"),
+    lambda saved: saved.update(pre_tokenizer=[1]),
+    lambda saved: saved["model"].update(merges=7),
+    lambda saved: saved["model"].update(vocab=[1]),
+    lambda saved: saved.update(added_tokens=[1]),
+    lambda saved: saved.update(post_processor={"type": "Sequence"}),
+])  # fmt: skip
+def test_a_damaged_tokenizer_json_is_refused_in_the_words_of_its_library(tmp_path, damage):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    damage(saved)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json") as error:
+        open_tokenizer(str(path))
+    assert "\n" not in str(error.value)
+
+
 def test_llama_2_opens_also_empty_texts(tmp_path):
     path = sentencepiece_model(tmp_path)
     documents = [{"text": "the fox"}, {"text": ""}]
@@ -87,8 +107,34 @@ def test_all_broken_lines_can_be_listed(tmp_path, capsys):
     with pytest.raises(UserError, match="no key"):
         prepare(PrepareConfig(**config | {"strict": True, "overwrite": True, "broken": tmp_path / "out.list"}))
     assert "out.list" not in " ".join(leftovers(tmp_path)) and words_of(IndexedDataset(tmp_path / "out_text_document"))
-    with pytest.raises(UserError, match=r"--broken .* cannot be written"):
+    with pytest.raises(UserError, match=r"--broken .* is a folder; name a file in it"):
+        prepare(PrepareConfig(**config | {"overwrite": True, "broken": tmp_path}))
+    with pytest.raises(UserError, match=r"x cannot be written \(No such file or directory\); give another --broken"):
         prepare(PrepareConfig(**config | {"overwrite": True, "broken": tmp_path / "none" / "x"}))
+
+
+def test_a_list_of_broken_lines_does_not_appear_when_nothing_is_written(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"no": 1}\n')
+    config = {"input": tmp_path / "in.jsonl", "output_prefix": tmp_path / "out", "tokenizer": "bytes", "workers": 1}
+    for _ in range(2):  # the same command again is not refused for what the first has left
+        with pytest.raises(UserError, match="holds no document that can be read, but 1 broken line"):
+            prepare(PrepareConfig(**config, broken=tmp_path / "out.list"))
+        assert leftovers(tmp_path) == []
+
+
+def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_next(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
+    left, other = tmp_path / ".list.jsonl.123.new", tmp_path / ".list.jsonl.old.new"
+    for path in (left, other):
+        path.write_text("half")
+    config = {"tokenizer": "bytes", "workers": 1, "broken": tmp_path / "list.jsonl"}
+    prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "one", **config))
+    assert not left.exists() and other.exists() and f"{left}, left by a preparation" in capsys.readouterr().err
+    before = sorted(tmp_path.iterdir())
+    with claimed_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
+        left.write_text("of the process that is at work")
+        prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "two", overwrite=True, **config))
+    assert left.exists() and sorted(tmp_path.iterdir()) == sorted([*before, left])
 
 
 def test_a_warning_does_not_share_its_line_with_the_progress(monkeypatch, capsys):

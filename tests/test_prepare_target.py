@@ -27,7 +27,7 @@ prepare_command(sys.argv[2:])
 
 
 def test_a_second_preparation_is_refused_at_its_start(tmp_path):
-    with claimed(tmp_path / "out_text_document", False):
+    with claimed(tmp_path / "out_text_document"):
         with pytest.raises(UserError, match="is being written by another process; wait for it"):
             run(tmp_path, [{"text": "a"}])
         assert leftovers(tmp_path) == [".out_text_document.lock"]
@@ -45,7 +45,7 @@ def test_a_lock_that_its_holder_has_just_removed_does_not_count(tmp_path, monkey
         real(file, how)
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with claimed(tmp_path / "out", False):
+    with claimed(tmp_path / "out"):
         assert len(tries) == 2 and lock.exists()
 
 
@@ -55,7 +55,7 @@ def test_without_locks_nobody_elses_files_are_touched(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr("fcntl.flock", flock)
     (tmp_path / ".out.bin.123.new").write_bytes(b"x")
-    with claimed(tmp_path / "out", False):
+    with claimed(tmp_path / "out"):
         assert (tmp_path / ".out.bin.123.new").exists()
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
@@ -91,8 +91,42 @@ def test_a_half_written_index_is_not_put_in_place(tmp_path):
         writer.append([1, 2, 3])
     (tmp_path / "x.bin").rename(tmp_path / ".out.bin.7.new")
     (tmp_path / ".out.idx.7.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
-    with claimed(tmp_path / "out", False):
+    with claimed(tmp_path / "out"):
         assert leftovers(tmp_path) == [".out.lock"]
+
+
+def test_all_keys_of_a_killed_preparation_are_put_in_place_together(tmp_path):
+    (tmp_path / "new.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    words = [str(tmp_path / "new.jsonl"), "--tokenizer", "bytes", "--workers", "1", "--json-keys", "a", "b"]
+    command = [sys.executable, "-c", RENAMES, "0", *words, "--output-prefix", str(tmp_path / "out")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    with pytest.raises(UserError, match="exists already"):
+        run(tmp_path, [{"a": "x", "b": "y"}], json_keys=("a", "b"), overwrite="off")
+    assert [words_of(IndexedDataset(tmp_path / f"out_{key}_document")) for key in "ab"] == [["x"], ["y"]]
+
+
+def test_a_folder_is_not_replaced_by_a_dataset(tmp_path):
+    run(tmp_path, [{"text": "a"}])
+    (tmp_path / "out_text_document.bin").unlink()
+    (tmp_path / "out_text_document.bin").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"out_text_document\.bin is a folder; give another --output-prefix"):
+        run(tmp_path, [{"text": "a"}], overwrite="on")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_folders_made_for_a_run_that_fails_are_removed_and_others_kept(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="no key"):
+        run(tmp_path, [{"no": 1}], strict="on", output_prefix=str(tmp_path / "mine" / "a" / "b" / "out"))
+    assert (tmp_path / "mine").is_dir() and not (tmp_path / "mine" / "a").exists()
+
+
+def test_a_folder_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtgpt.prepare.target.os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(UserError, match=r"out_text_document cannot be written \(Permission denied\)"):
+        run(tmp_path, [{"text": "a"}], output_prefix=str(tmp_path / "deep" / "out"))
+    assert not (tmp_path / "deep").exists()
 
 
 def test_a_prefix_below_a_file_is_refused_in_the_right_words(tmp_path):

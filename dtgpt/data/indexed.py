@@ -143,7 +143,8 @@ class IndexedDataset(TokenSequences):
 
 class IndexedWriter:
     """Writes a dataset sequence by sequence, as a context: under other names until all is on the disk, so that
-    `<prefix>.idx` is only ever beside its whole .bin. Leaving the context with an error leaves nothing behind.
+    `<prefix>.idx` is only ever beside its whole .bin. Leaving the context with an error leaves nothing behind. `seal`
+    all writers of datasets that belong together first: then none is in place where the disk is too full for another.
 
     Raises UserError where a token does not fit `dtype` and where the files cannot be written.
     """
@@ -167,7 +168,8 @@ class IndexedWriter:
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.seal()
+                self._put_in_place()
         except OSError as error:
             raise self._failed(error) from None
         finally:
@@ -175,6 +177,24 @@ class IndexedWriter:
                 self._file.close()
             for path in self._partial:
                 path.unlink(missing_ok=True)
+
+    def seal(self) -> None:
+        """Bring all to the disk, so that leaving the context only renames; nothing can be added any more. Raises
+        UserError where the files cannot be written."""
+        if self._file.closed:
+            return
+        if self._documents[-1] != len(self._lengths):
+            self.end_document()
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            with self._partial[1].open("wb") as file:
+                self._write_index(file.write)
+                file.flush()
+                os.fsync(file.fileno())
+            self._file.close()
+        except OSError as error:
+            raise self._failed(error) from None
 
     def append(self, tokens: ArrayLike) -> None:
         """One sequence of the current document."""
@@ -224,15 +244,7 @@ class IndexedWriter:
             )
         return tokens.astype(self.dtype)
 
-    def _finish(self) -> None:
-        if self._documents[-1] != len(self._lengths):
-            self.end_document()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        with self._partial[1].open("wb") as file:
-            self._write_index(file.write)
-            file.flush()
-            os.fsync(file.fileno())
+    def _put_in_place(self) -> None:
         idx_path(self.prefix).unlink(missing_ok=True)  # a former one would not fit the new .bin
         self._partial[0].rename(bin_path(self.prefix))
         self._partial[1].rename(idx_path(self.prefix))
@@ -251,7 +263,8 @@ class IndexedWriter:
         write(documents.astype("<i8", copy=False).data)
 
     def _failed(self, error: OSError) -> UserError:
-        return UserError(f"{bin_path(self.prefix)} cannot be written ({error.strerror}); free space or choose a folder")
+        path = bin_path(self.prefix)
+        return UserError(f"{path} cannot be written ({error.strerror}); free space or choose another folder")
 
 
 def merge(prefixes: Iterable[Path | str], target: Path | str) -> None:

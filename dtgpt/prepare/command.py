@@ -14,10 +14,11 @@ from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.overrides import apply_overrides, help_text
 from dtgpt.prepare.documents import Broken
-from dtgpt.prepare.inputs import find_sources, read_blocks
+from dtgpt.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.prepare.megatron_options import refuse
-from dtgpt.tokenizers.open import make_tokenizer
+from dtgpt.prepare.target import folder_of
+from dtgpt.tokenizers.open import MOST, make_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 from dtgpt.tokenizers.training import SMALLEST
 
@@ -47,7 +48,7 @@ class TrainTokenizerConfig:
     input: tuple[str, ...] = ()  # paths, globs, or - for standard input
     json_keys: tuple[str, ...] = ("text",)
     output: Annotated[str, "the file that dtgpt prepare --tokenizer takes"] = "tokenizer.json"
-    vocab_size: Annotated[int, f"tokens, with 256 bytes and the end of text; {SMALLEST} or more"] = 50257
+    vocab_size: Annotated[int, f"tokens, with 256 bytes and the end of text; {SMALLEST} to {MOST - 1}"] = 50257
     input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
     txt: Annotated[Literal["file", "line"], "what one document of a text is"] = "file"
     overwrite: Annotated[Literal["on", "off"], "replace a file of this name"] = "off"
@@ -60,7 +61,7 @@ def prepare_command(words: list[str]) -> int:
     """
     if not words or any(word in HELP for word in words):
         usage = help_text(PrepareConfig(), PREPARE_HELP, "dtgpt prepare INPUT ... --output-prefix PREFIX")
-        say(_with_dashes(usage))
+        say(with_dashes(usage))
         return 0
     refuse(words)
     config = parse_config(PrepareConfig(), words)
@@ -77,7 +78,7 @@ def prepare_command(words: list[str]) -> int:
 def tokenizer_command(words: list[str]) -> int:
     """`dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]`; returns the exit code. Raises UserError."""
     if not words or any(word in HELP for word in words):
-        say(_with_dashes(help_text(TrainTokenizerConfig(), TRAIN_HELP, "dtgpt tokenizer train INPUT ...")))
+        say(with_dashes(help_text(TrainTokenizerConfig(), TRAIN_HELP, "dtgpt tokenizer train INPUT ...")))
         return 0
     if words[0] != "train":
         raise UserError(f"dtgpt tokenizer has no command {words[0]!r}; it has train, as in dtgpt tokenizer train a.txt")
@@ -90,32 +91,37 @@ def tokenizer_command(words: list[str]) -> int:
 def train_tokenizer(config: TrainTokenizerConfig) -> Tokenizer:
     """Train a byte-level BPE with GPT-2's pre-tokenization on the user's own text, and save it.
 
-    Raises UserError where the inputs hold no text, the file exists or the package tokenizers is missing.
+    Raises UserError where the inputs hold no text, the file exists or cannot be written, or the package tokenizers is
+    missing.
     """
     output = Path(config.output)
     if not config.input:
         raise UserError("dtgpt tokenizer train needs text, such as dtgpt tokenizer train *.jsonl --vocab-size 32000")
-    if not SMALLEST <= config.vocab_size < 1 << 24:
-        raise UserError(f"--vocab-size {config.vocab_size} is out of range; give {SMALLEST} (only bytes) or more")
+    if not SMALLEST <= config.vocab_size < MOST:
+        raise UserError(f"--vocab-size {config.vocab_size} is out of range; give {SMALLEST} (only bytes) to {MOST - 1}")
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder; name a file in it, as in --output {output / 'tokenizer.json'}")
     if output.exists() and config.overwrite == "off":
         raise UserError(f"{output} exists already; give another --output, or add --overwrite to replace it")
     texts = _texts(config)
-    try:
-        first = next(texts)
-    except StopIteration:
-        raise UserError(f"{config.input[0]} holds no text to train on; check the inputs and --json-keys") from None
-    tokenizer = make_tokenizer("bpe", _chain(first, texts), config.vocab_size)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(output)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    with folder_of(output, "--output"):
+        try:
+            first = next(texts)
+        except StopIteration:
+            raise UserError(f"{config.input[0]} holds no text to train on; check the inputs and --json-keys") from None
+        tokenizer = make_tokenizer("bpe", _chain(first, texts), config.vocab_size)
+        try:
+            tokenizer.save(output)
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return tokenizer
 
 
 def _texts(config: TrainTokenizerConfig) -> Iterator[str]:
     broken = 0
-    for block in read_blocks(find_sources(list(config.input), config.input_format, config.txt), config.json_keys):
+    sources = find_sources(list(config.input), config.input_format, config.txt)
+    check_keys(sources, config.json_keys)
+    for block in read_blocks(sources, config.json_keys):
         for found in block.documents(config.json_keys):
             if isinstance(found, Broken):
                 broken += 1
@@ -160,10 +166,10 @@ def parse_config(config: Any, words: list[str]) -> Any:
     try:
         return apply_overrides(config, options)
     except UserError as error:
-        raise UserError(_with_dashes(str(error))) from None
+        raise UserError(with_dashes(str(error))) from None
 
 
-def _with_dashes(text: str) -> str:
+def with_dashes(text: str) -> str:
     """Names of options as they are typed here."""
     return re.sub(r"(?<!\S)--[a-z_]+", lambda name: name[0].replace("_", "-"), text)
 

@@ -88,6 +88,12 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
     return sources
 
 
+def check_keys(sources: list[Source], keys: tuple[str, ...]) -> None:
+    """Raises UserError where several keys are asked for of a text, which has none."""
+    if len(keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
+        raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
+
+
 def total_bytes(sources: list[Source]) -> int | None:
     """Bytes of all inputs on disk; None where one of them is a pipe."""
     sizes = [os.stat(s.path) if os.path.exists(s.path) else None for s in sources]

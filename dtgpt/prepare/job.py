@@ -21,10 +21,10 @@ from dtgpt.prepare.broken import BrokenLines
 from dtgpt.prepare.config import PrepareConfig
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.encode import Encoded, EncodedKey, Encoder
-from dtgpt.prepare.inputs import Source, find_sources, read_blocks, total_bytes
+from dtgpt.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import claimed
+from dtgpt.prepare.target import check_target, claimed, claimed_list
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -76,8 +76,8 @@ def prepare(config: PrepareConfig) -> Summary:
     """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`.
 
     Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
-    `strict`, nothing is left to write, the dataset exists, another process writes it or the disk is full; then nothing
-    is left behind.
+    `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
+    the disk is full; then nothing is left behind.
     """
     config.validate()
     if config.merge:
@@ -85,17 +85,18 @@ def prepare(config: PrepareConfig) -> Summary:
     started = time.monotonic()
     overwrite = config.overwrite == "on"
     sources = find_sources(list(config.input), config.input_format, config.txt)
-    if len(config.json_keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
-        raise UserError(f"a text has no keys {' '.join(config.json_keys)}; give one, as in --json-keys text")
+    check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
-    if listed is not None and listed.exists() and not overwrite:
-        raise UserError(f"--broken {listed} exists already; give another file, or add --overwrite to replace it")
-    encoder = make_encoder(config, vocabulary_of(config))
     prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
     summary = Summary(list(prefixes.values()))
     with ExitStack() as stack:
         for prefix in prefixes.values():
-            stack.enter_context(claimed(prefix, overwrite))
+            stack.enter_context(claimed(prefix))
+        for prefix in prefixes.values():  # when all that a killed process left is mended
+            check_target(prefix, overwrite)
+        if listed is not None:
+            stack.enter_context(claimed_list(listed, overwrite))
+        encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
         writers = {key: stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for key, prefix in prefixes.items()}
@@ -106,33 +107,43 @@ def prepare(config: PrepareConfig) -> Summary:
                     _write(writer, block.keys[key])
                 summary.add(block)
                 progress.update(summary.documents, summary.text_bytes, block.position)
-        broken.summarise()
-        _check_any(summary, sources, broken.first)
+            broken.summarise()
+            _check_any(summary, sources, broken.first)
+            for writer in writers.values():
+                writer.seal()
     summary.seconds = time.monotonic() - started
     return summary
 
 
 def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
-    `.idx`; returns that prefix and how many they are. Raises UserError where one is missing or damaged, or their token
-    types differ; then nothing is left."""
+    `.idx`; returns that prefix and how many they are. Globs do not find the output. Raises UserError where one is
+    missing, damaged or the output, or their token types differ; then nothing is left."""
     config.validate()
-    prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern)]
     target = Path(config.output_prefix)
-    with claimed(target, config.overwrite == "on"):
+    prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
+    with claimed(target):
+        check_target(target, config.overwrite == "on")
         merge(prefixes, target)
     return target, len(prefixes)
 
 
-def _datasets(pattern: str) -> list[str]:
-    """Prefixes that a prefix, the name of one of its files or a glob of these means."""
+def _datasets(pattern: str, target: Path) -> list[str]:
+    """Prefixes that a prefix, the name of one of its files or a glob of these means; of a glob, all but `target`."""
     if not glob.has_magic(pattern) or idx_path(pattern).exists():
-        return [_without_suffix(pattern)]
+        prefix = _without_suffix(pattern)
+        if _is_same(prefix, target):
+            raise UserError(f"--merge {pattern} is the output itself; leave it out, or give another --output-prefix")
+        return [prefix]
     found = sorted({_without_suffix(name) for name in glob.glob(pattern) + glob.glob(f"{pattern}.idx")})
-    found = [prefix for prefix in found if idx_path(prefix).is_file()]
+    found = [prefix for prefix in found if idx_path(prefix).is_file() and not _is_same(prefix, target)]
     if not found:
-        raise UserError(f"no dataset matches --merge {pattern}; check the pattern and the folder")
+        raise UserError(f"no dataset matches --merge {pattern} beside the output; check the pattern and the folder")
     return found
+
+
+def _is_same(prefix: str, target: Path) -> bool:
+    return os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(target))
 
 
 def _without_suffix(name: str) -> str:

@@ -1,5 +1,6 @@
 """Names that a preparation writes to: they belong to one process at a time, and to the next after a kill -9."""
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -14,59 +15,101 @@ from dtgpt.errors import UserError
 
 
 @contextmanager
-def claimed(prefix: Path, overwrite: bool) -> Iterator[None]:
+def claimed(prefix: Path) -> Iterator[None]:
     """`prefix` belongs to this process within the context. What a killed one left of it is removed, or put in place
-    where it was whole.
-
-    Raises UserError where the dataset exists already, another process writes it or its folder cannot be made.
-    """
-    lock = _lock_path(prefix)
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        file, alone = _locked(lock, prefix)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{prefix} would lie in a file, not in a folder; give another --output-prefix") from None
-    except OSError as error:
-        raise UserError(f"{prefix} cannot be written ({error.strerror}); choose another --output-prefix") from None
-    try:
+    where it was whole. Raises UserError where another process writes it or its folder cannot be made."""
+    with folder_of(prefix, "--output-prefix"), _locked(prefix, "--output-prefix") as alone:
         if alone:
             _mend(prefix)
-        check_target(prefix, overwrite)
         yield
+
+
+@contextmanager
+def claimed_list(path: Path, overwrite: bool) -> Iterator[None]:
+    """The same for the file of `--broken`. Raises UserError where it exists already or is a folder, too."""
+    with _locked(path, "--broken") as alone:
+        if alone:
+            _remove(_left(path))
+        if path.is_dir():
+            raise UserError(f"--broken {path} is a folder; name a file in it")
+        if path.exists() and not overwrite:
+            raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
+        yield
+
+
+@contextmanager
+def folder_of(path: Path, option: str) -> Iterator[None]:
+    """The folder in which `path`, given as `option`, is to be written within the context. Folders that are made for it
+    and stay empty are removed. Raises UserError where it cannot be made or written to."""
+    made = []
+    try:
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        _remove_folders(made)
+        raise _unwritable(path, option, error) from None
+    try:
+        yield
+    finally:
+        _remove_folders(made)
+
+
+def _remove_folders(made: list[Path]) -> None:
+    for folder in made:  # from the innermost
+        with suppress(OSError):  # where it is not empty, or was not made after all
+            folder.rmdir()
+
+
+def _unwritable(path: Path, option: str, error: OSError) -> UserError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return UserError(f"{path} would lie in a file, not in a folder; give another {option}")
+    return UserError(f"{path} cannot be written ({error.strerror}); give another {option}")
+
+
+def check_target(prefix: Path, overwrite: bool) -> None:
+    """A dataset is not replaced by mistake, and no folder by a dataset. Raises UserError."""
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give another --output-prefix")
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists already; give another --output-prefix, or add --overwrite to replace it")
+
+
+@contextmanager
+def _locked(path: Path, option: str) -> Iterator[bool]:
+    """No other process writes `path`, given as `option`, within the context; whether that could be made sure."""
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        file, alone = _lock(lock, path, option)
+    except OSError as error:
+        raise _unwritable(path, option, error) from None
+    try:
+        yield alone
     finally:
         with suppress(OSError):
             lock.unlink()  # while it is held: who waits for it looks whether it is still there
         file.close()
 
 
-def check_target(prefix: Path, overwrite: bool) -> None:
-    """A dataset is not replaced by mistake. Raises UserError."""
-    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
-    if existing and not overwrite:
-        raise UserError(f"{existing[0]} exists already; give another --output-prefix, or add --overwrite to replace it")
-
-
-def _lock_path(prefix: Path) -> Path:
-    return prefix.with_name(f".{prefix.name}.lock")
-
-
-def _locked(path: Path, prefix: Path) -> tuple[TextIO, bool]:
+def _lock(lock: Path, path: Path, option: str) -> tuple[TextIO, bool]:
     """The lock, held for as long as the file is open, and whether that keeps others out. The kernel frees it when its
     process is gone."""
     while True:
-        file = path.open("w")
+        file = lock.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise UserError(
-                f"{prefix} is being written by another process; wait for it, or give another --output-prefix"
+                f"{path} is being written by another process; wait for it, or give another {option}"
             ) from None
         except OSError as error:  # a file system without locks
-            say(f"{prefix} cannot be locked ({error.strerror}): let no other process write it", warning=True)
+            say(f"{path} cannot be locked ({error.strerror}): let no other process write it", warning=True)
             return file, False
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 return file, True
         file.close()  # of a process that has just removed it
 
@@ -81,13 +124,17 @@ def _mend(prefix: Path) -> None:
             data.rename(bin_path(prefix))
             index.rename(idx_path(prefix))
             say(f"{prefix}: a preparation that was killed had written all of it; it is in place now", warning=True)
-    for path in (*_left(bin_path(prefix)), *_left(idx_path(prefix))):
+    _remove(_left(bin_path(prefix)) + _left(idx_path(prefix)))
+
+
+def _remove(left: list[Path]) -> None:
+    for path in left:
         path.unlink(missing_ok=True)
         say(f"{path}, left by a preparation that was killed, is removed", warning=True)
 
 
 def _left(path: Path) -> list[Path]:
-    """Files under the names that `IndexedWriter` writes `path` under first."""
+    """Files under the names that `IndexedWriter` and `BrokenLines` write `path` under first."""
     beginning = f".{path.name}."
     return sorted(
         p for p in path.parent.iterdir()

@@ -34,6 +34,8 @@ def open_tokenizer(
     """
     if (vocab_file is None) != (merge_file is None):
         raise UserError("--vocab-file and --merge-file belong together; give both, vocab.json and merges.txt")
+    if vocab_file is not None and name != "gpt2":
+        raise UserError(f"the tokenizer {name} and --vocab-file {vocab_file} are both given; leave one out")
     if vocab_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
@@ -168,24 +170,28 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
 
 
 def _plain_byte_pairs(saved: dict) -> BytePairs | None:
-    """The tokens of a tokenizer.json where it encodes as GPT-2's does; else None."""
-    model, before = saved["model"], saved.get("pre_tokenizer") or {}
-    plain = (
-        model.get("type") == "BPE"
-        and not any(model.get(name) for name in ("dropout", "byte_fallback", "continuing_subword_prefix",
-                                                 "end_of_word_suffix", "unk_token", "ignore_merges"))
-        and saved.get("normalizer") is None
-        and _adds_nothing(saved.get("post_processor"))
-        and before.get("type") == "ByteLevel"
-        and before.get("use_regex", True)
-        and not before.get("add_prefix_space", True)
-    )  # fmt: skip
-    added = saved.get("added_tokens") or []
-    loose = any(not t.get("special") or t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in added)
-    if not plain or loose:
+    """The tokens of a tokenizer.json where it encodes as GPT-2's does; else None, also where it is damaged: then
+    Hugging Face's library tells how."""
+    try:
+        model, before = saved["model"], saved.get("pre_tokenizer") or {}
+        plain = (
+            model.get("type") == "BPE"
+            and not any(model.get(name) for name in ("dropout", "byte_fallback", "continuing_subword_prefix",
+                                                     "end_of_word_suffix", "unk_token", "ignore_merges"))
+            and saved.get("normalizer") is None
+            and _adds_nothing(saved.get("post_processor"))
+            and before.get("type") == "ByteLevel"
+            and before.get("use_regex", True)
+            and not before.get("add_prefix_space", True)
+        )  # fmt: skip
+        added = saved.get("added_tokens") or []
+        loose = any(not t.get("special") or t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in added)
+        if not plain or loose:
+            return None
+        pairs = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
+        return from_merges(model["vocab"], pairs, {token["content"]: token["id"] for token in added})
+    except (KeyError, TypeError, AttributeError):
         return None
-    pairs = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
-    return from_merges(model["vocab"], pairs, {token["content"]: token["id"] for token in added})
 
 
 def _adds_nothing(after: dict | None) -> bool:

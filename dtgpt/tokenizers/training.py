@@ -19,7 +19,8 @@ def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
         raise UserError(
-            "training a BPE needs the package tokenizers; run pip install 'dtgpt[data]', or use --data.tokenizer bytes"
+            "training a BPE needs the package tokenizers; run pip install 'dtgpt[data]', or use the tokenizer bytes, "
+            "which needs no training (--data.tokenizer bytes of a run, --tokenizer bytes of dtgpt prepare)"
         ) from None
     trainable = Tokenizer(models.BPE())
     trainable.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
