@@ -143,9 +143,7 @@ def test_no_samples_of_a_blend_are_not_all_of_them(two, tmp_path):
 def test_a_dataset_without_a_whole_sample_is_named(two):
     with pytest.raises(UserError, match=r"the train part of .*/a under the split 9,1 is shorter than one sample of 83"):
         load_blend(two, None, "9,1", "train", 82, None, 3, None)
-    with pytest.raises(
-        UserError, match=r"the valid part of .*/a under the split 99,1 has 0 documents .* or none"
-    ):
+    with pytest.raises(UserError, match=r"the valid part of .*/a under the split 99,1 has 0 documents .* or none"):
         load_blend(two, None, "99,1", "valid", 8, None, 3, None)
 
 
