@@ -5,18 +5,23 @@ from pathlib import Path
 
 from dtgpt.batch_size import BatchSizes, check_rampup
 from dtgpt.checkpoint.folder import Checkpoint, set_aside
-from dtgpt.checkpoint.load import check_same_model, find_checkpoint
+from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.prepared import is_prepared, load_prepared
 from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences
+from dtgpt.errors import UserError
+from dtgpt.interop.open import open_source, run_of
 from dtgpt.metrics import check_wandb
+from dtgpt.model import GPTConfig
 from dtgpt.parallel.cost import state_bytes
 from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
+from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import Recipe
-from dtgpt.run import create_run, lock_run, run_to_resume
+from dtgpt.run import create_run, load_tokenizer, lock_run, run_to_resume
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
@@ -62,6 +67,24 @@ def leave_newer(run: Path, step: int) -> None:
     """Checkpoints of later steps than that from which the run goes on are damaged, or of another history."""
     for name in set_aside(run / "checkpoints", step):
         say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)
+
+
+def begin_from(path: Path, config: GPTConfig, tokenizer: Tokenizer, shards: Shards, mesh: Mesh) -> None:
+    """Fill the shards of a new run with the weights of another one, or of another library."""
+    source = open_source(path, mesh)
+    check_same_model(path, source.config, config)
+    if run := run_of(path):
+        check_tokenizer(run, tokenizer)
+    for note in source.notes:
+        say(note, warning=True)
+    load_weights(source, shards)
+
+
+def check_tokenizer(run: Path, ours: Tokenizer) -> None:
+    """Raise UserError where `run` was trained with another tokenizer than `ours`."""
+    theirs = load_tokenizer(run)
+    if (theirs.ranks, theirs.end_of_text) != (ours.ranks, ours.end_of_text):
+        raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 
 def read_dataset(recipe: Recipe) -> Dataset:

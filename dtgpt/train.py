@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dtgpt import evaluate
 from dtgpt.batch_size import BatchSizes
-from dtgpt.begin import find_run, leave_newer, new_run, read_on_every_node, start
+from dtgpt.begin import begin_from, check_tokenizer, find_run, leave_newer, new_run, read_on_every_node, start
 from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
-from dtgpt.checkpoint.load import check_same_model, load_training, load_weights
+from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
@@ -25,7 +25,6 @@ from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.end_of_document import EndOfDocument, Marks
 from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
 from dtgpt.errors import UserError
-from dtgpt.interop.open import open_source, run_of
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import Update
@@ -36,7 +35,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report, Silence
-from dtgpt.run import AUTO, changes_since, load_tokenizer
+from dtgpt.run import AUTO, changes_since
 from dtgpt.signals import StopRequest
 
 
@@ -107,7 +106,7 @@ class Training:
         if checkpoint:
             self._resume(checkpoint)
         elif recipe.init_from is not None:
-            self._begin_from(Path(recipe.init_from))
+            begin_from(Path(recipe.init_from), recipe.model, dataset.tokenizer, self.shards, mesh)
 
     def run_to_end(self, run: Path) -> int:
         """Train, report into the folder `run`, and return the exit code of `train`."""
@@ -278,7 +277,7 @@ class Training:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         run, state = checkpoint.folder.parents[1], checkpoint.state
-        self._check_tokenizer(run)
+        check_tokenizer(run, self.dataset.tokenizer)
         load_training(checkpoint, self.shards, self.optimizer.adamw)
         self.optimizer.restore(state)
         self.step = state["step"]
@@ -287,21 +286,6 @@ class Training:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:
             raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
-
-    def _begin_from(self, path: Path) -> None:
-        """A new run with the weights of another one, or of another library."""
-        source = open_source(path, self.mesh)
-        check_same_model(path, source.config, self.recipe.model)
-        if run := run_of(path):
-            self._check_tokenizer(run)
-        for note in source.notes:
-            say(note, warning=True)
-        load_weights(source, self.shards)
-
-    def _check_tokenizer(self, run: Path) -> None:
-        theirs, ours = load_tokenizer(run), self.dataset.tokenizer
-        if (theirs.ranks, theirs.end_of_text) != (ours.ranks, ours.end_of_text):
-            raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 
 def due(step: int, interval: int) -> bool:
