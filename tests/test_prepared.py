@@ -14,7 +14,7 @@ from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
-from dtgpt.tokenizers.open import make_tokenizer
+from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
@@ -209,7 +209,7 @@ def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         files.append(tmp_path / name)
         files[-1].write_bytes(gzip.decompress((GPT2 / f"{name}.gz").read_bytes()))
-    tokenizer = make_tokenizer("gpt2", [], 0, *map(str, files))
+    tokenizer = open_tokenizer("gpt2", *map(str, files))
     assert tokenizer.vocab_size == 50257 and tokenizer.end_of_text == 50256
     assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
     text = tmp_path / "text.txt"

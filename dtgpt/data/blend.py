@@ -197,7 +197,6 @@ def load_blend(
     num_samples: int | None,
     seed: int,
     cache: Path | None,
-    drop_last: bool = True,
 ) -> Samples | Blend:
     """The samples of `which` (train, valid or test) of one or several datasets.
 
@@ -208,7 +207,7 @@ def load_blend(
     if weights is not None and len(weights) != len(sequences):
         raise UserError(f"{len(weights)} weights are given for {len(sequences)} datasets; give one each, or none")
     if len(sequences) == 1 and (weights is None or split is None):
-        return load_samples(sequences[0], split, which, seq_length, num_samples, seed, cache, drop_last)
+        return load_samples(sequences[0], split, which, seq_length, num_samples, seed, cache)
     if weights is not None and num_samples is None:
         raise UserError("a blend with weights has no end of its own; give num_samples, or no weights")
     taken, asked = None, [None] * len(sequences)
@@ -216,8 +215,7 @@ def load_blend(
         weights = normalised(weights)
         taken, asked = blend_sizes(weights, num_samples)
     datasets = [
-        load_samples(s, split, which, seq_length, count, seed, cache, drop_last)
-        for s, count in zip(sequences, asked, strict=True)
+        load_samples(s, split, which, seq_length, count, seed, cache) for s, count in zip(sequences, asked, strict=True)
     ]
     if taken is not None:
         return Blend(datasets, *_load_order(weights, sum(taken), cache))

@@ -23,7 +23,7 @@ from torch import Tensor
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
-from dtgpt.tokenizers.open import make_tokenizer, read_saved
+from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 Part = Literal["valid", "test"]
@@ -130,7 +130,7 @@ def load_dataset(
     folder = cache / f"text-{digest[:16]}"
     if not folder.exists():
         train, valid = split_documents(documents, held_out)
-        made = make_tokenizer(tokenizer, train, bpe_vocab_size, *files)
+        made = open_tokenizer("gpt2", *files) if files else make_tokenizer(tokenizer, train, bpe_vocab_size)
         _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
     return TextDataset(
         tokenizer=read_saved(folder / "tokenizer.json", remedy=f"delete {folder}"),

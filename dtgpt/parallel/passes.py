@@ -18,9 +18,9 @@ class Passes(Protocol):
         """Leave in the shards the gradient of the global batch, of which this replica has `micro_batches` equal pieces,
         times the `gradient_scale` of the output layer.
 
-        windows: int64 `[B, T + 1]`; keys: int64 `[B, num_sites, 2]` or None; marks: of the tokens `[B, T]`.
-        Returns the mean loss, detached: 0 on a
-        rank that does not hold the head. The same tensor comes back with another value next time.
+        windows: int64 `[B, T + 1]`; keys: int64 `[B, num_sites, 2]` or None; marks: of the tokens `[B, T]`. Returns the
+        mean loss, detached: 0 on a rank that does not hold the head. The same tensor comes back with another value next
+        time.
         """
         ...
 

@@ -65,7 +65,6 @@ def prepare_command(words: list[str]) -> int:
         return 0
     refuse(words)
     config = parse_config(PrepareConfig(), words)
-    config.validate()
     with _SignalsAsExit():
         if config.merge:
             target, count = join_datasets(config)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from dtgpt.errors import UserError
+from dtgpt.tokenizers.open import check_named_once
 
 OnOff = Literal["on", "off"]
 OF_MERGE = ("merge", "output_prefix", "overwrite")  # what joining datasets takes
@@ -57,10 +58,7 @@ class PrepareConfig:
             _check_merge(self)
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
-        if self.vocab_file is not None and self.tokenizer != "gpt2":
-            raise UserError(
-                f"the tokenizer {self.tokenizer} and --vocab-file {self.vocab_file} are both given; leave one out"
-            )
+        check_named_once(self.tokenizer, self.vocab_file, self.merge_file)
         if not 0 <= self.workers <= 1024:
             raise UserError(f"--workers {self.workers} is no number of processes; give 1 to 1024, or 0 for all cores")
         if self.log_interval < 0:

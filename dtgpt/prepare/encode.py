@@ -1,6 +1,6 @@
 """Blocks of documents to tokens: what a worker of `dtgpt prepare` does."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,20 +19,32 @@ class EncodedKey:
     counts: np.ndarray
 
 
-@dataclass
-class Encoded:
-    """A block: its fields by key; `documents`, `empty` ones among them (no token under any key), `longest` in tokens,
-    `text_bytes` of UTF-8 and `text_tokens` (those of text, without ends of documents and the like) count over all
-    keys. `position` as the block's."""
+@dataclass(kw_only=True)
+class Counts:
+    """Over all keys: `documents`, `empty` ones among them (no token under any key), the `longest` in tokens,
+    `text_bytes` of UTF-8 and `text_tokens` (those of text, without ends of documents and the like)."""
 
-    position: int
-    keys: dict[str, EncodedKey]
-    broken: list[Broken] = field(default_factory=list)
     documents: int = 0
     empty: int = 0
     longest: int = 0
     text_bytes: int = 0
     text_tokens: int = 0
+
+    def count(self, other: "Counts") -> None:
+        self.documents += other.documents
+        self.empty += other.empty
+        self.longest = max(self.longest, other.longest)
+        self.text_bytes += other.text_bytes
+        self.text_tokens += other.text_tokens
+
+
+@dataclass(kw_only=True)
+class Encoded(Counts):
+    """A block: its fields by key. `position` as the block's."""
+
+    position: int
+    keys: dict[str, EncodedKey]
+    broken: list[Broken]
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Encoder:
         broken: list[Broken] = []
         for found in block.documents(self.keys):
             (broken if isinstance(found, Broken) else documents).append(found)
-        encoded = Encoded(block.position, {}, broken, len(documents))
+        encoded = Encoded(position=block.position, keys={}, broken=broken, documents=len(documents))
         sizes = np.zeros(len(documents), np.int64)
         for key in self.keys:
             encoded.keys[key] = self._encode(encoded, [document[key] for document in documents], sizes)

@@ -8,7 +8,7 @@ import glob
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from dtgpt.errors import UserError
 from dtgpt.prepare.broken import BrokenLines
 from dtgpt.prepare.config import PrepareConfig
 from dtgpt.prepare.documents import Broken
-from dtgpt.prepare.encode import Encoded, EncodedKey, Encoder
+from dtgpt.prepare.encode import Counts, Encoded, EncodedKey, Encoder
 from dtgpt.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
@@ -37,26 +37,18 @@ SUFFIXES = {
 }
 
 
-@dataclass
-class Summary:
-    """What was prepared. `text_tokens` are those of text, without ends of documents; `longest` document in tokens;
-    `empty` documents have no token; `broken` lines were left out. `files` by their prefixes."""
+@dataclass(kw_only=True)
+class Summary(Counts):
+    """What was prepared. `broken` lines were left out. `files` by their prefixes."""
 
-    files: list[Path] = field(default_factory=list)
-    documents: int = 0
+    files: list[Path]
     sequences: int = 0
     tokens: int = 0
-    text_tokens: int = 0
-    text_bytes: int = 0
-    longest: int = 0
-    empty: int = 0
     broken: int = 0
     seconds: float = 0.0
 
     def add(self, block: Encoded) -> None:
-        for name in ("documents", "text_tokens", "text_bytes", "empty"):
-            setattr(self, name, getattr(self, name) + getattr(block, name))
-        self.longest = max(self.longest, block.longest)
+        self.count(block)
         self.broken += len(block.broken)
         for encoded in block.keys.values():
             self.sequences += len(encoded.lengths)
@@ -88,7 +80,7 @@ def prepare(config: PrepareConfig) -> Summary:
     check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
     prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
-    summary = Summary(list(prefixes.values()))
+    summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
         for prefix in prefixes.values():
             stack.enter_context(claimed(prefix))

@@ -32,10 +32,7 @@ def open_tokenizer(
 
     Raises UserError where a file cannot be read or is none of the kinds, or where an encoding is not at hand.
     """
-    if (vocab_file is None) != (merge_file is None):
-        raise UserError("--vocab-file and --merge-file belong together; give both, vocab.json and merges.txt")
-    if vocab_file is not None and name != "gpt2":
-        raise UserError(f"the tokenizer {name} and --vocab-file {vocab_file} are both given; leave one out")
+    check_named_once(name, vocab_file, merge_file)
     if vocab_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
@@ -51,17 +48,17 @@ def open_tokenizer(
     return from_tiktoken(name, REMEDY)
 
 
-def make_tokenizer(
-    kind: str,
-    documents: Iterable[str],
-    bpe_vocab_size: int,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-) -> Tokenizer:
-    """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", from its two files, or as tiktoken carries it
-    (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
-    if kind == "gpt2" and vocab_file is not None:
-        return from_files(Path(vocab_file), Path(merge_file))
+def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) -> None:
+    """Raise UserError where the two files do not go together, or go with the name of another tokenizer."""
+    if (vocab_file is None) != (merge_file is None):
+        raise UserError("--vocab-file and --merge-file belong together; give both, vocab.json and merges.txt")
+    if vocab_file is not None and name != "gpt2":
+        raise UserError(f"the tokenizer {name} and --vocab-file {vocab_file} are both given; leave one out")
+
+
+def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int) -> ByteLevel:
+    """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", as tiktoken carries it (from its cache, or fetched
+    by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
     if kind == "gpt2":
         return from_tiktoken("gpt2", "use --data.tokenizer bpe")
     if kind == "bytes":
