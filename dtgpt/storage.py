@@ -11,7 +11,7 @@ from typing import Any
 from dtgpt.errors import UserError
 
 
-def sync_folder(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Wait until the names in a folder, or the content of a file, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 def sync_tree(folder: Path) -> None:
     """Wait until all files below a folder are on the disk, and their names."""
     for path in [*folder.rglob("*"), folder]:
-        sync_folder(path)
+        sync_path(path)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield partial
         sync_tree(partial)
         partial.rename(folder)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
     finally:

@@ -90,7 +90,7 @@ POINTS = {  # where the process dies, at step 4 or after it
     "weights half written": ("dtgpt.checkpoint.host.write_file", lambda p, *_: of_step(p), half_a_file),
     "before state.json": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent)),
     "state.json half": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent), half_a_text),
-    "before the rename": (f"{FOLDER}.sync_folder", of_step),
+    "before the rename": (f"{FOLDER}.sync_path", of_step),
     "before latest": (f"{FOLDER}.write_text", lambda p, text: p.name == "latest" and of_step(text)),
     "latest half": (
         f"{FOLDER}.write_text",

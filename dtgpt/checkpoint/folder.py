@@ -27,7 +27,7 @@ from dtgpt.errors import UserError
 from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.storage import sync_folder, write_text
+from dtgpt.storage import sync_path, write_text
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
@@ -187,11 +187,11 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
     """Make the checkpoint `folder` of one in which all files are: from the rename on it is there, and before it is not.
     One of an earlier attempt at the same step gives way."""
     write_state(partial, state, files)
-    sync_folder(partial)
+    sync_path(partial)
     if folder.exists():
         remove(folder)
     partial.rename(folder)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
 
 
 def remove(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from dtgpt.errors import UserError
-from dtgpt.storage import sync_folder, write_text
+from dtgpt.storage import sync_path, write_text
 
 CACHE_FORMAT = 1  # raise when the same settings would give other arrays
 CONTENTS = "contents.json"
@@ -83,9 +83,9 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         write_text(partial / CONTENTS, json.dumps({name: _checksum(partial / f"{name}.npy") for name in arrays}))
-        sync_folder(partial)
+        sync_path(partial)
         _exchange(partial, folder, old)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except OSError as error:
         raise UserError(
             f"the index of samples cannot be cached in {folder.parent} ({error}); free space there, or set "

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from dtgpt.data.token_shards import MappedTokens, TokenSequences, map_file
 from dtgpt.errors import UserError
-from dtgpt.storage import sync_folder
+from dtgpt.storage import sync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code, S, D
@@ -248,7 +248,7 @@ class IndexedWriter:
         idx_path(self.prefix).unlink(missing_ok=True)  # a former one would not fit the new .bin
         self._partial[0].rename(bin_path(self.prefix))
         self._partial[1].rename(idx_path(self.prefix))
-        sync_folder(self.prefix.parent)
+        sync_path(self.prefix.parent)
 
     def _write_index(self, write: Callable) -> None:
         lengths, documents = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
