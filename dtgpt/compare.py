@@ -175,7 +175,7 @@ def compare(
             if not all(map(math.isfinite, records[name].norms)) and recipe.precision == "fp16":
                 raise UserError(
                     f"plan {name} skipped steps of fp16, whose gradients cannot be compared; use a smaller scale such "
-                    "as --loss_scale.initial 65536"
+                    "as --loss_scale.initial 4096"
                 )
             differences[name] = difference(records[name], records[REFERENCE])
             file.unlink()

@@ -6,7 +6,8 @@ step whose gradients overflow is skipped. The scale is halved where overflows ou
 far apart they are.
 
 All state is on the device and changes by tensor operations in place: nothing waits, and a CUDA graph may capture it.
-Every rank holds its own copy; they stay equal as long as `overflow` is agreed on, as a norm summed over the world is.
+Every rank holds its own copy; they stay equal because `overflow` is decided on the gradient of the whole batch, summed
+over the world (`dtgpt.optim.SKIP_ABOVE`).
 """
 
 import math
@@ -19,7 +20,7 @@ COUNTS = ("growth_tracker", "hysteresis_tracker", "skipped")
 
 
 class LossScaler:
-    """scale: fp32 scalar, to multiply the loss with. skipped: int64 scalar, how many steps overflowed."""
+    """scale: fp32 scalar, to multiply the loss with. skipped: int64 scalar, how many steps were skipped."""
 
     def __init__(
         self,
@@ -49,8 +50,9 @@ class LossScaler:
         return self.scale.reciprocal()
 
     @torch.no_grad()
-    def update(self, overflow: Tensor) -> None:
-        """Take note of a step. overflow: bool scalar on the device, true where a gradient was not finite."""
+    def update(self, overflow: Tensor, skip: Tensor) -> None:
+        """Take note of a step. overflow: bool scalar on the device, true where the scale was too large. skip: the same,
+        true where the step was skipped."""
         clean = torch.where(overflow, 0, self.growth_tracker + 1)
         left = self.hysteresis_tracker - overflow.long()
         grow, shrink = clean == self._interval, overflow & (left <= 0)
@@ -58,7 +60,7 @@ class LossScaler:
         self.scale.copy_(torch.where(shrink, smaller, torch.where(grow, self.scale * self._growth, self.scale)))
         self.growth_tracker.copy_(torch.where(grow, 0, clean))
         self.hysteresis_tracker.copy_(torch.where(grow, self._hysteresis, left))
-        self.skipped += overflow
+        self.skipped += skip
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint; waits for the device."""

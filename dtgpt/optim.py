@@ -13,6 +13,13 @@ from dtgpt.ops.adamw import AdamW, Slot
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.recipe import OptimizerConfig, Recipe
 
+# Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch decides,
+# so that every plan and micro-batch size skips the same steps.
+# A step above SKIP_ABOVE is skipped. That is half of fp16's range: addends may be larger than their sum, and must not
+# overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: so the
+# scale falls before steps are lost, and rounding near this limit changes the scale alone, which changes no weight.
+SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
+
 
 def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
     """AdamW over fp32 masters: matrices decay, biases and norms do not."""
@@ -66,6 +73,7 @@ class Update:
         self.gradient_scale = torch.empty((), device=device)
         self.scaler = None
         if dtype == torch.float16:
+            self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
             self.scaler = LossScaler(
                 device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
             )
@@ -84,8 +92,8 @@ class Update:
 
     @torch.no_grad()
     def apply(self) -> Tensor:
-        """Take one step and return the global norm of the gradient. In fp16 a step whose norm is not finite is skipped:
-        the norm is summed over the world, so that all ranks skip the same."""
+        """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
+        on all ranks, and its norm is infinite."""
         update = self.adamw.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
         if self.scaler is None:
@@ -93,11 +101,11 @@ class Update:
             self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
             return norm
         inverse = self.scaler.inverse()
-        norm = self.shards.norm() * inverse
-        overflow = ~torch.isfinite(norm)
+        norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
+        norm = torch.where(skip, math.inf, norm * inverse)
         self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
-        self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, overflow)
-        self.scaler.update(overflow)
+        self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
+        self.scaler.update(overflow, skip)
         self.gradient_scale.copy_(self.scaler.scale * self.share)
         return norm
 

@@ -44,3 +44,15 @@ def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list
             scaling.append(run.optimizer.scaling())
             unchanged.append(all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True)))
         return scaling, unchanged, run.optimizer.state()["updates"]
+
+
+def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
+    """Steps that fp16 has skipped so far, after each of the first `steps`."""
+    with ExitStack() as stack:
+        recipe, mesh, process = start(recipe, stack)
+        run = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        found = []
+        for _ in range(steps):
+            run.train_step()
+            found.append(run.optimizer.scaling()["skipped_steps"])
+        return found

@@ -6,10 +6,11 @@ all as it was where a flag on the device says so. Nothing waits for the device, 
 
 Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes a parameter
 with bf16 gradients and weights. No custom op: neither autograd nor torch.compile goes through an optimizer's step.
-Sharding rule: everything here but `squared_norm` is elementwise, so a rank hands in its part of each tensor, however it
+Sharding rule: everything here but the norms is elementwise, so a rank hands in its part of each tensor, however it
 is cut; sums of squares of different parts add up.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,15 +147,24 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each tensor, fp32 `[len(gradients)]`, summed in fp32 whatever the dtype.
 
     PyTorch's kernel reads every gradient once, in a few launches for all, and adds up the chunks of a tensor in a fixed
-    order without atomics: equal gradients give equal sums. It is given no empty tensors, which it counts in one place
-    and skips in another.
+    order without atomics: equal gradients give equal sums.
     """
+    return _norms(gradients, 2).square_()
+
+
+def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
+    """Largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
+    return _norms(gradients, math.inf)
+
+
+def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
+    """PyTorch's kernel is given no empty tensors, which it counts in one place and skips in another."""
     norms = torch.zeros(len(gradients), device=gradients[0].device)
     filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]
     if filled:
         tensors, cells = zip(*filled, strict=True)
-        torch._foreach_copy_(cells, torch._foreach_norm(tensors, 2, dtype=torch.float32))
-    return norms.square_()
+        torch._foreach_copy_(cells, torch._foreach_norm(tensors, order, dtype=torch.float32))
+    return norms
 
 
 def _check_slot(i: int, slot: Slot) -> None:

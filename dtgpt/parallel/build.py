@@ -99,9 +99,9 @@ def scale_gradients(stages: list[GPT], scale: Tensor) -> None:
 
 
 def gradient_share(micro_batches: int, plan: Plan) -> float:
-    """What the gradient of one micro-batch's mean loss counts in a sum over all. `fully_shard` takes the mean over the
-    replicas by itself."""
-    return 1 / (micro_batches * (1 if plan.zero else plan.dp))
+    """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
+    that 16-bit gradients are of the same size, too."""
+    return 1 / (micro_batches * plan.dp)
 
 
 @torch.no_grad()

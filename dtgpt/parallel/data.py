@@ -33,9 +33,11 @@ def shard_over_data(part: GPT, mesh: Mesh, dtype: torch.dtype) -> None:
     }
     # Torch warns of writing in place into what a wrapped module returns; nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for block in part.blocks.values():
-        fully_shard(block, **options)
-    fully_shard(part, **options)
+    for module in (*part.blocks.values(), part):
+        sharded = fully_shard(module, **options)
+        # Gradients are summed, not averaged: the loss already counts a micro-batch by its share of the global batch.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(*parts: GPT) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.model import GPT, TABLE, GPTConfig, fill_weight, unique_parameters
-from dtgpt.ops.adamw import squared_norm
+from dtgpt.ops.adamw import largest_magnitude, squared_norm
 from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh, Place, chunk
 
@@ -122,12 +122,28 @@ class Shards:
         return self.gradients[shard.index]
 
     def norm(self) -> Tensor:
-        """The global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold counts
-        once, and so does the tied table."""
-        squares = (squared_norm([self.gradients[i] for i in self._counted]) * self._shares).sum()
+        """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
+        counts once, and so does the tied table."""
+        return self._summed_over_ranks(self._squares()).sqrt()
+
+    def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
+        not finite: bool `[N]` on the device, equal on all ranks."""
+        excess = largest_magnitude(self._counted_gradients()).max() > limits
+        totals = self._summed_over_ranks(torch.cat([self._squares().view(1), excess.float()]))
+        return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()
+
+    def _counted_gradients(self) -> list[Tensor]:
+        return [self.gradients[i] for i in self._counted]
+
+    def _squares(self) -> Tensor:
+        """Return this rank's share of the squared norm."""
+        return (squared_norm(self._counted_gradients()) * self._shares).sum()
+
+    def _summed_over_ranks(self, values: Tensor) -> Tensor:
         if self.mesh.world > 1:
-            dist.all_reduce(squares)
-        return squares.sqrt()
+            dist.all_reduce(values)
+        return values
 
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others, which
