@@ -13,10 +13,10 @@ from dtgpt.ops.adamw import AdamW, Slot
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.recipe import OptimizerConfig, Recipe
 
-# Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch decides,
-# so that every plan and micro-batch size skips the same steps.
+# Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
+# decides, so that every plan and micro-batch size skips the same steps.
 # A step above SKIP_ABOVE is skipped. That is half of fp16's range: addends may be larger than their sum, and must not
-# overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: so the
+# overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: the
 # scale falls before steps are lost, and rounding near this limit changes the scale alone, which changes no weight.
 SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
 
