@@ -1,8 +1,8 @@
 """GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh.
 
 hardware   one GPU of 16 GB or more
-command    torchrun recipes/gpt2_345m.py --data.path your.jsonl
-quick look torchrun recipes/gpt2_345m.py --steps 50 --optimizer.decay_steps 50 --log.interval 5
+command    python recipes/gpt2_345m.py --data.path your.jsonl
+quick look python recipes/gpt2_345m.py --steps 50 --optimizer.decay_steps 50 --log.interval 5
 expect     with --micro_batch_size 16 --global_batch_size 16 on one H200: 203,000 tokens/s, 19 GiB; with
            --model.dropout 0 too: 216,000. Loss of the quick look, measured before the step was fused: 11.0 -> 6.05.
            The full run was not repeated here.

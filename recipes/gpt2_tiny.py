@@ -1,7 +1,7 @@
 """GPT-2 in miniature on the text that Python carries: the whole way from raw text to a sample, on a laptop CPU.
 
 hardware   2 CPU cores
-command    torchrun recipes/gpt2_tiny.py
+command    python recipes/gpt2_tiny.py
 expect     80 seconds on two cores, a loss from 7.0 to 2.4, 1.63 bits/byte on held-out text (Python 3.11's text), a
            sample that reads like documentation
 """
