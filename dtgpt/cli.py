@@ -138,13 +138,13 @@ def _say_once(sentence: str) -> None:
 
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.parallel.process import Process
-    from dtgpt.recipe_file import call_recipe
+    from dtgpt.recipe_file import call_recipe, override
 
     recipe = call_recipe(recipe_function)
     if wants_help(arguments):
         say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
-    recipe = take(recipe, read_words(arguments, recipe)[1])
+    recipe = override(recipe, arguments)
     # What is wrong with the recipe or its plan is told before seconds go into importing the rest.
     recipe.validate()
     recipe.plan_for(Process.from_environment().world)

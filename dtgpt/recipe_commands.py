@@ -8,6 +8,7 @@ from typing import Annotated
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.help import help_text, wants_help
+from dtgpt.megatron_options import explain
 from dtgpt.overrides import as_words, read_words, take
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_file import call_recipe, load_recipe, recipe_module
@@ -47,7 +48,7 @@ def plan_command(words: list[str]) -> int:
     if wants_help(words):
         return recipe_help("plan", words, PlanOptions)
     recipe = call_recipe(recipe_module(words, "plan").recipe)
-    _, options = read_words(words[1:], PlanOptions, recipe)
+    _, options = read_words(words[1:], PlanOptions, recipe, explain=explain)
     own = take(PlanOptions(), options)
     if own.world is not None and not 1 <= own.world < 10**9:
         raise UserError(f"--world {own.world} is no number of processes; use 1 or more")
@@ -61,7 +62,7 @@ def compare_command(words: list[str]) -> int:
     if wants_help(words):
         return recipe_help("compare", words, CompareOptions)
     recipe = call_recipe(recipe_module(words, "compare").recipe)
-    _, options = read_words(words[1:], CompareOptions, recipe)
+    _, options = read_words(words[1:], CompareOptions, recipe, explain=explain)
     if "plan" in options:
         raise UserError("dtgpt compare takes several plans; write --plans")
     own = take(CompareOptions(), options)
