@@ -3,15 +3,19 @@
 import difflib
 import errno
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
+from typing import Annotated
 
 from dtgpt.console import accept_any_text, say, say_error
 from dtgpt.errors import UserError
+from dtgpt.help import HELP, help_text, wants_help
+from dtgpt.overrides import read_words, take
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -24,27 +28,39 @@ REMEDIES = {
     errno.EISDIR: "choose another path",
 }
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
-EXAMPLES = {"world": "8", "gpu": "H200", "steps": "5", "tolerance": "1e-5"}
-HELP = ("-h", "--help")
-USAGE = """usage: dtgpt COMMAND ...
+USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
 
-  dtgpt prepare INPUT ... --output-prefix PREFIX [--append-eod] [--tokenizer NAME] [--workers N]
-                                                text to Megatron-LM's PREFIX_text_document.bin and .idx
-  dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]
-                                                a byte-level BPE of your own
-  dtgpt train RECIPE.py [--option value ...]    train; `torchrun RECIPE.py` does the same (--help lists the options)
-  dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME] [--option value ...]
-                                                memory, messages and bubble of a plan; no GPU is needed
-  dtgpt compare RECIPE.py --plans NAME [NAME ...] --steps N [--tolerance X] [--option value ...]
-                                                run the same steps under each plan and under none, and compare
-  dtgpt generate RUN [--prompt TEXT ...]        continue a text with a run's newest checkpoint, or another model
+  dtgpt prepare INPUT ... --output-prefix PREFIX
+      encode text into Megatron-LM's PREFIX_text_document.bin and .idx
+  dtgpt tokenizer train INPUT ...
+      train a byte-level BPE on your own text
+  dtgpt train RECIPE.py [--option value ...]
+      train a model; `torchrun RECIPE.py` does the same in several processes
+  dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]
+      show memory, messages and bubble of a plan; no GPU is needed
+  dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
+      run the same steps under each plan and on one process, and compare
+  dtgpt generate RUN [--prompt TEXT]
+      continue a text with the newest checkpoint of a run, or with another model
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
-                                                from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
-  dtgpt inspect MODEL [--tensors on]            step, plan, sizes, parameters and digests; every file is verified
-  dtgpt inspect PREFIX [--digest --split 949,50,1 --seq-length 1024 --num-samples N --seed 1234]
-                                                token files: statistics, or digests of samples in Megatron-LM's order
-  dtgpt plot RUN [RUN ...] [--output FILE.png]  draw the loss curves of runs into one picture
+      convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
+  dtgpt inspect MODEL | PREFIX
+      verify and describe a checkpoint or model; describe token files
+  dtgpt plot RUN [RUN ...] [--output FILE.png]
+      draw the loss curves of runs into one picture
 """
+NEEDS = {  # what a command needs, and an example
+    "generate": ("RUN", "runs/gpt2_tiny-001 --prompt Hello"),
+    "convert": ("MODEL TARGET", "runs/gpt2_tiny-001 exported --to hf"),
+    "plot": ("run folders", "runs/gpt2_tiny-001 runs/gpt2_tiny-002"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Draw the training and held-out losses of run folders into one picture."""
+
+    output: Annotated[str, "picture to write, a .png"] = "loss.png"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -121,15 +137,14 @@ def _say_once(sentence: str) -> None:
 
 
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
-    from dtgpt.overrides import apply_overrides, help_text
     from dtgpt.parallel.process import Process
-    from dtgpt.recipe_file import call_recipe
+    from dtgpt.recipe_file import call_recipe, override
 
     recipe = call_recipe(recipe_function)
-    if any(word in HELP for word in arguments):
+    if wants_help(arguments):
         say(help_text(recipe, doc or "", f"torchrun recipes/{recipe.name}.py"))
         return 0
-    recipe = apply_overrides(recipe, arguments)
+    recipe = override(recipe, arguments)
     # What is wrong with the recipe or its plan is told before seconds go into importing the rest.
     recipe.validate()
     recipe.plan_for(Process.from_environment().world)
@@ -140,8 +155,9 @@ def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
 
 def _train(words: list[str]) -> int:
     if words and words[0] in HELP:
-        say(USAGE.rstrip())
-        return 0
+        from dtgpt.recipe_commands import recipe_help
+
+        return recipe_help("train", words)
     from dtgpt.recipe_file import recipe_module
 
     module = recipe_module(words, "train")
@@ -161,80 +177,27 @@ def _tokenizer(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    if any(word in HELP for word in words):
-        say(USAGE.rstrip())
-        return 0
-    from dtgpt.recipe_file import load_recipe, recipe_module
+    from dtgpt.recipe_commands import plan_command
 
-    recipe_module(words, "plan")
-    own, options = _take_options(words[1:], {"world": 1, "gpu": 1})
-    world, gpu = own.get("world"), own.get("gpu")
-    if world and not re.fullmatch("[1-9][0-9]{0,8}", world[0]):
-        raise UserError(f"--world {world[0][:60]} is no number of processes; use 1 or more")
-    from dtgpt.dryrun import describe_plan
-
-    recipe = load_recipe(Path(words[0]), options)
-    say(describe_plan(recipe, int(world[0]) if world else None, gpu[0] if gpu else None))
-    return 0
+    return plan_command(words)
 
 
 def _compare(words: list[str]) -> int:
-    if any(word in HELP for word in words):
-        say(USAGE.rstrip())
-        return 0
-    from dtgpt.recipe_file import load_recipe, recipe_module
+    from dtgpt.recipe_commands import compare_command
 
-    recipe_module(words, "compare")
-    own, options = _take_options(words[1:], {"plans": None, "plan": None, "steps": 1, "tolerance": 1})
-    if "plan" in own:
-        raise UserError("dtgpt compare takes several plans; write --plans")
-    if not own.get("plans"):
-        raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
-    try:
-        steps, tolerance = int(own.get("steps", ["5"])[0]), float(own["tolerance"][0]) if "tolerance" in own else None
-    except ValueError:
-        raise UserError("dtgpt compare needs numbers, such as --steps 5 --tolerance 1e-5") from None
-    from dtgpt.compare import compare
-
-    path = Path(words[0])
-    return compare(load_recipe(path, options), path, own["plans"], steps, tolerance, options)
+    return compare_command(words)
 
 
 def _record(words: list[str]) -> int:
-    """RECIPE.py FILE STEPS, then overrides: what dtgpt compare starts in the processes of a plan."""
-    from dtgpt.compare import save_record
-    from dtgpt.recipe_file import load_recipe
+    from dtgpt.recipe_commands import record_command
 
-    if len(words) < 3:
-        raise UserError("dtgpt record is what dtgpt compare starts; use dtgpt compare")
-    path, file, steps, *options = words
-    return save_record(load_recipe(Path(path), options), Path(file), int(steps))
-
-
-def _take_options(words: list[str], counts: dict[str, int | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """({name: its words} for the options named in `counts`, all other words). A count is how many words the option
-    takes, None any number. Of an option that is given twice the last counts."""
-    own: dict[str, list[str]] = {}
-    rest: list[str] = []
-    into = rest
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            into = rest
-            if name in counts:
-                into = own[name] = [value] if equals else []
-                continue
-        into.append(word)
-    for name, given in own.items():
-        if counts[name] not in (None, len(given)):
-            raise UserError(f"--{name} takes one value, not {len(given)}; give one, as in --{name} {EXAMPLES[name]}")
-    return own, rest
+    return record_command(words)
 
 
 def _generate(words: list[str]) -> int:
     from dtgpt.generate import GenerateConfig, generate_from
 
-    taken = _paths_and_config(words, "generate RUN", GenerateConfig, generate_from.__doc__)
+    taken = _paths_and_config(words, "generate RUN", GenerateConfig)
     if taken:
         say(generate_from(*taken))
     return 0
@@ -243,7 +206,7 @@ def _generate(words: list[str]) -> int:
 def _convert(words: list[str]) -> int:
     from dtgpt.interop.convert import ConvertConfig, convert
 
-    taken = _paths_and_config(words, "convert MODEL TARGET", ConvertConfig, convert.__doc__)
+    taken = _paths_and_config(words, "convert MODEL TARGET", ConvertConfig)
     if taken:
         convert(*taken)
     return 0
@@ -255,44 +218,31 @@ def _inspect(words: list[str]) -> int:
     return inspect_command(words)
 
 
-def _paths_and_config(words: list[str], usage: str, config: Callable, doc: str) -> list | None:
-    """The paths that `usage` names in capitals, then a `config()` with the options after them; None where help was
-    asked for, and given."""
-    from dtgpt.overrides import apply_overrides, help_text
-
-    if any(word in HELP for word in words):
-        say(help_text(config(), doc, f"dtgpt {usage}"))
-        return None
-    count = len(usage.split()) - 1
-    paths = words[:count]
-    if len(paths) < count or any(path.startswith("-") for path in paths):
-        example = {"generate": "--prompt Hello", "convert": "exported --to hf"}
-        command = usage.split()[0]
-        such = f"runs/gpt2_tiny-001 {example[command]}"
-        raise UserError(f"dtgpt {command} needs {usage.partition(' ')[2]}, such as dtgpt {command} {such}")
-    return [*map(Path, paths), apply_overrides(config(), words[count:])]
-
-
 def _plot(words: list[str]) -> int:
-    from dtgpt.plot import plot_runs
+    taken = _paths_and_config(words, "plot RUN ...", PlotOptions)
+    if taken:
+        from dtgpt.plot import plot_runs
 
-    if any(word in HELP for word in words):
-        say(USAGE.rstrip())
-        return 0
-    runs, output = [], "loss.png"
-    rest = iter(words)
-    for word in rest:
-        if word.partition("=")[0] == "--output":
-            output = word.partition("=")[2] if "=" in word else next(rest, "")
-        elif word.startswith("-"):
-            raise UserError(f"dtgpt plot has no option {word}; it takes run folders and --output FILE.png")
-        else:
-            runs.append(word)
-    if not runs:
-        raise UserError("dtgpt plot needs run folders, such as dtgpt plot runs/gpt2_tiny-001 runs/gpt2_tiny-002")
-    plot_runs([Path(run) for run in runs], Path(output))
-    say(output)
+        *runs, own = taken
+        plot_runs(runs, Path(own.output))
+        say(own.output)
     return 0
+
+
+def _paths_and_config(words: list[str], usage: str, config: type) -> list | None:
+    """The paths that `usage` names in capitals, then a `config()` with the options; None where help was asked for, and
+    given."""
+    if wants_help(words):
+        say(help_text(config, getdoc(config), f"dtgpt {usage}"))
+        return None
+    paths, options = read_words(words, config, free=True)
+    command, *wanted = usage.split()
+    several = wanted[-1] == "..."
+    if not paths or (not several and len(paths) != len(wanted)):
+        needs, example = NEEDS[command]
+        given = f", not {len(paths)} paths" if len(paths) > len(wanted) else ""
+        raise UserError(f"dtgpt {command} needs {needs}{given}, such as dtgpt {command} {example}")
+    return [*map(Path, paths), take(config(), options)]
 
 
 if __name__ == "__main__":

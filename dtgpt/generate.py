@@ -89,11 +89,14 @@ def sample_text(
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
+    """Continue a text with a model. RUN is a run folder, whose newest checkpoint is used, or any model that `dtgpt
+    convert` reads."""
+
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
-    tokens: Annotated[int, "tokens to add, at most"] = 200
-    temperature: Annotated[float, "0: always the likeliest token"] = 0.8
-    top_k: Annotated[int, "choose among this many likeliest tokens; 0: all"] = 50
-    seed: Annotated[int, "another seed, another text"] = 0
+    tokens: Annotated[int, "largest number of tokens to add"] = 200
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token"] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all"] = 50
+    seed: Annotated[int, "seed of the sampling"] = 0
 
 
 @memory_errors_as_sentences("ask for fewer tokens")

@@ -1,22 +1,28 @@
-"""Command-line overrides of a recipe: `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`, and the generated `--help`."""
+"""Read command lines: words become values of a config's fields, `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`."""
 
 import difflib
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dtgpt.console import say
 from dtgpt.errors import UserError
 
 LARGEST = 1 << 53  # far beyond any sensible size, and far from where products of sizes overflow
+NEITHER = ("yes", "no", "true", "false", "1", "0", "y", "n")  # what others write for on and off
+REQUIRED = object()  # the value, in a class of configs, of a field without a default
+Options = dict[str, list[str]]  # the words of each option that was given; of a flag alone: ["on"]
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
-    """(dotted name, type, description, value) of every field that is not itself a config."""
-    hints = get_type_hints(type(config), include_extras=True)
+    """Yield (dotted name, type, description, value) of every field that is not itself a config. `config` may be a class
+    of configs: the values are then its defaults, or REQUIRED."""
+    hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
     for f in fields(config):
-        value, hint, name = getattr(config, f.name), hints[f.name], prefix + f.name
+        hint, name = hints[f.name], prefix + f.name
+        value = getattr(config, f.name, hint if is_dataclass(hint) else REQUIRED)
         if is_dataclass(value):
             yield from leaves(value, name + ".")
         elif get_origin(hint) is Annotated:
@@ -25,54 +31,114 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]
 
 
 def apply_overrides(config: Any, arguments: list[str]) -> Any:
-    """`config` with the fields named in `arguments` replaced. '-' and '_' in names are the same.
+    """Return `config` with the fields named in `arguments` replaced. Raises UserError as `read_words` does."""
+    return take(config, read_words(arguments, config)[1])
 
-    Raises UserError for a name that does not exist (with the nearest one), a missing value or one of a wrong type.
+
+def read_words(
+    words: list[str],
+    *configs: Any,
+    free: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    explain: Callable[[str, str], str | None] = lambda name, value: None,
+) -> tuple[list[str], Options]:
+    """Return the words that belong to no option, and the options by the names of the configs' fields. '-' and '_' in
+    names are the same; a field that is a tuple takes several words, a field of "on" and "off" may stand alone.
+
+    free: whether words may belong to no option. aliases: other names of fields. explain: what to say of an unknown
+    option, by its name and its words.
+    Of an option that is given twice the last value counts, with a warning. Raises UserError for a name that does not
+    exist (with the nearest one) or a missing value.
     """
-    known = {name: type_ for name, type_, _, _ in leaves(config)}
-    for name, text in _pairs(arguments):
-        if name not in known:
-            raise UserError(f"there is no option --{name}; {_nearest(name, list(known))}")
-        if text is None:
-            raise UserError(f"--{name} needs a value: --{name} {_describe(known[name])}")
-        config = _replace(config, name, _parse(name, text, known[name]))
-    return config
-
-
-def help_text(config: Any, doc: str, program: str) -> str:
-    """The recipe's docstring and a line for every option, with type, default and description."""
-    lines = [doc.strip(), "", f"usage: {program} [--option value ...]", ""]
-    rows = [(f"--{n} {_describe(t)}", f"{d}  [{_show(v)}]") for n, t, d, v in leaves(config)]
-    width = min(max(len(left) for left, _ in rows), 44)
-    for left, right in rows:
-        lines += [f"  {left:<{width}}  {right}"] if len(left) <= width else [f"  {left}", f"  {'':<{width}}  {right}"]
-    return "\n".join(lines)
-
-
-def _pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
-    rest = list(arguments)
+    known = {name: type_ for config in reversed(configs) for name, type_, *_ in leaves(config)}
+    alone, options, last = [], {}, None
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise UserError(f"{word!r} is not an option; options look like --steps 100 (see --help)")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else None
-        yield name.replace("-", "_"), text
+            if not free:
+                raise UserError(_stray(word, rest, options.get(last), last))
+            alone.append(word)
+            continue
+        typed, equals, text = word[2:].partition("=")
+        last = name = (aliases or {}).get(typed.replace("-", "_"), typed.replace("-", "_"))
+        if name not in known:
+            value = text if equals else " ".join(_until_option(rest))
+            raise UserError(explain(typed, value) or f"there is no option --{typed}; {_nearest(name, known)}")
+        values = [text] if equals else _values(word, rest, known[name], free)
+        if not values:
+            wanted = "at least one word after it" if get_origin(known[name]) is tuple else "a value"
+            raise UserError(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
+        if get_origin(known[name]) is tuple:
+            values = [*options.get(name, []), *values]
+        elif name in options:
+            say(f"--{typed} is given twice: {values[0]!r} counts, not {options[name][0]!r}", warning=True)
+        options[name] = values
+    return alone, options
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    last_parts = {}
+def take(config: Any, options: Options) -> Any:
+    """Return `config` with its fields among `options` replaced, and remove these from `options`."""
+    for name, type_, *_ in list(leaves(config)):
+        if name in options:
+            config = _replace(config, name, _parse(name, options.pop(name), type_))
+    return config
+
+
+def as_words(options: Options) -> list[str]:
+    """Return the words of a command line that give these options."""
+    return [word for name, values in options.items() for word in (f"--{name}={values[0]}", *values[1:])]
+
+
+def describe_type(type_: Any) -> str:
+    """Return what stands for a value of this type in `--help`: INT, TEXT ..., on|off."""
+    if get_origin(type_) in (Union, types.UnionType):
+        return "|".join(describe_type(t) if t is not type(None) else "none" for t in get_args(type_))
+    if get_origin(type_) is Literal:
+        return "|".join(get_args(type_))
+    return {int: "INT", float: "FLOAT", str: "TEXT", tuple: "TEXT ..."}[get_origin(type_) or type_]
+
+
+def _values(word: str, rest: list[str], type_: Any, free: bool) -> list[str]:
+    """The words that belong to an option, taken off `rest`."""
+    if get_origin(type_) is tuple:
+        values = _until_option(rest)
+        del rest[: len(values)]
+        return values
+    following = rest[0] if rest and not rest[0].startswith("--") else None
+    if type_ == Literal["on", "off"] and (following is None or (free and following not in ("on", "off"))):
+        if following is not None and following.lower() in NEITHER:
+            raise UserError(f"{word} {following}: not one of on, off; {word} alone is on")
+        return ["on"]
+    return [] if following is None else [rest.pop(0)]
+
+
+def _until_option(words: list[str]) -> list[str]:
+    return words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
+
+
+def _stray(word: str, rest: list[str], values: list[str] | None, option: str | None) -> str:
+    if values is None:
+        return f"{word!r} is not an option; options look like --steps 100 (see --help)"
+    whole = " ".join([*values, word, *_until_option(rest)])
+    return f"--{option} takes one value, but {word!r} follows it; put several words in quotes: --{option} {whole!r}"
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    last_parts: dict[str, str] = {}
     for full in known:
         last_parts.setdefault(full.rsplit(".", 1)[-1], full)
     leaf = name.rsplit(".", 1)[-1]
-    matches = [last_parts[leaf]] if leaf in last_parts else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    matches = [last_parts[leaf]] if leaf in last_parts else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not matches:
-        matches = [last_parts[m] for m in difflib.get_close_matches(leaf, last_parts, n=1, cutoff=0.6)]
+        matches = [last_parts[m] for m in difflib.get_close_matches(leaf, last_parts, n=1, cutoff=0.75)]
     return f"did you mean --{matches[0]}?" if matches else "see --help for the list"
 
 
-def _parse(name: str, text: str, type_: Any) -> Any:
+def _parse(name: str, words: list[str], type_: Any) -> Any:
+    if get_origin(type_) is tuple:
+        return tuple(words)
+    (text,) = words
     if get_origin(type_) in (Union, types.UnionType):
         if text.lower() == "none":
             return None
@@ -85,24 +151,12 @@ def _parse(name: str, text: str, type_: Any) -> Any:
         value = type_(text.replace("_", "")) if type_ in (int, float) else type_(text)
     except ValueError:
         kind = {int: "a whole number", float: "a number"}[type_]
-        raise UserError(f"--{name} {text}: not {kind}") from None
+        raise UserError(f"--{name} {text[:60]}: not {kind}") from None
     if type_ is float and not math.isfinite(value):
         raise UserError(f"--{name} {text}: not a finite number")
     if type_ is int and abs(value) > LARGEST:
         raise UserError(f"--{name} {text}: too large; use {LARGEST} or less")
     return value
-
-
-def _describe(type_: Any) -> str:
-    if get_origin(type_) in (Union, types.UnionType):
-        return "|".join(_describe(t) if t is not type(None) else "none" for t in get_args(type_))
-    if get_origin(type_) is Literal:
-        return "|".join(get_args(type_))
-    return {int: "INT", float: "FLOAT", str: "TEXT"}[type_]
-
-
-def _show(value: Any) -> str:
-    return {None: "none", "": "empty"}.get(value, str(value))
 
 
 def _replace(config: Any, name: str, value: Any) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 from dtgpt.errors import UserError
-from dtgpt.overrides import apply_overrides
+from dtgpt.megatron_options import explain
+from dtgpt.overrides import read_words, take
 from dtgpt.recipe import Recipe
 
 
@@ -17,7 +18,12 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
     module = _load_module(path)
     with _errors_of(path):
         recipe = call_recipe(module.recipe)
-    return apply_overrides(recipe, options)
+    return override(recipe, options)
+
+
+def override(recipe: Recipe, words: list[str]) -> Recipe:
+    """Return the recipe with the options in `words`; an option of Megatron-LM is explained."""
+    return take(recipe, read_words(words, recipe, explain=explain)[1])
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:

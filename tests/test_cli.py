@@ -47,7 +47,7 @@ def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
 def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
     done = run([sys.executable, TINY, "--help"], tmp_path)
     assert done.returncode == 0
-    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate  [0.003]" in done.stdout
+    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate [0.003]" in done.stdout
     assert "2 CPU cores" in done.stdout
 
 
@@ -115,7 +115,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
         (["plot"], ["needs run folders"]),
         (["plot", "nothing"], ["nothing has no losses to draw"]),
-        (["plot", "nothing", "--output"], ["ends in .png"]),
+        (["plot", "nothing", "--output"], ["--output needs a value"]),
         (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png cannot be the picture"]),
         (["plot", "nothing", "--output", "x.jpg"], ["x.jpg cannot be the picture"]),
         (["plot", "--size", "3"], ["no option --size"]),
@@ -136,6 +136,30 @@ def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
 def test_every_command_explains_itself(capsys, words):
     code, out, _ = in_process(words, capsys)
     assert code == 0 and "usage: dtgpt" in out
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "convert", "generate", "plot", "prepare", "inspect"])
+def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    own = {
+        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "plot": "--output",
+        "generate": "--top_k", "prepare": "--append-eod", "inspect": "--digest",
+    }  # fmt: skip
+    code, out, _ = in_process([command, "--help"], capsys)
+    assert code == 0 and f"usage: dtgpt {command} " in out and max(map(len, out.splitlines())) <= 80
+    for name, option in own.items():
+        assert (f"{option} " in out) == (name == command or (name == "train" and command in ("plan", "compare")))
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare"])
+def test_help_with_a_recipe_shows_its_values(capsys, command):
+    code, out, _ = in_process([command, TINY, "--help"], capsys)
+    assert code == 0 and "peak learning rate [0.003]" in out and "\nmodel:\n" in out
+
+
+def test_the_general_usage_fits_80_columns(capsys):
+    code, out, _ = in_process(["--help"], capsys)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
 
 
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):

@@ -141,10 +141,10 @@ def test_under_nohup_a_closed_terminal_ends_nothing():
 def test_help_names_every_option(capsys):
     assert prepare_command(["--help"]) == tokenizer_command(["-h"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("--json-keys KEY", "--append-eod", "--merge PREFIX", "--vocab-size"))
+    assert all(word in told for word in ("--json-keys TEXT ...", "--append-eod", "--merge TEXT ...", "--vocab-size"))
     assert tokenizer_command(["-h"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("--json-keys KEY", ".csv", "--output "))
+    assert all(word in told for word in ("--json-keys TEXT ...", ".csv", "--output "))
 
 
 def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dtgpt.errors import UserError
-from dtgpt.overrides import apply_overrides, help_text, leaves
+from dtgpt.help import help_text
+from dtgpt.overrides import apply_overrides, leaves
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import NOT_NEGATIVE, POSITIVE, SHARES, value_of
 
@@ -47,7 +48,7 @@ def test_a_recipe_is_frozen(recipe):
 
 
 def test_every_field_can_be_overridden_and_shows_in_help(recipe):
-    text = help_text(recipe, "doc", "torchrun x.py")
+    text = " ".join(help_text(recipe, "doc", "torchrun x.py").split())
     names = {name for name, *_ in leaves(recipe)}
     assert len(names) > 40 and len(json.dumps(asdict(recipe))) > 500
     for name, type_, description, value in leaves(recipe):
@@ -67,9 +68,32 @@ def test_overrides_take_both_forms_and_both_dashes(recipe):
     assert apply_overrides(recipe, ["--log.prompt=a = --b"]).log.prompt == "a = --b"
 
 
+def test_of_an_option_given_twice_the_last_counts_with_a_warning(recipe, capsys):
+    assert apply_overrides(recipe, ["--seed", "3", "--steps=5", "--seed", "7"]).seed == 7
+    assert capsys.readouterr().err == "warning: --seed is given twice: '7' counts, not '3'\n"
+
+
+def test_switches_may_stand_alone(recipe):
+    changed = apply_overrides(recipe, ["--data.eod-mask-loss", "--data.reset_position_ids", "on", "--seed", "-0"])
+    assert changed.data.eod_mask_loss == changed.data.reset_position_ids == "on"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
+    """Only what cannot be broken, such as a name with its type, may stick out of a narrow one."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    doc = load(RECIPES[0]).__doc__
+    lines = help_text(recipe, doc, "torchrun x.py").splitlines()
+    assert max(len(line) for line in lines if len(line.split()) > 2) <= columns
+    for heading in ("model:", "optimizer:", "loss_scale:", "data:", "log:", "checkpoint:"):
+        assert lines.count(heading) == 1
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--rampup_batch_size", "4", "4", "40"], ["takes one value", "--rampup_batch_size '4 4 40'"]),
+        (["--data.eod_mask_loss", "yes"], ["--data.eod_mask_loss yes", "on, off"]),
         (["--optimizer.lrr", "1"], ["--optimizer.lrr", "did you mean --optimizer.lr?"]),
         (["--lr", "1"], ["did you mean --optimizer.lr?"]),
         (["--micro-batch", "1"], ["did you mean --micro_batch_size?"]),

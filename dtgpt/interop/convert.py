@@ -18,15 +18,19 @@ from dtgpt.run import load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
+    """Convert a model to another format. MODEL is a run folder, a checkpoint, a Hugging Face folder, a Megatron-LM
+    tree, or a file of nanoGPT or llm.c; the format is recognized. TARGET is a path that does not exist yet. Nothing is
+    written where an option does not fit or the source is damaged."""
+
     to: Annotated[
-        Literal["dtgpt", "hf", "megatron"], "a checkpoint of weights, a Hugging Face folder, a Megatron-LM tree"
+        Literal["dtgpt", "hf", "megatron"], "a checkpoint of weights, a Hugging Face folder, or a Megatron-LM tree"
     ] = "dtgpt"
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], "of the weights that are written; dtgpt keeps fp32"] = "fp32"
-    target_tensor_parallel_size: Annotated[int, "of the Megatron-LM tree"] = 1
-    target_pipeline_parallel_size: Annotated[int, "of the Megatron-LM tree"] = 1
-    true_vocab_size: Annotated[int | None, "tokens of the tokenizer; none: 50257 where a Megatron-LM tree fits it"] = (
-        None
-    )
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; dtgpt takes fp32 only"] = "fp32"
+    target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree"] = 1
+    target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree"] = 1
+    true_vocab_size: Annotated[
+        int | None, "vocabulary size without padding, of a Megatron-LM tree; none: 50257 where the tree fits it"
+    ] = None
 
 
 def convert(path: Path, target: Path, config: ConvertConfig) -> None:

@@ -4,15 +4,15 @@ import re
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.console import say
 from dtgpt.errors import UserError
-from dtgpt.overrides import apply_overrides, help_text
+from dtgpt.help import help_text, wants_help
+from dtgpt.overrides import read_words, take
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
@@ -22,31 +22,24 @@ from dtgpt.tokenizers.open import MOST, make_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 from dtgpt.tokenizers.training import SMALLEST
 
-HELP = ("-h", "--help")
 # Megatron-LM's other name for the same.
 ALIASES = {"tokenizer_model": "tokenizer"}
 PREPARE_HELP = """Text to token files PREFIX_KEY_document.bin and .idx, as Megatron-LM's preprocess_data.py writes them.
 
 INPUT is a path, a glob in quotes or - (standard input): .jsonl or .json (an object a line), .csv, .txt; each also
-compressed (.gz, .xz, .zst, .bz2). Broken lines are left out and reported. Options of several words:
-  --input INPUT ...      as INPUT before the options
-  --json-keys KEY ...    keys of the objects, or columns of a .csv; each makes a dataset  [text]
-  --merge PREFIX ...     join datasets, or globs of them, in this order into PREFIX.bin and .idx, instead of encoding
-on|off options may be written alone: --append-eod is --append-eod on."""
+compressed (.gz, .xz, .zst, .bz2). Broken lines are left out and reported. on|off options may be written alone:
+--append-eod is --append-eod on."""
 
 TRAIN_HELP = """A byte-level BPE with GPT-2's pre-tokenization, trained on your own text, for dtgpt prepare --tokenizer.
 
 INPUT is a path, a glob in quotes or - (standard input): .jsonl or .json (an object a line), .csv, .txt; each also
-compressed (.gz, .xz, .zst, .bz2). Options of several words:
-  --input INPUT ...      as INPUT before the options
-  --json-keys KEY ...    keys of the objects, or columns of a .csv, whose texts are taken  [text]"""
-NEITHER = ("yes", "no", "true", "false", "1", "0", "y", "n")  # what others write for on and off
+compressed (.gz, .xz, .zst, .bz2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerConfig:
-    input: tuple[str, ...] = ()  # paths, globs, or - for standard input
-    json_keys: tuple[str, ...] = ("text",)
+    input: Annotated[tuple[str, ...], "inputs, as INPUT before the options"] = ()
+    json_keys: Annotated[tuple[str, ...], "keys of the objects, or columns of a .csv, with the text"] = ("text",)
     output: Annotated[str, "the file that dtgpt prepare --tokenizer takes"] = "tokenizer.json"
     vocab_size: Annotated[int, f"tokens, with 256 bytes and the end of text; {SMALLEST} to {MOST - 1}"] = 50257
     input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
@@ -59,7 +52,7 @@ def prepare_command(words: list[str]) -> int:
 
     Raises UserError; then nothing is left behind.
     """
-    if not words or any(word in HELP for word in words):
+    if not words or wants_help(words):
         usage = help_text(PrepareConfig(), PREPARE_HELP, "dtgpt prepare INPUT ... --output-prefix PREFIX")
         say(with_dashes(usage))
         return 0
@@ -76,7 +69,7 @@ def prepare_command(words: list[str]) -> int:
 
 def tokenizer_command(words: list[str]) -> int:
     """`dtgpt tokenizer train INPUT ... [--vocab-size N] [--output FILE]`; returns the exit code. Raises UserError."""
-    if not words or any(word in HELP for word in words):
+    if not words or wants_help(words):
         say(with_dashes(help_text(TrainTokenizerConfig(), TRAIN_HELP, "dtgpt tokenizer train INPUT ...")))
         return 0
     if words[0] != "train":
@@ -136,51 +129,19 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def parse_config(config: Any, words: list[str]) -> Any:
-    """`config` with the options in `words`. Its tuples take several words, "input" also those that follow no option;
-    a yes-or-no option may stand alone. Raises UserError."""
-    lists = {f.name for f in fields(config) if isinstance(getattr(config, f.name), tuple)}
-    flags = {f.name for f in fields(config) if getattr(config, f.name) in ("on", "off")}
-    taken: dict[str, list[str]] = {"input": []}
-    options = []
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        if not word.startswith("--"):
-            taken["input"].append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
-        if name in flags and not equals and rest and rest[0].lower() in NEITHER:
-            raise UserError(f"{word} {rest[0]}: not one of on, off; {word} alone is on")
-        values = [value] if equals else _values(rest, name in lists, name in flags)
-        if name in lists:
-            taken.setdefault(name, []).extend(values)
-        else:
-            options += [f"--{name}={value}" for value in values] or [f"--{name}"]
-    for name, given in taken.items():
-        if given:
-            config = replace(config, **{name: tuple(given)})
-        elif name != "input":
-            raise UserError(f"--{name.replace('_', '-')} needs at least one word after it")
+    """Return `config` with the options in `words`; its `input` takes the words that follow no option too. Raises
+    UserError."""
     try:
-        return apply_overrides(config, options)
+        inputs, options = read_words(words, config, free=True, aliases=ALIASES)
+        config = take(config, options)
     except UserError as error:
         raise UserError(with_dashes(str(error))) from None
+    return replace(config, input=(*inputs, *config.input)) if inputs else config
 
 
 def with_dashes(text: str) -> str:
     """Names of options as they are typed here."""
     return re.sub(r"(?<!\S)--[a-z_]+", lambda name: name[0].replace("_", "-"), text)
-
-
-def _values(rest: deque[str], several: bool, flag: bool) -> list[str]:
-    """The words that belong to an option, taken off `rest`: all up to the next option, or one, or "on" of a flag."""
-    if flag and not (rest and rest[0] in ("on", "off")):
-        return ["on"]
-    values = []
-    while rest and not rest[0].startswith("--") and (several or not values):
-        values.append(rest.popleft())
-    return values
 
 
 class _SignalsAsExit:

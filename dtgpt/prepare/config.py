@@ -17,9 +17,11 @@ class PrepareConfig:
     """From Python True and False do for "on" and "off", a list or a single value for a tuple, and any path for a text.
     `validate` raises UserError for what needs no file to be seen."""
 
-    input: tuple[str, ...] = ()  # paths, globs, or - for standard input
-    json_keys: tuple[str, ...] = ("text",)
-    merge: tuple[str, ...] = ()  # prefixes of datasets to join, instead of inputs
+    input: Annotated[tuple[str, ...], "inputs, as INPUT before the options"] = ()
+    json_keys: Annotated[tuple[str, ...], "keys of the objects, or columns of a .csv; each makes a dataset"] = ("text",)
+    merge: Annotated[
+        tuple[str, ...], "datasets, or globs of them, to join in this order into PREFIX.bin and .idx, instead of inputs"
+    ] = ()
     output_prefix: Annotated[str, "the dataset becomes PREFIX_KEY_document.bin and .idx"] = ""
     tokenizer: Annotated[
         str, "gpt2, bytes, an encoding of tiktoken, or a file: tokenizer.json, a SentencePiece .model, a trained one"

@@ -18,10 +18,10 @@ from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, SPLITS, Samples, count_epochs, split_range
 from dtgpt.data.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.errors import UserError
+from dtgpt.help import help_text, wants_help
 from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.llmc import MAGIC
-from dtgpt.overrides import help_text
-from dtgpt.prepare.command import ALIASES, HELP, parse_config, with_dashes
+from dtgpt.prepare.command import ALIASES, parse_config, with_dashes
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ Options may be anywhere; all but --tensors are of token files."""
 
 @dataclass(frozen=True, kw_only=True)
 class InspectDataConfig:
-    input: tuple[str, ...] = ()  # prefixes, or weights and prefixes in turns
+    input: Annotated[tuple[str, ...], "prefixes, or weights and prefixes in turns; as before the options"] = ()
     split: Annotated[str, "weights of training, validation and test"] = DEFAULT_SPLIT
     tokenizer: Annotated[str | None, "decodes, tells documents of shards apart; as dtgpt prepare takes it"] = None
     vocab_file: Annotated[str | None, "vocab.json, with --merge-file"] = None
@@ -66,7 +66,7 @@ class InspectWords(InspectDataConfig, InspectConfig):
 
 def inspect_command(words: list[str]) -> int:
     """`dtgpt inspect` of a model or of token files; returns the exit code. Raises UserError."""
-    if any(word in HELP for word in words):
+    if wants_help(words):
         say(with_dashes(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL, or PREFIX")))
         return 0
     config = parse_config(InspectWords(), words)
