@@ -1,7 +1,6 @@
 """The `dtgpt` command and the entry point of recipe files."""
 
 import difflib
-import errno
 import os
 import sys
 import time
@@ -13,20 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.console import accept_any_text, say, say_error
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, remedy
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.overrides import read_words, take
 
-REMEDIES = {
-    errno.ENOSPC: "free space there",
-    errno.EDQUOT: "free space there",
-    errno.EACCES: "choose a place that can be read and written",
-    errno.EPERM: "choose a place that can be read and written",
-    errno.EROFS: "choose a place that can be written",
-    errno.ENAMETOOLONG: "use a shorter path",
-    errno.ENOTDIR: "choose another path",
-    errno.EISDIR: "choose another path",
-}
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
 
@@ -104,10 +93,10 @@ def _exit(work: Callable[[], int]) -> None:
     except UserError as error:
         sentence = str(error)
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if not remedy(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
-        sentence = f"{place}{error.strerror}; {REMEDIES[error.errno]}"
+        sentence = f"{place}{error.strerror}; {remedy(error)}"
     except KeyboardInterrupt:
         _leave(130)
     _say_once(sentence)

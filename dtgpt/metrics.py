@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from dtgpt.errors import UserError
 from dtgpt.recipe import Recipe
+from dtgpt.storage import write_text
 
 
 class Sink(Protocol):
@@ -22,10 +24,9 @@ class JsonLines:
 
     def __init__(self, path: Path, keep_until_step: int = 0):
         kept = [r for r in read_records(path) if r["step"] <= keep_until_step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        partial.replace(path)
-        self._file = path.open("ab", buffering=0)  # a record is in the file at once
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)  # a record is in the file at once
         self._torn = False  # the file ends within a record, so the next one begins a new line
 
     def write(self, record: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ class Wandb:
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None
-        id_file.write_text(self._run.id)
+        write_text(id_file, self._run.id)
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])

@@ -5,6 +5,7 @@ from typing import Any
 
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
+from dtgpt.storage import atomic_file
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
@@ -31,12 +32,10 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    partial = output.with_name(f".{output.name}.partial")
     try:
-        figure.savefig(partial, format="png", dpi=120)
-        partial.replace(output)
+        with atomic_file(output) as file:
+            figure.savefig(file, format="png", dpi=120)
     finally:
-        partial.unlink(missing_ok=True)
         pyplot.close(figure)
 
 

@@ -1,5 +1,6 @@
 """How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
+import errno
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.plot import plot_runs
 from dtgpt.recipe import Recipe
 from dtgpt.run import describe_run
+from dtgpt.storage import write_text
 
 
 class Report:
@@ -71,8 +73,10 @@ class Report:
         say(f"---- sample at step {step}\n{text}\n----")
         folder = self.run / "samples"
         try:
+            if folder.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link, through which nothing is written")
             folder.mkdir(exist_ok=True)
-            (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
+            write_text(folder / f"step_{step:08d}.txt", text.encode(errors="replace").decode())
         except OSError as error:
             say(f"this sample is not in {folder} ({error})", warning=True)
 

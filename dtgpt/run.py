@@ -4,27 +4,28 @@ runs/gpt2_tiny-001/
   recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
 """
 
-import fcntl
 import json
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.device import device_name
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, remedy
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
-from dtgpt.storage import write_json
+from dtgpt.storage import FileLock, Held, remove_leftovers, write_json
 from dtgpt.tokenizers.open import read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -87,17 +88,27 @@ def run_folders(runs: Path, name: str) -> list[Path]:
     return sorted(ours, key=lambda p: int(p.name.removeprefix(f"{name}-")))
 
 
-def lock_run(folder: Path) -> TextIO:
-    """Claim the run for as long as the returned file is open; raises UserError where another process has it."""
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if not isinstance(error, BlockingIOError):  # a file system without locks
-            say(f"{folder} cannot be locked ({error.strerror}): let no other process train it", warning=True)
-            return file
-        raise UserError(f"{folder} is being trained by another process; wait for it, or leave --resume out") from None
-    return file
+@contextmanager
+def lock_run(folder: Path) -> Iterator[FileLock]:
+    """Let the run belong to this process within the context; raises UserError where another process has it."""
+    lock = FileLock(folder / "lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Held as held:
+            raise UserError(
+                f"{folder} is being trained by {held}; wait for it or end it, or leave --resume out"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{lock.path} cannot be written ({error.strerror}); {remedy(error, 'choose another run')}"
+            ) from None
+        if lock.problem:
+            say(f"{folder} cannot be locked ({lock.problem}): let no other process train it", warning=True)
+        else:
+            for written in (folder, folder / "samples", folder / "checkpoints"):
+                remove_leftovers(written)
+        yield lock
 
 
 def changes_since(folder: Path, recipe: Recipe) -> list[str]:

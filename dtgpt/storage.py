@@ -1,14 +1,22 @@
-"""Files and folders that are never half there."""
+"""Files and folders that are never half written, and never written through a link that somebody else has put there."""
 
+import errno
+import fcntl
 import json
 import os
+import platform
+import re
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, Self
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, remedy
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic_file` has not renamed yet
 
 
 def sync_path(path: Path) -> None:
@@ -20,19 +28,57 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file under another name, and rename it when it is on the disk: it is never half there."""
-    other = path.with_name(f".{path.name}.new")
+def create_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a new file for writing, in the place of whatever has this name: a link is removed, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb", buffering)  # "x": fails where a link appears in between
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
+    the context fails, `path` stays what it was. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with other.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with create_file(temporary) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        other.rename(path)
-    except OSError as error:  # of a full disk names no file
+        temporary.replace(path)
+        sync_path(path.parent)
+    except OSError as error:  # of a full disk names no file, or the other one
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    finally:
         with suppress(OSError):
-            other.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
+            temporary.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files that killed processes left of `atomic_file`, but not through a link; no other process may be
+    writing to the folder."""
+    with suppress(OSError):
+        for path in [] if folder.is_symlink() else list(folder.iterdir()):
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link the link alone. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file by `atomic_file`. Raises OSError."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
 def sync_tree(folder: Path) -> None:
@@ -47,17 +93,101 @@ def new_folder(folder: Path) -> Iterator[Path]:
     context fails nothing is left; an OSError becomes a UserError."""
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had the same number
+        remove_tree(partial)  # of a killed process that had the same number
         partial.mkdir(parents=True)
         yield partial
         sync_tree(partial)
         partial.rename(folder)
         sync_path(folder.parent)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error}); free space, or give another path") from None
+        # A library that tells of a full disk in words of its own gives no number.
+        advice = remedy(error, "check the disk" if error.errno else "free space there")
+        raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
+class Held(Exception):
+    """Another process has the lock: `holder` says which, as "pid 17 on node3", where it is known."""
+
+    def __init__(self, holder: str):
+        super().__init__(holder)
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return f"another process ({self.holder})" if self.holder else "another process"
+
+
+class FileLock:
+    """The exclusive lock on a file that carries host and pid of its holder; a context in which it is held.
+
+    The kernel frees it when its process is gone, so that the file of a killed one is in nobody's way. `problem` says
+    why the file system cannot lock, and is empty where it can. Entering raises Held; UserError where the file is not a
+    regular one; OSError where it cannot be made.
+    """
+
+    def __init__(self, path: Path, wait: bool = False, remove: bool = False):
+        """wait: for another process, instead of raising Held. remove: the file when the lock is freed."""
+        self.path, self._wait, self._remove = path, wait, remove
+        self.problem = ""
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        while self._descriptor is None:
+            descriptor = _open_lock(self.path)
+            try:
+                self._lock(descriptor)
+                if self.problem or self._is_there(descriptor):
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+        with suppress(OSError):  # on a full disk it is a lock all the same
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._remove:
+            with suppress(OSError):
+                self.path.unlink()  # while it is held: who waits for it looks whether it is still there
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if self._wait else fcntl.LOCK_NB))
+            self.problem = ""
+        except BlockingIOError:
+            raise Held(_holder(descriptor)) from None
+        except OSError as error:  # a file system without locks
+            self.problem = error.strerror
+
+    def _is_there(self, descriptor: int) -> bool:
+        """Return whether the file still has its name: its holder may just have removed it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+
+def _open_lock(path: Path) -> int:
+    """Open a regular file that has no other name: through a link somebody else's file would be written to, and opening
+    a FIFO would wait for a reader. Raises UserError for anything else, OSError where it cannot be made."""
+    refused = UserError(f"{path} is not a regular file with one name, which a lock must be; remove it")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise refused if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO) else error from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise refused
+    return descriptor
+
+
+def _holder(descriptor: int) -> str:
+    """What the file says of its holder; "" where it says nothing that can be one."""
+    text = os.pread(descriptor, 512, 0).decode(errors="replace")
+    found = re.match(r"pid \d{1,10} on [\w.-]{1,255}\n", text)
+    return found[0].strip() if found else ""

@@ -271,8 +271,8 @@ class Training:
             self.saver.save(self.step, state | self.optimizer.state(), must)
         except (OSError, UserError) as error:
             if must:
-                again = f"--resume {checkpoints.parent}" if list_checkpoints(checkpoints) else "start again"
-                raise UserError(f"{error}; free space and {again}") from None
+                again = f"to go on, add --resume {checkpoints.parent}"
+                raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
             say(f"{error}; training goes on", warning=True)
 
     def _resume(self, checkpoint: Checkpoint) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,7 +127,8 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
     with training_of(recipe) as run, Saver(folder, run.shards, run.optimizer.adamw, timeout=0.4) as run.saver:
         for silent in (True, False):
             run.train_step()
-            write = mock.Mock(side_effect=OSError) if silent and dist.get_rank() == rank else save.write_text
+            late = mock.Mock(side_effect=lambda *_: time.sleep(0.6))
+            write = late if silent and dist.get_rank() == rank else save.write_text
             with mock.patch.object(save, "write_text", write):
                 try:
                     run._save(folder, must=True)
@@ -135,6 +136,27 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
                 except Exception as error:
                     refused.append(f"{type(error).__name__}: {error}")
     return refused
+
+
+def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, float]:
+    """What a saver that `must` save raises where `rank` can make no file at all, and after how many seconds."""
+
+    def full(path, *_):
+        raise OSError(28, "No space left on device", str(path))
+
+    with training_of(recipe) as run, Saver(folder, run.shards, run.optimizer.adamw, timeout=600.0) as run.saver:
+        run.train_step()
+        if dist.get_rank() == rank:
+            stack = mock.patch.multiple(save, write_text=full), mock.patch.multiple(host, write_file=full)
+        else:
+            stack = nullcontext(), nullcontext()
+        begin = time.monotonic()
+        with stack[0], stack[1]:
+            try:
+                run._save(folder, must=True)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "saved", 0.0
 
 
 def begun_from(recipe: Recipe) -> tuple[dict[str, Tensor], int, bool]:

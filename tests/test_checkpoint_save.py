@@ -1,6 +1,7 @@
 """Saving beside training, what is kept, what fails, and the ways to go on from a checkpoint."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dtgpt.checkpoint.save
+import dtgpt.run
 import dtgpt.signals
 from dtgpt.checkpoint import host
 from dtgpt.checkpoint.folder import list_checkpoints, set_aside
@@ -20,7 +22,12 @@ from dtgpt.errors import UserError
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.train import Training, train
-from tests.bodies_checkpoint import begun_from, save_while_a_rank_is_silent, train_while_a_rank_cannot_write
+from tests.bodies_checkpoint import (
+    begun_from,
+    save_while_a_rank_is_silent,
+    save_without_inodes,
+    train_while_a_rank_cannot_write,
+)
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
 
@@ -193,6 +200,107 @@ def test_a_rank_that_never_reports_is_named_after_the_timeout(recipe, tmp_path):
     assert first[0].startswith("UserError: no checkpoint of step 1 could be written")
     assert "rank 1 has not written its part within 0.32 s (timeout=0.4)" in first[0]
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_make_no_file_is_not_waited_for(recipe, tmp_path, rank):
+    recipe = change(recipe, plan="dp2_zero1", micro_batch_size=2)
+    for sentence, seconds in pool().run(2, save_without_inodes, recipe, tmp_path / "checkpoints", rank):
+        assert seconds < 20  # of a timeout of 600
+        assert re.fullmatch(
+            r"UserError: no checkpoint of step 1 could be written to .*No space left on device.*\); free space there; "
+            "then start again",
+            sentence,
+        )
+        assert ("rank 1: " in sentence) == (rank == 1)
+
+
+def refuse_threads(monkeypatch, allowed=0):
+    """As the system does under a limit on processes, after so many more threads."""
+    start, started = threading.Thread.start, []
+
+    def refuse(thread):
+        if len(started) >= allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return started
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_where_no_thread_can_be_started_checkpoints_are_written_without(recipe, monkeypatch, capsys, allowed):
+    expected = saved_at_once(recipe)
+    started = refuse_threads(monkeypatch, allowed)
+    run = run_of(recipe)
+    assert same_checkpoints(run, expected) and len(started) == allowed
+    assert "no checkpoint" not in capsys.readouterr().err
+    refuse_threads(monkeypatch)
+    assert train(change(recipe, resume=str(run), steps=9)) == 0
+    assert names_in(run) == ["latest", "step_00000004", "step_00000008", "step_00000009"]
+
+
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (OSError(28, "No space left on device"), "free space there; to go on"),
+        (OSError(30, "Read-only file system"), "choose a place that can be written; to go on"),
+        (RuntimeError("whatever it is"), r"\(whatever it is\); to go on"),
+    ],
+)
+def test_the_advice_for_a_last_checkpoint_follows_from_what_failed(recipe, monkeypatch, error, advice):
+    fail_at(monkeypatch, 8, error=error)
+    with pytest.raises(UserError, match=rf"no checkpoint of step 8 .*{advice}, add --resume \S+/test-001$") as refused:
+        train(recipe)
+    assert ("space" in str(refused.value)) == (getattr(error, "errno", None) == 28)
+
+
+def planted(folder: Path, target: Path) -> None:
+    """Links in a folder of checkpoints, under every name that can be guessed."""
+    folder.mkdir(parents=True)
+    names = (
+        "step_00000004",
+        "step_00000008",
+        ".partial-step_00000004",
+        ".removed-step_00000004",
+        ".latest.new",
+        "latest",
+    )
+    for name in names:
+        (folder / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "dangling"])
+def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, tmp_path, monkeypatch, kind):
+    target = tmp_path / "precious"
+    if kind == "folder":
+        target.mkdir()
+        (target / "state.json").write_text("mine")
+    elif kind == "file":
+        target.write_text("mine")
+    made = dtgpt.run.create_run
+
+    def create_run(*arguments):
+        run = made(*arguments)
+        planted(run / "checkpoints", target)
+        return run
+
+    monkeypatch.setattr("dtgpt.begin.create_run", create_run)
+    run = run_of(recipe, checkpoint={"keep_last": 1})
+    assert names_in(run) == [".latest.new", "latest", "step_00000008"]
+    assert not any(p.is_symlink() for p in (run / "checkpoints").iterdir() if p.name != ".latest.new")
+    if kind == "folder":
+        assert [p.name for p in target.iterdir()] == ["state.json"] and (target / "state.json").read_text() == "mine"
+    assert kind != "file" or target.read_text() == "mine"
+    assert kind != "dangling" or not target.exists()
+
+
+def test_a_link_in_the_way_of_setting_aside_is_left_alone(tmp_path):
+    (tmp_path / "step_00000006").mkdir()
+    (tmp_path / "aside-step_00000006").symlink_to(tmp_path / "nowhere")
+    assert set_aside(tmp_path, 4) == ["aside-1-step_00000006"]
+    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatc
     train(change(recipe, steps=5))
     run = newest_run(recipe)
     monkeypatch.setattr(dtgpt.checkpoint.host, "write_file", full)
-    with pytest.raises(UserError, match=r"no checkpoint of step 10.*No space left.*free space and --resume"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
+    ):
         train(change(recipe, resume=str(run)))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_00000005"]
 

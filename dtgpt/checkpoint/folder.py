@@ -15,9 +15,7 @@ import json
 import os
 import re
 import secrets
-import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from dtgpt.errors import UserError
 from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.storage import sync_path, write_text
+from dtgpt.storage import remove_tree, sync_path, write_text
+from dtgpt.threads import Threads
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
@@ -76,7 +75,7 @@ class Checkpoint:
         """What is wrong with the files, of which this process looks at each `of`th, in one sentence; None where all are
         what was written. `weights_alone`: the optimizer's files, twice as large, do not matter."""
         mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
-        with ThreadPoolExecutor(READERS) as pool:
+        with Threads(READERS) as pool:
             found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
         return next(filter(None, found), None)
 
@@ -188,7 +187,7 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
     One of an earlier attempt at the same step gives way."""
     write_state(partial, state, files)
     sync_path(partial)
-    if folder.exists():
+    if os.path.lexists(folder):
         remove(folder)
     partial.rename(folder)
     sync_path(folder.parent)
@@ -197,9 +196,9 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
 def remove(folder: Path) -> None:
     """First the name, so that what is left of a removal that was cut short is no checkpoint."""
     gone = folder.with_name(f".removed-{folder.name}")
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_tree(gone)
     folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_tree(gone)
 
 
 def point_latest(checkpoints: Path, folder: Path) -> None:
@@ -213,7 +212,7 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
     for folder in list_checkpoints(checkpoints):
         if step_of(folder) > step:
             free = (f"aside-{f'{n}-' if n else ''}{folder.name}" for n in count())
-            names.append(next(name for name in free if not (checkpoints / name).exists()))
+            names.append(next(name for name in free if not os.path.lexists(checkpoints / name)))
             folder.rename(checkpoints / names[-1])
     if names and (left := list_checkpoints(checkpoints)):
         point_latest(checkpoints, left[-1])
@@ -224,7 +223,7 @@ def make_folder(checkpoints: Path, step: int) -> Path:
     """Where the ranks write a checkpoint. No two attempts share a name: a rank whose rank 0 was killed may still
     write."""
     for leftover in [*checkpoints.glob(".partial-*"), *checkpoints.glob(".removed-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
+        remove_tree(leftover)  # of a process that was killed
     partial = checkpoints / f".partial-{step_folder(checkpoints, step).name}-{secrets.token_hex(4)}"
     partial.mkdir(parents=True)
     return partial

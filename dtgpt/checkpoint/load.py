@@ -6,7 +6,6 @@ pages of one piece of one tensor.
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from dtgpt.model import GPTConfig
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.threads import Threads
 
 FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
 
@@ -100,7 +100,7 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
     cuda = shards.mesh.device.type == "cuda"  # where threads queue on another stream than the run
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)
-    with ThreadPoolExecutor(threads) as pool:
+    with Threads(threads) as pool:
         list(pool.map(one, shards))
     if cuda:
         torch.cuda.synchronize(shards.mesh.device)

@@ -2,16 +2,15 @@
 
 Every rank copies what it alone has to write into memory of its own and goes on. A thread writes its files and leaves a
 report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks meet
-through the folder and not through collectives, which belong to the training thread. Whatever fails before the rename
-leaves the older checkpoints as they were.
+through the folder and not through collectives, which belong to the training thread. A rank that fails may be unable to
+write at all: it says so through the store of the process group. Whatever fails before the rename leaves the older
+checkpoints as they were.
 """
 
 import json
 import math
-import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ from dtgpt.checkpoint.folder import (
 )
 from dtgpt.checkpoint.host import files_of
 from dtgpt.console import say, say_error
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, remedy
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.shards import Shards
-from dtgpt.storage import write_text
+from dtgpt.storage import remove_tree, write_text
+from dtgpt.threads import Threads
 
 WRITERS = 4  # threads
 POLL = 0.05  # s between two looks at what other ranks have written
@@ -42,6 +42,14 @@ GRACE = 10.0  # s that the last save of a run which fails may still take: other 
 SHARE = 0.8  # of the timeout, after which rank 0 says who is late: before the ranks that wait for it give up
 LONG = 1.0  # s of waiting that are worth a word
 REPORT = "rank-{:05d}.json"
+
+
+class Failed(UserError):
+    """Why a rank has not written its part, and what to do about it."""
+
+    def __init__(self, reason: str, advice: str):
+        super().__init__(reason)
+        self.advice = advice
 
 
 class Saver:
@@ -80,7 +88,7 @@ class Saver:
             waited = f"training waited {time.monotonic() - begin:.0f} s until the checkpoint before was written"
             say(f"{waited}; raise --checkpoint.interval", warning=True)
         self._must = must
-        partial = self.mesh.on_rank_0(lambda: make_folder(self.checkpoints, step))
+        partial = self.mesh.on_rank_0(lambda: self._make_folder(step))
         if self.mesh.any(not appears(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
         self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
@@ -152,26 +160,33 @@ class Saver:
             copied.record()
         return copied
 
+    def _make_folder(self, step: int) -> Path:
+        try:
+            return make_folder(self.checkpoints, step)
+        except OSError as error:
+            raise UserError(self._sentence(step, error)) from None
+
+    def _sentence(self, step: int, error: Exception) -> str:
+        advice = error.advice if isinstance(error, Failed) else remedy(error)
+        sentence = f"no checkpoint of step {step} could be written to {self.checkpoints} ({str(error) or repr(error)})"
+        return f"{sentence}; {advice}" if advice else sentence
+
     def _work(
         self, partial: Path, step: int, state: dict[str, Any], copied: torch.cuda.Event | threading.Event | None
     ) -> None:
-        """What the thread does: this rank's files, then on rank 0 everything else."""
-        written, failure = {}, None
+        """What the thread does: this rank's files, then on rank 0 everything else. Whatever fails, training goes on."""
         try:
             written = self._write(partial, copied)
-        except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
-            failure = f"{error}" or repr(error)
-            with suppress(OSError):
-                for file in self._files:  # makes room for the report
-                    (partial / file.name).unlink(missing_ok=True)
-        if self.mesh.rank == 0:
-            self._finish(partial, step, state, written, failure)
-            return
-        report = {"files": {name: [f.num_bytes, f.sha256] for name, f in written.items()}, "failure": failure}
-        try:
-            write_text(partial / REPORT.format(self.mesh.rank), json.dumps(report))
-        except OSError as error:  # rank 0 then waits for it in vain, and does not know why
-            say_error(f"warning: rank {self.mesh.rank} cannot report its part of a checkpoint ({failure or error})")
+            if self.mesh.rank == 0:
+                self._commit(partial, step, state, written)
+            else:
+                report = {name: [f.num_bytes, f.sha256] for name, f in written.items()}
+                write_text(partial / REPORT.format(self.mesh.rank), json.dumps(report))
+        except Exception as error:
+            if self.mesh.rank == 0:
+                self._give_up(partial, step, error)
+            else:
+                self._post(partial, error)
 
     def _write(self, partial: Path, copied: torch.cuda.Event | threading.Event | None) -> dict[str, Written]:
         if copied is None:
@@ -184,28 +199,16 @@ class Saver:
                 copied.set()
         else:
             copied.synchronize()
-        with ThreadPoolExecutor(WRITERS) as pool:
+        with Threads(WRITERS) as pool:
             written = pool.map(lambda file: file.write(partial), self._files)
             return {file.name: found for file, found in zip(self._files, written, strict=True)}
 
-    def _finish(
-        self, partial: Path, step: int, state: dict[str, Any], files: dict[str, Written], failure: str | None
-    ) -> None:
+    def _commit(self, partial: Path, step: int, state: dict[str, Any], files: dict[str, Written]) -> None:
         """Rank 0: wait for the others, then make a checkpoint of the folder."""
         folder = step_folder(self.checkpoints, step)
-        try:
-            for rank in range(1, self.mesh.world):
-                theirs, other = self._report(partial, rank)
-                failure, files = failure or other, files | theirs
-            if failure is not None:
-                raise UserError(failure)
-            commit(partial, folder, state, files)
-        except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            self._failure = f"no checkpoint of step {step} could be written to {self.checkpoints} ({error})"
-            if not self._must:
-                say(self._failure + "; training goes on" * (self._patience == math.inf), warning=True)
-            return
+        for rank in range(1, self.mesh.world):
+            files = files | self._report(partial, rank)
+        commit(partial, folder, state, files)
         # Older ones first: where the disk is full, that makes room for the name.
         for work, what in (
             (lambda: self._remove_old(step), "what is older could not be cleared away"),
@@ -213,24 +216,47 @@ class Saver:
         ):
             try:
                 work()
-            except OSError as error:
+            except Exception as error:  # the checkpoint is there all the same
                 say(f"{folder} is written, but {what} ({error})", warning=True)
 
-    def _report(self, partial: Path, rank: int) -> tuple[dict[str, Written], str | None]:
-        """(files, failure) of another rank, when it has written."""
+    def _give_up(self, partial: Path, step: int, error: Exception) -> None:
+        """Rank 0: no checkpoint comes of the folder, whatever the other ranks still write."""
+        remove_tree(partial)
+        self._failure = self._sentence(step, error)
+        if not self._must:
+            say(self._failure + "; training goes on" * (self._patience == math.inf), warning=True)
+
+    def _post(self, partial: Path, error: Exception) -> None:
+        """Another rank: tell rank 0 why it waits for this one in vain."""
+        for file in self._files:
+            with suppress(OSError):
+                (partial / file.name).unlink(missing_ok=True)
+        reason = f"rank {self.mesh.rank}: {str(error) or repr(error)}"
+        try:
+            self.mesh.post(partial.name, json.dumps([reason, remedy(error)]))
+        except RuntimeError:  # rank 0, or who started the ranks, is gone
+            say_error(f"warning: rank {self.mesh.rank} cannot report its part of a checkpoint ({reason})")
+
+    def _report(self, partial: Path, rank: int) -> dict[str, Written]:
+        """The files of another rank, when it has written them. Raises Failed where any rank could not, or is late."""
         path = partial / REPORT.format(rank)
         while not path.exists():
+            if posted := self.mesh.posted(partial.name):
+                raise Failed(*json.loads(posted))
             if time.monotonic() > self._patience:
                 raise UserError("the run ended before")
             if time.monotonic() > self._end:
                 within = f"{SHARE * self._timeout:g} s (timeout={self._timeout:g})"
-                raise UserError(f"rank {rank} has not written its part within {within}")
+                raise Failed(
+                    f"rank {rank} has not written its part within {within}",
+                    f"see what rank {rank} says, or raise --timeout",
+                )
             time.sleep(POLL)
             with suppress(OSError):
                 next(partial.iterdir(), None)  # a network file system looks for new names then
         report = json.loads(path.read_text())
         path.unlink()
-        return {name: Written(*values) for name, values in report["files"].items()}, report["failure"]
+        return {name: Written(*values) for name, values in report.items()}
 
     def _remove_old(self, step: int) -> None:
         """Keep the newest `keep_last`, this one among them, and multiples of `keep_every`."""

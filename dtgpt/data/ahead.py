@@ -10,7 +10,8 @@ Make = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step on the CPU
 
 
 class Ahead:
-    """The tensors of a step on the device. With CUDA a thread makes those of the next step ahead, in pinned memory."""
+    """The tensors of a step on the device. With CUDA a thread makes those of the next step ahead, in pinned memory;
+    where no thread can be started, each step's are made when they are taken."""
 
     def __init__(self, make: Make, device: torch.device):
         self.make, self.device = make, device
@@ -19,11 +20,15 @@ class Ahead:
 
     def take(self, step: int) -> tuple[Tensor, ...]:
         """Those of `step`; the one after it is begun. Never waits for the device."""
-        if self._thread is None:
+        if self.device.type == "cpu" and self._thread is None:
             return self.make(step)
         begun, self._next = self._next, None
         pinned = begun[1].result() if begun and begun[0] == step else self._pinned(step)
-        self._next = step + 1, self._thread.submit(self._pinned, step + 1)
+        if self._thread is not None:
+            try:
+                self._next = step + 1, self._thread.submit(self._pinned, step + 1)
+            except RuntimeError:  # the system refuses the thread, which only the first call starts
+                self._thread = None
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
 
     def _pinned(self, step: int) -> tuple[Tensor, ...]:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dtgpt.data.token_shards import MappedTokens, TokenSequences, map_file
-from dtgpt.errors import UserError
-from dtgpt.storage import sync_path
+from dtgpt.errors import UserError, remedy
+from dtgpt.storage import create_file, sync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code, S, D
@@ -160,7 +160,7 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._partial[0].open("wb", buffering=1 << 20)
+            self._file = create_file(self._partial[0], 1 << 20)
         except OSError as error:
             raise self._failed(error) from None
         return self
@@ -188,7 +188,7 @@ class IndexedWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
-            with self._partial[1].open("wb") as file:
+            with create_file(self._partial[1]) as file:
                 self._write_index(file.write)
                 file.flush()
                 os.fsync(file.fileno())
@@ -264,7 +264,7 @@ class IndexedWriter:
 
     def _failed(self, error: OSError) -> UserError:
         path = bin_path(self.prefix)
-        return UserError(f"{path} cannot be written ({error.strerror}); free space or choose another folder")
+        return UserError(f"{path} cannot be written ({error.strerror}); {remedy(error, 'choose another folder')}")
 
 
 def merge(prefixes: Iterable[Path | str], target: Path | str) -> None:

@@ -6,7 +6,6 @@ build takes seconds instead of a minute, and one library serves every version of
 """
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from dtgpt.console import say
+from dtgpt.storage import FileLock
 
 SOURCES = Path(__file__).parent
 # Subnormal numbers count as 0 and divisions are right to 2 ulp: exponentials and quotients are then one instruction.
@@ -56,8 +56,7 @@ def _built(name: str, capability: tuple[int, int]) -> Path:
     folder = Path(root) / "dtgpt"
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / f"{unique}.so"
-    with open(folder / f"{unique}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / f"{unique}.lock", wait=True):
         if not finished.exists():
             # A folder of its own: a build that was killed leaves nothing that a later one would wait for.
             with tempfile.TemporaryDirectory(dir=folder) as place:

@@ -5,6 +5,7 @@ Ranks are ordered (pp, dp, tp) with tp fastest: the ranks that talk most are nei
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dtgpt.errors import UserError
 from dtgpt.parallel.plan import Plan
@@ -159,6 +160,18 @@ class Mesh:
         values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks in the store of the process group. No collective: any thread may call it at
+        any time. Raises RuntimeError where the store is gone."""
+        _get_default_store().set(f"dtgpt/{name}", text)
+
+    def posted(self, name: str) -> str | None:
+        """Return the text that any rank has left under this name; None where there is none, or the store is gone."""
+        with suppress(RuntimeError):
+            store, key = _get_default_store(), f"dtgpt/{name}"
+            return store.get(key).decode() if store.check([key]) else None
+        return None
 
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
         """What `work` returns on rank 0, on every rank; its UserError likewise."""

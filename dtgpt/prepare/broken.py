@@ -1,5 +1,6 @@
 """Lines that were left out: the first ones are named, all are counted by file, and listed where that is asked for."""
 
+import io
 import json
 import os
 from collections import Counter
@@ -11,6 +12,7 @@ from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.progress import Progress
+from dtgpt.storage import create_file
 
 SHOWN = 20  # lines that are named one by one
 FILES = 20  # files that are named at the end
@@ -28,7 +30,7 @@ class BrokenLines:
     def __enter__(self) -> Self:
         if self._partial is not None:
             try:
-                self._file = self._partial.open("w", encoding="utf-8")
+                self._file = io.TextIOWrapper(create_file(self._partial), encoding="utf-8")
             except OSError as error:
                 raise self._failed(error) from None
         return self

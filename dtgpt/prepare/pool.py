@@ -12,13 +12,15 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from dtgpt.console import say
 from dtgpt.errors import UserError
+from dtgpt.threads import Threads
 
 AHEAD = 3  # blocks per worker that are read before the first of them must be done: bounds memory
 PATIENCE = 5.0  # seconds for a worker whose streams are closed to be gone
@@ -31,10 +33,10 @@ def ordered_map(task: Callable[[Any], Any], workers: int) -> Iterator[Callable[[
     `task` and the blocks are pickled. Raises UserError where `task` did, or where a worker was killed; RuntimeError,
     with the worker's traceback, for any other exception of `task`. No process is left when the context ends.
     """
-    if workers == 1:
+    pool = _Pool(task, workers) if workers > 1 else None
+    if pool is None or not pool.size:
         yield lambda blocks: map(task, blocks)
         return
-    pool = _Pool(task, workers)
     try:
         yield pool.map
     finally:
@@ -48,15 +50,22 @@ class _Pool:
         self._closing = False
         self._setup = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
         self._greeted: set[int] = set()
-        # One thread for each worker: it sleeps in the pipes while the worker encodes.
-        self._threads = ThreadPoolExecutor(workers)
+        self._threads: Threads | None = None
         try:
             for _ in range(workers):
                 self._processes.append(_start())
                 self._idle.put(self._processes[-1])
+        except BlockingIOError as error:  # a limit on processes
+            say(f"{self.size} of {workers} worker processes could be started ({error.strerror})", warning=True)
         except BaseException:
             self.close()
             raise
+        # One thread for each worker: it sleeps in the pipes while the worker encodes.
+        self._threads = Threads(self.size)
+
+    @property
+    def size(self) -> int:
+        return len(self._processes)
 
     def map(self, blocks: Iterable) -> Iterator:
         pending: deque[Future] = deque()
@@ -103,7 +112,8 @@ class _Pool:
         self._closing = True
         for process in self._processes:
             process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
         for process in self._processes:
             for stream in (process.stdin, process.stdout):
                 with suppress(OSError):  # what was still to be written has no reader

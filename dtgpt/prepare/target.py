@@ -1,17 +1,16 @@
 """Names that a preparation writes to: they belong to one process at a time, and to the next after a kill -9."""
 
 import errno
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from dtgpt.console import say
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.errors import UserError
+from dtgpt.storage import FileLock, Held
 
 
 @contextmanager
@@ -80,38 +79,17 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 @contextmanager
 def _locked(path: Path, option: str) -> Iterator[bool]:
     """No other process writes `path`, given as `option`, within the context; whether that could be made sure."""
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        file, alone = _lock(lock, path, option)
-    except OSError as error:
-        raise _unwritable(path, option, error) from None
-    try:
-        yield alone
-    finally:
-        with suppress(OSError):
-            lock.unlink()  # while it is held: who waits for it looks whether it is still there
-        file.close()
-
-
-def _lock(lock: Path, path: Path, option: str) -> tuple[TextIO, bool]:
-    """The lock, held for as long as the file is open, and whether that keeps others out. The kernel frees it when its
-    process is gone."""
-    while True:
-        file = lock.open("w")
+    lock = FileLock(path.with_name(f".{path.name}.lock"), remove=True)
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(
-                f"{path} is being written by another process; wait for it, or give another {option}"
-            ) from None
-        except OSError as error:  # a file system without locks
-            say(f"{path} cannot be locked ({error.strerror}): let no other process write it", warning=True)
-            return file, False
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-                return file, True
-        file.close()  # of a process that has just removed it
+            stack.enter_context(lock)
+        except Held as held:
+            raise UserError(f"{path} is being written by {held}; wait for it, or give another {option}") from None
+        except OSError as error:
+            raise _unwritable(path, option, error) from None
+        if lock.problem:
+            say(f"{path} cannot be locked ({lock.problem}): let no other process write it", warning=True)
+        yield not lock.problem
 
 
 def _mend(prefix: Path) -> None:
@@ -143,6 +121,8 @@ def _left(path: Path) -> list[Path]:
 
 
 def _are_whole(data: Path, index: Path) -> bool:
+    if data.is_symlink() or index.is_symlink():  # which no preparation writes
+        return False
     with tempfile.TemporaryDirectory() as folder:
         for path, suffix in ((data, "bin"), (index, "idx")):
             (Path(folder) / f"whole.{suffix}").symlink_to(path.absolute())

@@ -1,0 +1,58 @@
+"""Work for several threads, also where the system refuses to start any."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+
+class Threads(Executor):
+    """An executor of `count` threads, or of as many as can be started. Where none can be, as under a limit on
+    processes, `submit` does the work itself."""
+
+    def __init__(self, count: int):
+        self._tasks: SimpleQueue = SimpleQueue()
+        self._threads: list[Thread] = []
+        with suppress(RuntimeError):  # how Python says that the system refuses another thread
+            for _ in range(count):
+                thread = Thread(target=self._serve)
+                thread.start()
+                self._threads.append(thread)
+
+    def submit(self, work: Callable, /, *arguments: Any, **options: Any) -> Future:
+        future: Future = Future()
+        task = partial(work, *arguments, **options)
+        if self._threads:
+            self._tasks.put((future, task))
+        else:
+            _run(future, task)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            with suppress(Empty):
+                while True:
+                    self._tasks.get_nowait()[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads if wait else []:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            with suppress(BaseException):  # which the future holds
+                _run(*task)
+
+
+def _run(future: Future, task: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise
