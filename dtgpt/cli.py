@@ -7,11 +7,11 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from dtgpt.console import accept_any_text, say, say_error
+from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError
+from dtgpt.signals import follow_launcher
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -82,7 +82,8 @@ def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None 
 
 def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
-    accept_any_text()
+    prepare_streams()
+    follow_launcher()
     try:
         _leave(work())
     except UserError as error:
@@ -101,12 +102,10 @@ def _exit(work: Callable[[], int]) -> None:
 def _leave(code: int) -> None:
     """End the process; at once where it was in a process group: a thread of gloo that outlives its group may abort a
     process that Python takes apart."""
+    close_streams()
     launch = sys.modules.get("dtgpt.parallel.launch")
     if launch is None or not launch.was_in_group:
         sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
-            stream.flush()
     os._exit(code)
 
 
