@@ -5,16 +5,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated
 
-from dtgpt.console import accept_any_text, say, say_error
+from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError, remedy
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.overrides import read_words, take
+from dtgpt.signals import follow_launcher
 
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
@@ -87,7 +87,8 @@ def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None 
 
 def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
-    accept_any_text()
+    prepare_streams()
+    follow_launcher()
     try:
         _leave(work())
     except UserError as error:
@@ -106,12 +107,10 @@ def _exit(work: Callable[[], int]) -> None:
 def _leave(code: int) -> None:
     """End the process; at once where it was in a process group: a thread of gloo that outlives its group may abort a
     process that Python takes apart."""
+    close_streams()
     launch = sys.modules.get("dtgpt.parallel.launch")
     if launch is None or not launch.was_in_group:
         sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
-            stream.flush()
     os._exit(code)
 
 

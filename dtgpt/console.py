@@ -3,12 +3,15 @@
 import errno
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that may have space again
 
 
 def say(text: str, warning: bool = False) -> None:
-    """Print a line at once; a warning goes to stderr. A reader that is gone, or a full disk behind the output, must
-    not end a training run."""
+    """Print a line at once; a warning goes to stderr. A reader or a terminal that is gone, or a full disk behind the
+    output, must not end a training run."""
     if os.environ.get("RANK", "0") == "0":  # one voice for all processes
         _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
 
@@ -17,11 +20,30 @@ def say_error(text: str) -> None:
     _print(text, sys.stderr)
 
 
-def accept_any_text() -> None:
-    """Characters that the terminal's encoding lacks are replaced, not refused."""
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """As `1 process` or `1,000 processes`. plural: the noun's, where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def prepare_streams() -> None:
+    """Characters that the terminal's encoding lacks are replaced, not refused. A stream that was closed before the
+    start leads nowhere: its number must not become that of a file of the run."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is the stream's own
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def close_streams() -> None:
+    """Write what is still to be printed, or drop it: Python would make the failure the exit code of the process."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _drop(stream)
 
 
 def _print(text: str, stream: TextIO) -> None:
@@ -29,5 +51,13 @@ def _print(text: str, stream: TextIO) -> None:
         stream.write(f"{text}\n")  # at once: print writes the end of a line on its own, and processes share a terminal
         stream.flush()
     except OSError as error:
-        if error.errno == errno.EPIPE:  # nobody reads on, as after `| head`: drop what is still to come
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if error.errno not in FULL:  # nobody reads on, as after `| head` or when the terminal was closed
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    """What is still to come goes nowhere."""
+    with suppress(OSError):
+        number = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(number, stream.fileno())
+        os.close(number)

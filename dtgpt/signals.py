@@ -1,20 +1,29 @@
-"""Ctrl-C, SIGTERM and the end of the time as a request that the training loop meets at the next step boundary."""
+"""Signals, the end of the time and the loss of the launcher, as a request that the training loop meets at the next step
+boundary."""
 
 import math
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from types import FrameType
 
+from dtgpt.console import say_error
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
+LAUNCHER = os.getppid()  # taken early: this module is imported before torch
+POLL = 1.0  # seconds between two looks at whether the launcher still runs
+ORPHAN = 120.0  # seconds that a process without its launcher has for the step and the checkpoint
 
 
 class StopRequest:
-    """While it is entered as a context, `requested` becomes the signal number once SIGINT or SIGTERM has arrived. It is
-    true from then on, and from the end of its time.
+    """While it is entered as a context, `requested` becomes the signal number once SIGINT, SIGTERM or SIGHUP has
+    arrived, unless the process was started to ignore it, as under nohup. It is true from then on, and from the end of
+    its time.
 
-    A further signal, more than two seconds later, ends the process at once.
+    A further SIGINT or SIGTERM, more than two seconds later, ends the process at once.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -27,7 +36,8 @@ class StopRequest:
         return self.requested is not None or time.monotonic() >= self._end
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *exception) -> None:
@@ -38,7 +48,26 @@ class StopRequest:
         if self.requested is None:
             self.requested, self._first = number, time.monotonic()
             name = signal.Signals(number).name
-            with suppress(OSError):  # the reader of stderr may have gone with the same Ctrl-C
+            with suppress(OSError):  # the reader of stderr may have gone with the same signal
                 os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())
-        elif time.monotonic() - self._first > IMPATIENT:
+        elif number != signal.SIGHUP and time.monotonic() - self._first > IMPATIENT:
             os._exit(128 + number)
+
+
+def follow_launcher() -> None:
+    """Under torchrun, from now on: where torchrun is gone without having ended this process, SIGTERM as torchrun would
+    have sent it, and the end of the process 120 s later, whatever it waits for."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
+        return
+    with suppress(RuntimeError):  # there can be no more threads
+        threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
+
+
+def _end_after_launcher() -> None:
+    while os.getppid() == LAUNCHER:
+        time.sleep(POLL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say_error(f"dtgpt: torchrun (process {LAUNCHER}) is gone, and the processes that it started end too")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN)
+    os._exit(128 + signal.SIGTERM)

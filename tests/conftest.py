@@ -1,6 +1,7 @@
 """Every test: one thread (two pytest workers share two cores), a cache of its own, a fresh compiler."""
 
 import os
+import signal
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
@@ -15,6 +16,12 @@ from dtgpt.model import GPTConfig
 from dtgpt.recipe import DataConfig, LogConfig, OptimizerConfig, Recipe
 
 torch.set_num_threads(1)
+
+# Under nohup, or in the background of a script, this process ignores a signal, and so would the programs that it
+# starts. What handles a signal is not inherited by them.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items):
