@@ -1,14 +1,43 @@
 """Files and folders that are never half there."""
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dtgpt.errors import UserError
+
+LARGEST_JSON = 1 << 26  # bytes of a file that describes others
+
+
+def open_regular(path: Path, largest: int | None = None) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO, a
+    device or a folder, also behind a link, and where the file has more than `largest` bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if largest is not None and status.st_size > largest:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, where {largest} are the most")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
+    """Return the content of a regular file; raises OSError as `open_regular` does."""
+    with open_regular(path, largest) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:  # it grew, or is one that says nothing of its size, as in /proc
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
+    return content
 
 
 def sync_path(path: Path) -> None:
