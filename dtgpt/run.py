@@ -5,7 +5,6 @@ runs/gpt2_tiny-001/
 """
 
 import fcntl
-import json
 import platform
 import re
 import subprocess
@@ -24,7 +23,7 @@ from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
-from dtgpt.storage import write_json
+from dtgpt.storage import read_json, write_json
 from dtgpt.tokenizers.open import read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -103,8 +102,8 @@ def lock_run(folder: Path) -> TextIO:
 def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     """What differs between the recipe that a run began with and the one that it goes on with: `steps 10 -> 20`."""
     try:
-        saved = json.loads((folder / "recipe.json").read_text())
-    except (OSError, ValueError):
+        saved = read_json(folder / "recipe.json", remedy="")
+    except UserError:
         return []
     changes = []
     for name, _, _, value in leaves(recipe):

@@ -40,6 +40,30 @@ def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
     return content
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError for any other text, also for one that is nested more deeply
+    than Python follows or has an integer of more digits than Python reads."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            raise
+        raise ValueError("it has an integer of too many digits") from None
+
+
+def read_json(path: Path, remedy: str, largest: int = LARGEST_JSON) -> Any:
+    """Return the value in a JSON file. Raises UserError, with `remedy`, where the file cannot be read, is not a regular
+    one, has more than `largest` bytes or is not JSON."""
+    try:
+        return parse_json(read_regular(path, largest))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); {remedy}") from None
+
+
 def sync_path(path: Path) -> None:
     """Wait until the names in a folder, or the content of a file, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
