@@ -1,7 +1,12 @@
-"""The one exception that is meant for the user's eyes, and what to do about errors of the system."""
+"""The exception whose message a user reads, how foreign values look in it, and remedies of system errors."""
 
+import builtins
 import errno
+import reprlib
+from typing import Any
 
+MOST_SHOWN = 120  # characters of a value in a message
+LARGEST_SHOWN = 10**40  # integers above it are shown by their size: printing takes time that grows with its square
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
@@ -26,3 +31,37 @@ class UserError(Exception):
 def remedy(error: BaseException, otherwise: str = "") -> str:
     """Return what a user can do about an error of the system, `otherwise` where no remedy is known for it."""
     return REMEDIES.get(getattr(error, "errno", None), otherwise)
+
+
+class _Short(reprlib.Repr):
+    """Looks at a few elements of a few levels, so that neither size nor nesting of a value matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 3, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        return builtins.repr(x) if abs(x) < LARGEST_SHOWN else f"<integer of {x.bit_length()} bits>"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return self.repr_str(x, level)
+
+    repr_bytearray = repr_bytes
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Show other types by their own text only where that is short by nature: a foreign object's may be endless."""
+        ours = type(x).__module__.partition(".")[0] in ("torch", "dtgpt") and not hasattr(x, "numel")  # no tensor
+        short = ours or x is None or isinstance(x, bool | float | complex | type)
+        return builtins.repr(x) if short else f"<{type(x).__name__}>"
+
+
+def shown(value: Any) -> str:
+    """Return `value` as Python writes it, shortened to fit into a sentence. Takes the same short time for any value
+    that a foreign file or a command line may hold: nested, shared, huge."""
+    text = _Short().repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def shown_name(name: str) -> str:
+    """Return a foreign name as it is where it is short and printable, else as `shown`."""
+    return name if len(name) <= MOST_SHOWN and name.isprintable() else shown(name)

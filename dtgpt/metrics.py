@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from dtgpt.errors import UserError
 from dtgpt.recipe import Recipe
-from dtgpt.storage import write_text
+from dtgpt.storage import parse_json, write_text
 
 
 class Sink(Protocol):
@@ -45,8 +45,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

@@ -4,7 +4,6 @@ runs/gpt2_tiny-001/
   recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
 """
 
-import json
 import platform
 import re
 import subprocess
@@ -25,7 +24,7 @@ from dtgpt.errors import UserError, remedy
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
-from dtgpt.storage import FileLock, Held, remove_leftovers, write_json
+from dtgpt.storage import FileLock, Held, read_json, remove_leftovers, write_json
 from dtgpt.tokenizers.open import read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -114,8 +113,8 @@ def lock_run(folder: Path) -> Iterator[FileLock]:
 def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     """What differs between the recipe that a run began with and the one that it goes on with: `steps 10 -> 20`."""
     try:
-        saved = json.loads((folder / "recipe.json").read_text())
-    except (OSError, ValueError):
+        saved = read_json(folder / "recipe.json", remedy="")
+    except UserError:
         return []
     changes = []
     for name, _, _, value in leaves(recipe):

@@ -28,7 +28,7 @@ def test_every_recipe_is_valid_named_as_its_file_and_says_how_to_run_it(path):
     recipe = module.recipe()
     recipe.validate()
     assert recipe.name == path.stem
-    assert re.search(rf"(?m)^command +(torchrun|sbatch) .*recipes/{path.name}", module.__doc__)
+    assert re.search(rf"(?m)^command +(python|torchrun|sbatch) .*recipes/{path.name}", module.__doc__)
     assert "hardware" in module.__doc__ and "expect" in module.__doc__
     assert len(path.read_text().splitlines()) < 50
 

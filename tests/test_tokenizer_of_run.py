@@ -13,7 +13,7 @@ from dtgpt.generate import GenerateConfig, generate_from, tokenizer_of
 from dtgpt.interop.convert import ConvertConfig, convert
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.run import load_tokenizer
+from dtgpt.run import changes_since, load_tokenizer
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
@@ -151,3 +151,39 @@ def test_a_run_whose_package_is_missing_says_which(tmp_path, monkeypatch, kind, 
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"needs the package {package}, which is missing; run pip install"):
         load_tokenizer(tmp_path / "run")
+
+
+def test_a_flipped_bit_anywhere_in_a_runs_tokenizer_is_told(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    make_tokenizer("bpe", TEXTS, 300).save(path)
+    whole = path.read_bytes()
+    place = whole.index(b'"pattern"')
+    places = [*range(place, place + 120), *range(whole.index(b'"ranks"'), len(whole), 199)]
+    for position in places:
+        for bit in (0, 3, 6):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(UserError, match="copy it from another run"):
+                load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    {"pattern": "(a|b"}, {"pattern": "(a*)*b\\1?(?!x)|"}, {"pattern": 7}, {"ranks": ["YQ==", "YQ=="]},
+    {"ranks": ["Y@=="]}, {"specials": {"<|endoftext|>": 2_000_000_000}}, {"specials": {"<|endoftext|>": -1}},
+    {"specials": []}, {"vocab_size": 2_000_000_000},
+])  # fmt: skip
+def test_a_saved_tokenizer_without_a_checksum_is_opened_with_care(tmp_path, change):
+    """As a run of an older dtgpt has left it."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(make_tokenizer("bytes", [], 0).to_json() | change))
+    with pytest.raises(UserError, match=r"tokenizer") as error:
+        load_tokenizer(tmp_path).encode("what is none of that")
+    assert "\n" not in str(error.value)
+
+
+def test_metrics_and_recipes_that_python_cannot_follow_are_left_out(recipe, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[" * 100_000 + "\n" + '{"step": ' + "9" * 5000 + '}\n{"step": 1}\n')
+    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    for text in ("[" * 100_000, "9" * 5000):
+        (tmp_path / "recipe.json").write_text(text)
+        assert changes_since(tmp_path, recipe) == []

@@ -11,7 +11,15 @@ from dtgpt.errors import UserError
 from dtgpt.tokenizers.bpe_files import from_merges, letter_bytes
 from dtgpt.tokenizers.byte_level import ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace
-from dtgpt.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.tokenizers.open import (
+    OF_MODELS,
+    OF_PREPARE,
+    OF_TRAINING,
+    from_files,
+    make_tokenizer,
+    open_tokenizer,
+    read_saved,
+)
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -292,3 +300,104 @@ def test_without_tiktokens_cache_the_remedies_are_told(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", offline)
     with pytest.raises(UserError, match=r"ConnectionError.*TIKTOKEN_CACHE_DIR.*--vocab-file"):
         open_tokenizer("gpt2")
+
+
+def cut_lines(path, keep):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 25_000, -1])
+def test_merges_that_were_cut_at_the_end_of_a_line_are_refused(tmp_path, keep):
+    vocab, merges = gpt2_files(tmp_path)
+    cut_lines(merges, keep)
+    with pytest.raises(UserError, match=r"merges\.txt lacks the merges of \d+ tokens of .*vocab\.json.*fetch it again"):
+        from_files(vocab, merges)
+
+
+def test_a_vocabulary_that_was_cut_under_its_merges_is_refused(tmp_path):
+    vocab, merges = gpt2_files(tmp_path)
+    ids = json.loads(vocab.read_text())
+    vocab.write_text(json.dumps({token: i for token, i in ids.items() if i < 50_000}))
+    with pytest.raises(UserError, match=r"merges\.txt merges .*, but .*vocab\.json has no token .*fetch them again"):
+        from_files(vocab, merges)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (lambda model: model["merges"].pop(), "lacks the merges of 1 tokens"),
+    (lambda model: model["merges"].clear(), "lacks the merges of"),
+    (lambda model: model.update(merges=[" ".join(pair) for pair in model["merges"][:-3]]), "lacks the merges of 3"),
+    (lambda model: model["vocab"].pop("".join(model["merges"][-1])), "has no token"),
+])  # fmt: skip
+def test_merges_and_tokens_that_a_tokenizer_json_lacks_are_refused(tmp_path, changes, words):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    changes(saved["model"])
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=words):
+        open_tokenizer(str(path))
+
+
+def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
+    vocab, merges = gpt2_files(tmp_path)
+    ids = json.loads(vocab.read_text())
+    for token in ("<pad>", "<|im_start|>", "<0x0A>", "[MASK]", "</s>"):
+        ids[token] = len(ids)
+    vocab.write_text(json.dumps(ids))
+    assert from_files(vocab, merges).encode("Hello world") == [15496, 995] and capsys.readouterr().err == ""
+    vocab.write_text(json.dumps(ids | {"madeupword0000": len(ids)}))  # as in the vocabulary of RoBERTa
+    assert from_files(vocab, merges).encode("Hello world") == [15496, 995]
+    assert "1 tokens that no merge of" in (said := capsys.readouterr().err) and "'madeupword0000'" in said
+
+
+def test_a_token_for_whole_words_alone_is_a_warning(tmp_path, capsys):
+    path = tokenizer_json(tmp_path, ignore_merges=True)
+    saved = json.loads(path.read_text())
+    saved["model"]["merges"].pop()
+    path.write_text(json.dumps(saved))
+    open_tokenizer(str(path))
+    assert "1 tokens that no merge of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["vocab", "added_tokens"])
+@pytest.mark.parametrize("wrong", [2_000_000_000, -1, 1.5, True, "7", None])
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+def test_an_id_that_would_claim_all_memory_is_refused(tmp_path, where, wrong, normalizer):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text()) | {"normalizer": normalizer}
+    if where == "vocab":
+        saved["model"]["vocab"]["far"] = wrong
+    else:
+        saved["added_tokens"][0]["id"] = wrong
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"tokenizer\.json gives '(far|<s>)' the id .* not in 0 to 16777215"):
+        open_tokenizer(str(path))
+
+
+HOSTILE = {"deep": "[" * 100_000, "deep object": '{"a":' * 100_000, "digits": '{"model": ' + "9" * 5000 + "}"}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_json_that_python_cannot_follow_is_told_in_one_sentence(tmp_path, kind):
+    for name in ("tokenizer.json", "vocab.json"):
+        (tmp_path / name).write_text(HOSTILE[kind])
+    (tmp_path / "merges.txt").write_text("")
+    for work in (
+        lambda: open_tokenizer(str(tmp_path / "tokenizer.json")),
+        lambda: from_files(tmp_path / "vocab.json", tmp_path / "merges.txt"),
+        lambda: read_saved(tmp_path / "tokenizer.json", "copy it"),
+    ):
+        with pytest.raises(UserError, match=r"(tokenizer|vocab)\.json .*(nested too deeply|too many digits)") as error:
+            work()
+        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_messages_name_the_options_of_the_command(tmp_path):
+    for options in (OF_PREPARE, OF_TRAINING, OF_MODELS):
+        for work in (
+            lambda options=options: open_tokenizer("nowhere", options=options),
+            lambda options=options: open_tokenizer(vocab_file="v", options=options),
+            lambda options=options: open_tokenizer("bytes", "v", "m", options=options),
+        ):
+            with pytest.raises(UserError) as error:
+                work()
+            assert options.vocab_file in str(error.value)

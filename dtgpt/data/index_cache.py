@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from dtgpt.errors import UserError
-from dtgpt.storage import sync_path, write_text
+from dtgpt.storage import parse_json, sync_path, write_text
 
 CACHE_FORMAT = 1  # raise when the same settings would give other arrays
 CONTENTS = "contents.json"
@@ -53,7 +53,7 @@ def cached(
 def _load(folder: Path) -> dict[str, np.ndarray] | None:
     """None where there is nothing, or not what was written."""
     try:
-        contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+        contents = parse_json((folder / CONTENTS).read_text(encoding="utf-8"))
         for name, written in contents.items():
             if _checksum(folder / f"{name}.npy") != written:
                 return None

@@ -30,7 +30,7 @@ from dtgpt.interop.gpt2 import (
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
 from dtgpt.model import GPT2_124M, TABLE, GPTConfig
-from dtgpt.storage import new_folder, write_json
+from dtgpt.storage import new_folder, read_json, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 # The names that transformers has for GELU with tanh; they differ in rounding only.
@@ -38,6 +38,7 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
 ROWS = 4096  # of two tables compared at a time
 PREFIX = "transformer."
+REMEDY = "give a folder that transformers can load"
 
 
 class HuggingFace(Source):
@@ -113,13 +114,10 @@ def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("it holds no object")
-        return value
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a folder that transformers can load") from None
+    value = read_json(path, REMEDY)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} cannot be read (it holds no object); {REMEDY}")
+    return value
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -7,12 +7,18 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from dtgpt.errors import UserError
+from dtgpt.console import say
+from dtgpt.errors import UserError, shown
+
+LARGEST = 1 << 28  # bytes of a vocabulary's file
+LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
 
 class BytePairs(NamedTuple):
@@ -25,7 +31,11 @@ class BytePairs(NamedTuple):
 def read_text(path: Path) -> str:
     """Raises UserError where the file cannot be read or is not UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise UserError(f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
     except UnicodeDecodeError as error:
@@ -53,6 +63,54 @@ def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict
     ):
         return None
     return BytePairs(tokens, specials) if all(_leaves(tokens, *parts) for parts in made) else None
+
+
+def check_merges(
+    ids: Mapping[str, int], merges: Sequence[Sequence[str]], specials: Mapping[str, int], vocab: Path, source: Path,
+    model: Mapping[str, Any] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Raise UserError where merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be
+    cut into other tokens. `model`: settings of a tokenizer.json.
+
+    Every token but bytes and special ones is made by a merge. Where none makes it, though it is the union of two
+    others, its merge is lost. A token that no two others make was put into the vocabulary by hand, and so perhaps was
+    one with the name of a special token, or where whole words need no merge (`ignore_merges`): that is a warning.
+    """
+    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    made = set()
+    for pair in merges:
+        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            return  # not a merge at all, as the library will say
+        made.add(pair[0] + pair[1].removeprefix(prefix))
+        lost = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
+        if lost is not None:
+            raise UserError(
+                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(lost)}, so "
+                "that one was cut off or they are of two tokenizers; fetch them again"
+            )
+    apart = {*specials, model.get("unk_token")}
+    unmade = [
+        token for token in ids
+        if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
+    ]  # fmt: skip
+    lost = [token for token in unmade if _is_union(token, ids)]
+    ordinary = [token for token in lost if not LIKE_SPECIAL.fullmatch(token)]
+    if ordinary and not model.get("ignore_merges"):
+        raise UserError(
+            f"{source} lacks the merges of {len(ordinary)} tokens of {vocab}, such as {shown(ordinary[0])}, so that it "
+            "was cut off or is of another tokenizer; fetch it again"
+        )
+    strange = lost or [token for token in unmade if not LIKE_SPECIAL.fullmatch(token)]
+    if strange:
+        say(
+            f"{vocab} has {len(strange)} tokens that no merge of {source} makes, such as {shown(strange[0])}; check "
+            "that both are whole",
+            warning=True,
+        )
+
+
+def _is_union(token: str, ids: Mapping[str, int]) -> bool:
+    return any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
 
 
 def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:

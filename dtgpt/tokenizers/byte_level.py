@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from dtgpt.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer
+from dtgpt.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, panics_as_user_errors
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -48,14 +48,16 @@ class ByteLevel(Tokenizer):
         return {name: value for name, value in self.__dict__.items() if name != "_encoding"}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        if special:
-            return self._encoding.encode(text, allowed_special="all", disallowed_special=())
-        return self._encoding.encode_ordinary(text)
+        with panics_as_user_errors(self.name):
+            if special:
+                return self._encoding.encode(text, allowed_special="all", disallowed_special=())
+            return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         allowed = set(self.specials) if special else frozenset()
-        encode = self._encoding.encode_to_numpy
-        return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
+        with panics_as_user_errors(self.name):
+            encode = self._encoding.encode_to_numpy
+            return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
         names = {i: name.encode() for name, i in self.specials.items()}

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from dtgpt.errors import UserError
+from dtgpt.storage import parse_json
 from dtgpt.tokenizers.bpe_files import letter_bytes
-from dtgpt.tokenizers.tokenizer import ENDS, Tokenizer
+from dtgpt.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
@@ -25,6 +26,8 @@ class HuggingFace(Tokenizer):
         self.name, self._content = name, content
         self.ranks = [content.encode()]
         ids = self._plain.get_vocab(with_added_tokens=True)
+        if max(ids.values(), default=0) >= MOST:
+            raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
         self.end_name = next((token for token in (end, *ENDS) if token in ids), None)
         self.end_of_text = ids.get(self.end_name)
@@ -44,14 +47,15 @@ class HuggingFace(Tokenizer):
         return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_special")}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        return (self._special if special else self._plain).encode(text).ids
+        with panics_as_user_errors(self.name):
+            return (self._special if special else self._plain).encode(text).ids
 
     def _decode(self, ids: list[int]) -> str:
         return self._plain.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
         sizes = np.zeros(self.vocab_size, np.int64)
-        letters = letter_bytes() if '"ByteLevel"' in json.dumps(json.loads(self._content).get("decoder")) else {}
+        letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}
         for token, i in self._plain.get_vocab(with_added_tokens=False).items():
             sizes[i] = len(token) if letters and letters.keys() >= set(token) else spelled(token)
         for i, token in self._plain.get_added_tokens_decoder().items():
@@ -124,7 +128,10 @@ def _parse_tokenizer(name: str, content: str) -> Any:
             f"{name} needs the package tokenizers, which is missing; run pip install 'dtgpt[data]'"
         ) from None
     try:
-        parsed = tokenizers.Tokenizer.from_str(content)
+        with panics_as_user_errors(name):
+            parsed = tokenizers.Tokenizer.from_str(content)
+    except UserError:
+        raise
     except Exception as error:  # the package raises plain Exception
         raise UserError(f"{name} is no tokenizer.json that tokenizers can read ({error})") from None
     parsed.no_truncation()  # a training text is taken whole

@@ -8,31 +8,51 @@ import base64
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 
-from dtgpt.errors import UserError
-from dtgpt.tokenizers.bpe_files import BytePairs, from_merges, read_text
+from dtgpt.errors import UserError, shown
+from dtgpt.storage import parse_json, read_json
+from dtgpt.tokenizers.bpe_files import LARGEST, BytePairs, check_merges, from_merges, read_text
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer
+from dtgpt.tokenizers.tokenizer import CHECKSUM, END_OF_TEXT, ENDS, MOST, Tokenizer, checksum, panics_as_user_errors
 from dtgpt.tokenizers.training import train_ranks
 
-MOST = 1 << 24  # ids
 SAVED = ("ranks", "tokenizer_json", "sentencepiece")  # one of these is in what Tokenizer.save writes
-REMEDY = "give --vocab-file and --merge-file, or as tokenizer bytes or a file: tokenizer.json or a SentencePiece .model"
+
+
+class OptionNames(NamedTuple):
+    """What the options that name a tokenizer are called by the command that the user has typed."""
+
+    tokenizer: str
+    vocab_file: str
+    merge_file: str
+
+    @property
+    def remedy(self) -> str:
+        return (
+            f"give {self.vocab_file} and {self.merge_file}, or {self.tokenizer} with a file: tokenizer.json or a "
+            "SentencePiece .model"
+        )
+
+
+OF_PREPARE = OptionNames("--tokenizer", "--vocab-file", "--merge-file")
+OF_TRAINING = OptionNames("--data.tokenizer_file", "--data.vocab_file", "--data.merge_file")
+OF_MODELS = OptionNames("--tokenizer", "--vocab_file", "--merge_file")  # of dtgpt generate and dtgpt convert
 
 
 def open_tokenizer(
-    name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False
-) -> Tokenizer:
+    name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False,
+    options: OptionNames = OF_PREPARE,
+) -> Tokenizer:  # fmt: skip
     """The tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two files.
-    `begin`: a SentencePiece model opens each text with its begin of text.
+    `begin`: a SentencePiece model opens each text with its begin of text. `options`: for messages.
 
     Raises UserError where a file cannot be read or is none of the kinds, or where an encoding is not at hand.
     """
-    check_named_once(name, vocab_file, merge_file)
+    check_named_once(name, vocab_file, merge_file, options)
     if vocab_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
@@ -44,16 +64,19 @@ def open_tokenizer(
         return _from_file(path, begin)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(f"the tokenizer {name} is no file and none of {known}; {REMEDY}")
-    return from_tiktoken(name, REMEDY)
+        raise UserError(f"the tokenizer {name} is no file and none of {known}; {options.remedy}")
+    return from_tiktoken(name, options.remedy)
 
 
-def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) -> None:
+def check_named_once(
+    name: str, vocab_file: str | None, merge_file: str | None, options: OptionNames = OF_PREPARE
+) -> None:
     """Raise UserError where the two files do not go together, or go with the name of another tokenizer."""
     if (vocab_file is None) != (merge_file is None):
-        raise UserError("--vocab-file and --merge-file belong together; give both, vocab.json and merges.txt")
+        both = f"{options.vocab_file} and {options.merge_file}"
+        raise UserError(f"{both} belong together; give both, vocab.json and merges.txt")
     if vocab_file is not None and name != "gpt2":
-        raise UserError(f"the tokenizer {name} and --vocab-file {vocab_file} are both given; leave one out")
+        raise UserError(f"the tokenizer {name} and {options.vocab_file} {vocab_file} are both given; leave one out")
 
 
 def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int) -> ByteLevel:
@@ -78,48 +101,71 @@ def from_tiktoken(name: str, remedy: str) -> ByteLevel:
 
 
 def read_saved(path: Path, remedy: str) -> Tokenizer:
-    """What `Tokenizer.save` wrote; raises UserError, with `remedy`, where the file is not that or a package is
-    missing."""
+    """What `Tokenizer.save` wrote; raises UserError, with `remedy`, where the file is not that, was changed since, or a
+    package is missing."""
+    saved = read_json(path, remedy, LARGEST)
     try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if CHECKSUM in saved and saved.pop(CHECKSUM) != checksum(saved):  # older runs have none
+            raise ValueError("its content is not what was written")
+        with panics_as_user_errors(str(path)):
+            tokenizer = _from_json(saved)
+            tokenizer.encode("")  # a pattern that is none is found here and not in the middle of the work
+        return tokenizer
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
 
 
 def _from_json(saved: dict[str, Any]) -> Tokenizer:
     if "sentencepiece" in saved:
-        return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"]), saved["begin"])
+        return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"], validate=True), saved["begin"])
     if "tokenizer_json" in saved:
         return HuggingFace(saved["name"], saved["tokenizer_json"], saved["end"])
-    ranks = [base64.b64decode(token) for token in saved["ranks"]]
+    ranks = [base64.b64decode(token, validate=True) for token in saved["ranks"]]
     if "specials" not in saved:  # of an older run
         return ByteLevel(saved["name"], saved["pattern"], ranks)
     ends = (saved["end"],) if saved["end"] is not None else ()
     sizes = saved["vocab_size"], saved["num_tokens"]
+    if not all(is_id(size) for size in (*sizes, *saved["specials"].values())):
+        raise ValueError(f"its ids and sizes must be in 0 to {MOST - 1}")
     return ByteLevel(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes)
 
 
+def is_id(value: object) -> bool:
+    """Return whether `value` is a token's id; a larger one would claim memory for all the ids below it."""
+    return type(value) is int and 0 <= value < MOST
+
+
+def _check_ids(ids: Any, source: Path) -> None:
+    """Raise UserError where `ids` is not an object of token: id."""
+    if not isinstance(ids, dict):
+        raise UserError(f"{source} is no vocabulary, which is one object of token: id; fetch it again")
+    wrong = next((token for token, i in ids.items() if not is_id(i)), None)
+    if wrong is not None:
+        raise UserError(
+            f"{source} gives {shown(wrong)} the id {shown(ids[wrong])}, which is not in 0 to {MOST - 1}; fetch it again"
+        )
+
+
 def from_files(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt."""
+    """GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt. Its end of text
+    is the one that a tokenizer_config.json beside them names, else `<|endoftext|>`."""
     try:
-        ids = json.loads(read_text(vocab))
+        ids = parse_json(read_text(vocab))
     except ValueError as error:
         raise UserError(f"{vocab} is no vocabulary ({error}); give GPT-2's vocab.json") from None
-    if not isinstance(ids, dict) or not all(isinstance(i, int) for i in ids.values()):
-        raise UserError(f"{vocab} is no vocabulary; give GPT-2's vocab.json, one object of token: id")
-    wrong = next((token for token, i in ids.items() if not 0 <= i < MOST), None)
-    if wrong is not None:
-        raise UserError(f"{vocab} gives {wrong!r} the id {ids[wrong]}, which is not in 0 to {MOST - 1}; fetch it again")
+    _check_ids(ids, vocab)
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
         raise UserError(f"{merges} holds {wrong[:60]!r}, which is no pair of tokens; give GPT-2's merges.txt")
-    end = max(ids.values(), default=-1) + 1
-    specials = {END_OF_TEXT: ids.get(END_OF_TEXT, end)}
+    named = _end_named_beside(vocab)
+    end = named if named in ids else END_OF_TEXT
+    specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
+    check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)
     if byte_pairs is None:
-        return HuggingFace(str(vocab), _as_tokenizer_json(ids, pairs, specials), END_OF_TEXT)
-    return _byte_level(vocab.name, byte_pairs, ids)
+        return HuggingFace(str(vocab), _as_tokenizer_json(ids, pairs, specials), end)
+    return _byte_level(vocab.name, byte_pairs, ids, end)
 
 
 def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | None = None) -> ByteLevel:
@@ -152,18 +198,38 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
             raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
     content = read_text(path)
     try:
-        saved = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        saved = parse_json(content)
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); give a tokenizer.json") from None
     if isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED):
         return read_saved(path, remedy="make it again with dtgpt tokenizer train, or copy it from its run")
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path} is no tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
+    _check_tokenizer_json(saved, path)
     end = _end_named_beside(path)
     pairs = _plain_byte_pairs(saved)
     if pairs is None:
         return HuggingFace(str(path), content, end)
     return _byte_level(str(path), pairs, saved["model"]["vocab"], end)
+
+
+def _check_tokenizer_json(saved: dict, path: Path) -> None:
+    """Raise UserError for ids that are none, and for tokens or merges of a BPE that are missing."""
+    added = saved.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in added):
+        raise UserError(f"{path} has added_tokens that are no tokens; fetch it again")
+    specials = {token["content"]: token.get("id") for token in added}
+    _check_ids(specials, path)
+    model = saved["model"]
+    if isinstance(model.get("vocab"), dict):
+        _check_ids(model["vocab"], path)
+        if isinstance(model.get("merges"), list):
+            check_merges(model["vocab"], [_pair(merge) for merge in model["merges"]], specials, path, path, model)
+
+
+def _pair(merge: Any) -> list[str]:
+    """The two tokens of a merge, which older files have in one text; what is none of these is left to the library."""
+    return merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _plain_byte_pairs(saved: dict) -> BytePairs | None:
@@ -185,7 +251,7 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
         loose = any(not t.get("special") or t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in added)
         if not plain or loose:
             return None
-        pairs = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
+        pairs = [_pair(merge) for merge in model["merges"]]
         return from_merges(model["vocab"], pairs, {token["content"]: token["id"] for token in added})
     except (KeyError, TypeError, AttributeError):
         return None
@@ -201,9 +267,13 @@ def _adds_nothing(after: dict | None) -> bool:
 
 
 def _end_named_beside(path: Path) -> str | None:
-    """`eos_token` of tokenizer_config.json in the same folder, if it is there."""
-    try:
-        token = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return token.get("content") if isinstance(token, dict) else token
+    """`eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = read_json(path.with_name(name), remedy="").get("eos_token")
+        except (UserError, AttributeError):
+            continue
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None

@@ -4,9 +4,11 @@ A run carries its tokenizer with it: `save` writes plain JSON from which `open.r
 files that it once came from. A tokenizer can be pickled, so that workers need not read files again.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from dtgpt.storage import write_text
 END_OF_TEXT = "<|endoftext|>"
 # What ends a document, where nothing else says so.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+MOST = 1 << 24  # ids
+CHECKSUM = "sha256"  # of all else that `Tokenizer.save` writes
 
 
 class Tokenizer(ABC):
@@ -69,4 +73,22 @@ class Tokenizer(ABC):
     def to_json(self) -> dict[str, Any]: ...
 
     def save(self, path: Path) -> None:
-        write_text(path, json.dumps(self.to_json()))
+        """Write what `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
+        saved = self.to_json()
+        write_text(path, json.dumps({**saved, CHECKSUM: checksum(saved)}))
+
+
+def checksum(saved: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def panics_as_user_errors(name: str) -> Iterator[None]:
+    """Tell a panic of a library in Rust, which is not even an Exception, in one sentence."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"the tokenizer {name} is damaged ({reason}); fetch or make it again") from None
