@@ -24,8 +24,9 @@ SCRIPTS = """
 --rampup-batch-size=16 --lr-warmup-iters 100 --lr-warmup-samples 100 --lr-decay-samples 100 --train-samples 1000
 --no-query-key-layer-scaling --attention-softmax-in-fp32 --loss-scale 1024 --initial-loss-scale 65536
 --recompute-activations --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2 --use-flash-attn
---swiglu --normalization RMSNorm --context-parallel-size 2 --position-embedding-type rope 
---untie-embeddings-and-output-weights --exit-duration-in-mins 230 --finetune --no-load-optim --ffn-hidden-size 4096 --transformer-impl transformer_engine
+--swiglu --normalization RMSNorm --context-parallel-size 2 --position-embedding-type rope
+--untie-embeddings-and-output-weights --exit-duration-in-mins 230 --finetune --no-load-optim --ffn-hidden-size 4096
+--transformer-impl transformer_engine
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
