@@ -1,6 +1,7 @@
 """Training on token files: the samples are Megatron-LM's, whatever the plan."""
 
 import gzip
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.tokenizers.open import open_tokenizer
-from dtgpt.train import train
+from dtgpt.train import Training, train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
 
@@ -77,6 +78,21 @@ def test_another_order_is_told_at_a_resume(recipe, capsys):
     many = change(recipe, steps=6, data={"train_samples": 20_000}, resume=str(newest_run(recipe)))
     train(many)
     assert "the order of its samples, is not the one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_data_that_shrink_while_a_run_trains_on_them_end_it_with_a_sentence(recipe, suffix, monkeypatch):
+    """Not with a signal: exit code 2, and the file is named."""
+    path, step = Path(recipe.data.path + suffix), Training.train_step
+
+    def cut(self):
+        if self.step == 3:
+            os.truncate(path, 100)
+        return step(self)
+
+    monkeypatch.setattr(Training, "train_step", cut)
+    with pytest.raises(UserError, match=rf"numbers{suffix} had \d+ bytes when it was opened, and ends at byte 100 now"):
+        train(recipe)
 
 
 def test_a_blend_and_parts_of_their_own(recipe, tmp_path):

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.samples import Samples, check_samples, load_samples, part_name
 from dtgpt.data.token_shards import TokenSequences
@@ -161,10 +162,15 @@ def _one_by_one(
 class Blend:
     """The samples of several datasets, by number: `dataset_index` int16 [N], `dataset_sample_index` int64 [N]."""
 
-    def __init__(self, datasets: Sequence[Samples], dataset_index: np.ndarray, dataset_sample_index: np.ndarray):
+    def __init__(
+        self, datasets: Sequence[Samples], dataset_index: Array,
+        dataset_sample_index: Array,
+    ):  # fmt: skip
         self.datasets = list(datasets)
         self.dataset_index, self.dataset_sample_index = dataset_index, dataset_sample_index
-        counts = np.bincount(dataset_index, minlength=len(self.datasets))
+        counts = np.zeros(len(self.datasets), np.int64)
+        for begin in range(0, len(dataset_index), BLOCK):
+            counts += np.bincount(dataset_index[begin : begin + BLOCK], minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             if len(dataset) < count:
                 raise UserError(
@@ -228,7 +234,7 @@ def load_blend(
     return Blend(datasets, *_load_order(sizes, None if num_samples is None else min(num_samples, sum(sizes)), cache))
 
 
-def _load_order(weights: Sequence[float], size: int | None, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def _load_order(weights: Sequence[float], size: int | None, cache: Path | None) -> tuple[Array, Array]:
     """`size` None: all samples, of which there are `weights`."""
     shares = normalised(weights)  # again, where they were: Megatron-LM does, which may change their last bit
     count = sum(weights) if size is None else size

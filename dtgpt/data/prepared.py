@@ -196,7 +196,7 @@ def _num_tokens(samples: Samples | Blend) -> int:
     """Of one epoch of all datasets."""
     total = 0
     for part in samples.datasets:
-        documents = part.index.document_index  # all of a range, in each epoch
+        documents = np.asarray(part.index.document_index)  # all of a range, in each epoch
         total += int(part.sequences.lengths[documents.min() : documents.max() + 1].sum(dtype=np.int64))
     return total
 
