@@ -54,6 +54,30 @@ def test_every_plan_has_the_samples_of_one_process(recipe):
         assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
 
 
+def test_each_held_out_window_is_evaluated_once(recipe):
+    """Of a validation part that has fewer than are asked for; the loss is their mean under every plan."""
+    whole = training(change(recipe, log={"eval_samples": 512}))
+    index = load_samples(IndexedDataset(recipe.data.path), recipe.data.split, "valid", 16, None, recipe.seed, None)
+    windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
+    assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
+    losses = [whole.passes.mean_loss(w[None, :-1], w[None, 1:]).item() for w in windows]
+    assert whole.held_out_loss()[0] == pytest.approx(np.mean(losses), rel=1e-5)
+    few = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 7)))
+    assert torch.equal(few, windows[:7])
+
+
+def test_every_plan_evaluates_each_window_once(recipe):
+    recipe = change(recipe, steps=1, log={"eval_samples": 512})
+    found = {}
+    for plan, world in (("dp2", 2), ("pp2", 2)):
+        parted = replace(recipe, plan=plan, micro_batch_size=4, runs=f"{recipe.runs}-{plan}")
+        assert pool().run(world, train, parted) == [0] * world
+        found[plan] = read_records(newest_run(parted) / "metrics.jsonl")[-1]["valid_loss"]
+    train(recipe)
+    alone = read_records(newest_run(recipe) / "metrics.jsonl")[-1]["valid_loss"]
+    assert list(found.values()) == pytest.approx([alone] * 2, rel=1e-5)
+
+
 def test_a_resume_under_another_batch_goes_on_with_the_next_sample(recipe):
     """The order is that for `train_samples`, however many steps there are."""
     recipe = change(recipe, data={"train_samples": 400})
