@@ -1,11 +1,10 @@
-"""How much memory reading random samples of a large dataset takes: what was read is given back, so it stays bounded.
+"""How much memory, and time, reading random samples of a large dataset takes.
 
     python benchmarks/mapped_memory.py --gib 2
-    python benchmarks/mapped_memory.py --gib 2 --resident_mib 100000     (nothing is given back: beyond the bound)
 
 Random tokens are written to a .bin of that size, no byte of it left out, in a temporary folder. Then batches of samples
 are read through the classes that training uses, in the order of training. Memory is what reading adds to the process
-(Linux): all of it at its peak, mapped pages included, and its anonymous part, which is not pages of the file. Exit
+(Linux): all of it at its peak, mapped pages included, and its anonymous part, which is not pages of a file. Exit
 code 1 where the peak is above the bound.
 """
 
@@ -18,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from index_build import memory, reset_peak
 
-from dtgpt.data import token_shards
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import Samples, load_samples
 
@@ -53,10 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=50_000, help="samples to read")
     parser.add_argument("--batch", type=int, default=32, help="samples read together")
     parser.add_argument("--seq_length", type=int, default=1024)
-    parser.add_argument(
-        "--resident_mib", type=float, default=token_shards.RESIDENT / 2**20, help="given back beyond it"
-    )
-    parser.add_argument("--bound_mib", type=float, default=320.0, help="of what reading adds at its peak")
+    parser.add_argument("--bound_mib", type=float, default=32.0, help="of what reading adds at its peak")
     parser.add_argument("--folder", help="in which a temporary one is made; else the system's")
     return parser.parse_args()
 
@@ -66,7 +61,6 @@ def main() -> int:
     if not Path("/proc/self/status").exists():
         print("memory cannot be told apart here; run it on Linux", file=sys.stderr)
         return 2
-    token_shards.RESIDENT = int(options.resident_mib * 2**20)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         prefix = Path(folder) / "random"
         write(prefix, int(options.gib * 2**30))

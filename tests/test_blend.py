@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dtgpt.data import blend
 from dtgpt.data.blend import (
@@ -14,6 +15,7 @@ from dtgpt.data.blend import (
     blend_order,
     blend_sizes,
     load_blend,
+    load_each_once,
     normalised,
     parse_data_path,
 )
@@ -180,3 +182,27 @@ def test_the_benchmark_measures(monkeypatch, capsys, arguments, arrays):
     index_build.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["seconds"] > 0 and result["peak"] > 0 and len(result["arrays"]) == arrays
+
+
+@pytest.mark.parametrize("weights", [[0.3, 0.7], [0.9, 0.1], None, [1.0]])
+def test_no_window_is_evaluated_twice(tmp_path, weights):
+    """A dataset that has no more leaves the rest to the others."""
+    sizes = [22, 90][: len(weights or [0, 0])]
+    datasets = []
+    for i, size in enumerate(sizes):
+        with IndexedWriter(tmp_path / str(i), np.int32) as writer:
+            writer.append(1000 * i + np.arange(4 * size + 1))
+        datasets.append(IndexedDataset(tmp_path / str(i)))
+    every = load_each_once(datasets, weights, None, "valid", 4, 512, 1, tmp_path / "cache").windows(range(sum(sizes)))
+    assert len(set(every[:, 0].tolist())) == sum(sizes)
+    few = load_each_once(datasets, weights, None, "valid", 4, 20, 1, None)
+    assert torch.equal(few.windows(range(20)), every[:20])
+    as_megatron = load_blend(datasets, weights, None, "valid", 4, 20, 1, None)  # asks for an epoch at most
+    assert torch.equal(few.windows(range(20)), as_megatron.windows(range(20)))
+
+
+def test_a_part_shorter_than_a_window_is_one_window(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.int32) as writer:
+        writer.append([1, 2, 3])
+    found = load_each_once([IndexedDataset(tmp_path / "a")], None, None, "valid", 8, 512, 1, None)
+    assert found.windows(range(len(found))).tolist() == [[1, 2, 3] * 3]

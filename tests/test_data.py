@@ -1,11 +1,18 @@
+import errno
+import fcntl
 import json
+import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
 
+from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
 from dtgpt.errors import UserError
@@ -49,14 +56,132 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
     assert read_documents(str(path), "text") == ["a \ufffd b 🎈"]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "train.npy", "valid.npy"])
-@pytest.mark.parametrize("keep", [0, 40])
-def test_damaged_tokens_are_named(tmp_path, text, name, keep):
-    load(text, tmp_path)
+def zero_half(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def flip(place):
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        content[round(place * (len(content) - 1))] ^= 4
+        path.write_bytes(content)
+
+    return damage
+
+
+DAMAGE = {
+    "half zero": zero_half,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: path.write_bytes(b""),
+    "lost": lambda path: path.unlink(),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    **{f"flipped {place}": flip(place) for place in (0.0, 0.01, 0.3, 0.7, 1.0)},
+}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "train.npy", "valid.npy", "contents.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_of_a_text_is_made_again(tmp_path, text, name, damage, capsys):
+    """Whatever the disk lost: the same tokens, and a line that says so."""
+    before = load(text, tmp_path)
+    train, valid = before.train[:], before.valid[:]
     (folder,) = (tmp_path / "cache").iterdir()
-    (folder / name).write_bytes((folder / name).read_bytes()[:keep])
-    with pytest.raises(UserError, match=f"{name} cannot be read.*delete .*text-"):
-        load(text, tmp_path)
+    content = (folder / name).read_bytes()
+    DAMAGE[damage](folder / name)
+    for told in (True, False):
+        after = load(text, tmp_path)
+        assert (f"{folder} is damaged (" in capsys.readouterr().err) == told
+        assert after.digest == before.digest and np.array_equal(after.train, train)
+        assert np.array_equal(after.valid, valid) and after.tokenizer.ranks == before.tokenizer.ranks
+    assert list((tmp_path / "cache").iterdir()) == [folder] and (folder / name).read_bytes() == content
+
+
+def test_the_digest_of_a_text_is_that_of_its_tokens(tmp_path, text, monkeypatch):
+    """Another tokenizer of the same name, or one token that differs, is told at a resume and between nodes."""
+    found = [load(text, tmp_path).digest]
+    for part in ("train", "valid"):
+
+        def make(*_, part=part):
+            tokens = {"train": np.arange(400, dtype=np.uint16) % 256, "valid": np.arange(50, dtype=np.uint16)}
+            tokens[part][7] += 1
+            return load_or_make(tmp_path / f"text-{part}", "x", lambda: tokens)
+
+        original = json.dumps(make_tokenizer("bytes", [], 0).to_json())
+        (tmp_path / "tokenizer.json").write_text(original)
+        with monkeypatch.context() as patch:
+            patch.setattr("dtgpt.data.dataset.load_or_make", make)
+            patch.setattr("dtgpt.data.dataset.read_saved", lambda *_, **__: make_tokenizer("bytes", [], 0))
+            found.append(load(text, tmp_path).digest)
+    assert len(set(found)) == 3
+
+
+FILLER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from dtgpt.data import array_cache
+real = np.save
+def slow(*arguments, **options):
+    real(*arguments, **options)
+    print("half", flush=True)
+    sys.stdin.readline()
+array_cache.np.save = slow
+array_cache.load_or_make(Path(sys.argv[1]), "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
+"""
+
+
+@pytest.fixture
+def filler(tmp_path):
+    """A process that has written one of two arrays of text-aa, and waits for a line."""
+    words = [sys.executable, "-c", FILLER, tmp_path / "cache" / "text-aa"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "half\n"
+        yield process
+        process.kill()
+
+
+def test_what_killed_fillers_left_is_removed(tmp_path, text, filler):
+    """By whoever fills the cache next, with whatever."""
+    cache = tmp_path / "cache"
+    filler.kill()
+    filler.wait()
+    assert [path.name for path in cache.glob("partial-*")]
+    load(text, tmp_path)
+    assert [path.name[:5] for path in cache.iterdir()] == ["text-"]
+
+
+def test_what_a_living_filler_writes_is_left_alone(tmp_path, text, filler):
+    cache = tmp_path / "cache"
+    (partial,) = cache.glob("partial-*")
+    load(text, tmp_path)
+    assert partial.is_dir()
+    filler.communicate("\n\n", timeout=30)
+    assert filler.returncode == 0 and sorted(path.name[:5] for path in cache.iterdir()) == ["text-", "text-"]
+
+
+def test_two_processes_that_fill_at_once_both_succeed(tmp_path, filler):
+    """The second waits, and takes what the first has made."""
+    with ThreadPoolExecutor() as pool:
+        folder = tmp_path / "cache" / "text-aa"
+        second = pool.submit(load_or_make, folder, "the tokens", lambda: pytest.fail("made twice"))
+        time.sleep(0.2)
+        assert not second.done()
+        filler.communicate("\n\n", timeout=30)
+        assert second.result(timeout=30)["b"][:].tolist() == list(range(8)) and filler.returncode == 0
+    assert [path.name for path in folder.parent.iterdir()] == ["text-aa"]
+
+
+def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = tmp_path / "cache" / "text-aa"
+    mine = load_or_make(folder, "the tokens", lambda: {"a": np.arange(9), "b": np.arange(8)})
+    filler.communicate("\n\n", timeout=30)
+    assert filler.returncode == 0 and mine["b"][:].tolist() == list(range(8))
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["text-aa"]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_content_digest_reads_little_and_both_ends(tmp_path, monkeypatch, pl
     monkeypatch.setattr(token_shards, "PIECE", 4)  # from tokens 0, 3999, 7998, 11997 and 15996 on
     tokens = np.arange(16_000)
     before = IndexedDataset(write(tmp_path / "a", [[tokens]]))
-    read = [piece.tolist() for piece in before.mapped[0].pieces(5)]
+    read = [piece.tolist() for piece in token_shards.pieces(before.stored[0], 5)]
     assert [piece[0] for piece in read] == [0, 3999, 7998, 11997, 15996] and set(map(len, read)) == {4}
     tokens[place] += 1
     after = IndexedDataset(write(tmp_path / "b", [[tokens]]))
@@ -258,3 +258,36 @@ def test_shards_that_are_not_whole_are_refused(tmp_path, make, sentence):
 def test_no_shards_are_refused():
     with pytest.raises(UserError, match="at least one"):
         TokenShards([])
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
+def test_files_that_shrink_while_they_are_read_are_named(tmp_path, suffix, keep):
+    """Truncated in place, as by a copy over them: neither a signal nor zeros."""
+    dataset = IndexedDataset(write(tmp_path / "a", [[np.arange(1, 7)] * 3000]))
+    path = tmp_path / f"a{suffix}"
+    size = path.stat().st_size
+    os.truncate(path, int(keep * size))
+    last = np.array([2999])
+    with pytest.raises(
+        UserError, match=rf"a{suffix} had {size} bytes when it was opened, and ends at byte \d+ now: .*"
+    ):
+        if suffix == ".bin":
+            dataset.read(last, last * 0, last * 0 + 6)
+        else:
+            dataset.documents[-1]
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_named(tmp_path):
+    shards = TokenShards([nanogpt(tmp_path / "a.bin", np.arange(6000)), nanogpt(tmp_path / "b.bin", np.arange(6000))])
+    os.truncate(tmp_path / "b.bin", 11_998)
+    assert shards.window(1, 0, 5999)[-1] == 5998  # what is left can be read
+    with pytest.raises(UserError, match=r"b.bin had 12000 bytes when it was opened, and ends at byte 11998 now"):
+        shards.window(1)
+
+
+def test_a_pipe_is_no_dataset(tmp_path):
+    """And does not wait for a writer."""
+    os.mkfifo(tmp_path / "a.bin")
+    with pytest.raises(UserError, match=r"a.bin cannot be read \(Not a regular file\)"):
+        TokenShards([tmp_path / "a.bin"])

@@ -1,6 +1,7 @@
 """Training on token files: the samples are Megatron-LM's, whatever the plan."""
 
 import gzip
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.tokenizers.open import open_tokenizer
-from dtgpt.train import train
+from dtgpt.train import Training, train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
 
@@ -53,6 +54,30 @@ def test_every_plan_has_the_samples_of_one_process(recipe):
         assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
 
 
+def test_each_held_out_window_is_evaluated_once(recipe):
+    """Of a validation part that has fewer than are asked for; the loss is their mean under every plan."""
+    whole = training(change(recipe, log={"eval_samples": 512}))
+    index = load_samples(IndexedDataset(recipe.data.path), recipe.data.split, "valid", 16, None, recipe.seed, None)
+    windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
+    assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
+    losses = [whole.passes.mean_loss(w[None, :-1], w[None, 1:]).item() for w in windows]
+    assert whole.held_out_loss()[0] == pytest.approx(np.mean(losses), rel=1e-5)
+    few = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 7)))
+    assert torch.equal(few, windows[:7])
+
+
+def test_every_plan_evaluates_each_window_once(recipe):
+    recipe = change(recipe, steps=1, log={"eval_samples": 512})
+    found = {}
+    for plan, world in (("dp2", 2), ("pp2", 2)):
+        parted = replace(recipe, plan=plan, micro_batch_size=4, runs=f"{recipe.runs}-{plan}")
+        assert pool().run(world, train, parted) == [0] * world
+        found[plan] = read_records(newest_run(parted) / "metrics.jsonl")[-1]["valid_loss"]
+    train(recipe)
+    alone = read_records(newest_run(recipe) / "metrics.jsonl")[-1]["valid_loss"]
+    assert list(found.values()) == pytest.approx([alone] * 2, rel=1e-5)
+
+
 def test_a_resume_under_another_batch_goes_on_with_the_next_sample(recipe):
     """The order is that for `train_samples`, however many steps there are."""
     recipe = change(recipe, data={"train_samples": 400})
@@ -77,6 +102,21 @@ def test_another_order_is_told_at_a_resume(recipe, capsys):
     many = change(recipe, steps=6, data={"train_samples": 20_000}, resume=str(newest_run(recipe)))
     train(many)
     assert "the order of its samples, is not the one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_data_that_shrink_while_a_run_trains_on_them_end_it_with_a_sentence(recipe, suffix, monkeypatch):
+    """Not with a signal: exit code 2, and the file is named."""
+    path, step = Path(recipe.data.path + suffix), Training.train_step
+
+    def cut(self):
+        if self.step == 3:
+            os.truncate(path, 100)
+        return step(self)
+
+    monkeypatch.setattr(Training, "train_step", cut)
+    with pytest.raises(UserError, match=rf"numbers{suffix} had \d+ bytes when it was opened, and ends at byte 100 now"):
+        train(recipe)
 
 
 def test_a_blend_and_parts_of_their_own(recipe, tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -160,7 +161,6 @@ def test_the_cache_goes_by_content(corpora, tmp_path, monkeypatch):
         shutil.copy(path(prefix), path(tmp_path / "elsewhere"))
     moved = load_case({"a": IndexedDataset(tmp_path / "elsewhere")}, case, tmp_path / "cache")
     assert digest(moved.index.shuffle_index) == case["expected"]["shuffle_index_sha256"]
-    assert not moved.index.shuffle_index.flags.writeable
     for change in ({"seed": 0}, {"seq_length": 33}, {"num_samples": None}, {"which": "valid"}, {"corpus": "b"}):
         with pytest.raises(TypeError):
             load_case(corpora, case | change, tmp_path / "cache")
@@ -179,28 +179,45 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_cache_is_built_again(corpora, tmp_path, name):
+def test_a_damaged_cache_is_built_again(corpora, tmp_path, name, capsys):
     case = FIXTURES["single"][0]
     load_case(corpora, case, tmp_path)
     (folder,) = tmp_path.iterdir()
     DAMAGE[name](folder)
-    for _ in range(2):
+    for told in (True, False):
         found = load_case(corpora, case, tmp_path)
         for index in INDICES:
             assert digest(getattr(found.index, index)) == case["expected"][f"{index}_sha256"]
+        assert (f"{folder} is damaged (" in capsys.readouterr().err) == told
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
+def test_a_cached_index_that_shrinks_while_it_is_read_is_named(corpora, tmp_path, name, keep):
+    """It is neither read as zeros nor ends the process."""
+    found = load_case(corpora, FIXTURES["single"][0], tmp_path)
+    path = next(tmp_path.glob(f"index-*/{name}.npy"))
+    os.truncate(path, int(keep * path.stat().st_size))
+    with pytest.raises(
+        UserError, match=rf"{name}.npy had \d+ bytes when it was opened, .*; start again: it is made anew"
+    ):
+        found.windows(range(len(found)))
+    assert len(load_case(corpora, FIXTURES["single"][0], tmp_path).windows(range(len(found)))) == len(found)
 
 
 def test_a_cache_that_cannot_be_written_is_told(corpora, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be cached in .*; free space there, or set DTGPT_CACHE to another"):
+    with pytest.raises(
+        UserError, match=r"cannot be cached in .*file.*; make it writable, or set DTGPT_CACHE to another"
+    ):
         load_case(corpora, FIXTURES["single"][0], tmp_path / "file")
 
 
 def build_at_once(cache, barrier, results):
     barrier.wait()
     arrays = index_cache.cached(cache, {"kind": "test"}, lambda: {"a": np.arange(1 << 18)})
-    results.put(int(arrays["a"].sum()))
+    results.put(int(np.sum(arrays["a"])))
 
 
 def test_several_processes_may_build_at_once(tmp_path):

@@ -88,7 +88,7 @@ def test_pieces_are_read_alone_and_together(documents, data):
         begin = data.draw(st.integers(0, len(sequences[i])))
         pieces.append((i, begin, data.draw(st.integers(0, len(sequences[i]) - begin))))
     expected = [sequences[i][begin : begin + count] for i, begin, count in pieces]
-    with folder() as path, patch.object(token_shards, "RESIDENT", 1000):  # pages are given back again and again
+    with folder() as path:
         dataset = IndexedDataset(write(path / "a", [sequences], dtype))
         assert dataset.read(*np.array(pieces).T).tolist() == [*chain(*expected)]
         assert [dataset.window(*piece).tolist() for piece in pieces] == expected

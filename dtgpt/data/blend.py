@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.samples import Samples, check_samples, load_samples, part_name
 from dtgpt.data.token_shards import TokenSequences
@@ -69,9 +70,13 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], 
     return taken, [ceil(count * (1 + SURPLUS)) for count in taken]
 
 
-def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset (int16 [size]) and the sample of that dataset (int64 [size]) of every sample of a blend."""
-    order = _greedy(np.array(weights, np.float64), size, None)
+def blend_order(
+    weights: Sequence[float], size: int, limits: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The dataset (int16 [size]) and the sample of that dataset (int64 [size]) of every sample of a blend. `limits`:
+    the most samples that each dataset gives, which are `size` together at least."""
+    most = None if limits is None else np.array(limits, np.float64)
+    order = _greedy(np.array(weights, np.float64), size, most)
     return order, _occurrences(order, len(weights))
 
 
@@ -161,10 +166,15 @@ def _one_by_one(
 class Blend:
     """The samples of several datasets, by number: `dataset_index` int16 [N], `dataset_sample_index` int64 [N]."""
 
-    def __init__(self, datasets: Sequence[Samples], dataset_index: np.ndarray, dataset_sample_index: np.ndarray):
+    def __init__(
+        self, datasets: Sequence[Samples], dataset_index: Array,
+        dataset_sample_index: Array,
+    ):  # fmt: skip
         self.datasets = list(datasets)
         self.dataset_index, self.dataset_sample_index = dataset_index, dataset_sample_index
-        counts = np.bincount(dataset_index, minlength=len(self.datasets))
+        counts = np.zeros(len(self.datasets), np.int64)
+        for begin in range(0, len(dataset_index), BLOCK):
+            counts += np.bincount(dataset_index[begin : begin + BLOCK], minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             if len(dataset) < count:
                 raise UserError(
@@ -228,19 +238,50 @@ def load_blend(
     return Blend(datasets, *_load_order(sizes, None if num_samples is None else min(num_samples, sum(sizes)), cache))
 
 
-def _load_order(weights: Sequence[float], size: int | None, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """`size` None: all samples, of which there are `weights`."""
+def load_each_once(
+    sequences: Sequence[TokenSequences],
+    weights: Sequence[float] | None,
+    split: str | None,
+    which: str,
+    seq_length: int,
+    most: int,
+    seed: int,
+    cache: Path | None,
+) -> Samples | Blend:
+    """The samples of `which` to evaluate on: the first `most` of `load_blend`, but no window twice. Where a dataset has
+    no more, the others of the blend go on in their proportions. Raises UserError."""
+    if weights is None and len(sequences) > 1:
+        return load_blend(sequences, None, split, which, seq_length, most, seed, cache)
+    datasets = [_one_epoch(s, split, which, seq_length, seed, cache) for s in sequences]
+    if weights is None or (split is None and len(datasets) == 1):
+        return datasets[0]
+    sizes = [len(dataset) for dataset in datasets]
+    return Blend(datasets, *_load_order(normalised(weights), min(most, sum(sizes)), cache, sizes))
+
+
+def _one_epoch(
+    sequences: TokenSequences, split: str | None, which: str, seq_length: int, seed: int, cache: Path | None
+) -> Samples:
+    """Where the part is shorter than a sample, one sample of its documents repeated."""
+    samples = load_samples(sequences, split, which, seq_length, None, seed, cache)
+    return samples if len(samples) else load_samples(sequences, split, which, seq_length, 1, seed, cache)
+
+
+def _load_order(
+    weights: Sequence[float], size: int | None, cache: Path | None, limits: Sequence[int] | None = None
+) -> tuple[Array, Array]:
+    """`size` None: all samples, of which there are `weights`. `limits`: the most that each dataset gives."""
     shares = normalised(weights)  # again, where they were: Megatron-LM does, which may change their last bit
     count = sum(weights) if size is None else size
     check_memory(2 * count * (2 + 8), f"a blend of {count:,} samples")  # while it is built there are two of each
 
     def build() -> dict[str, np.ndarray]:
-        order = exhaustive_order(weights) if size is None else blend_order(shares, size)
+        order = exhaustive_order(weights) if size is None else blend_order(shares, size, limits)
         return dict(zip(("dataset", "dataset_sample"), order, strict=True))
 
     settings = {
         "kind": "blend", "weights": [float(w).hex() for w in shares],
-        "size": list(weights) if size is None else size,
+        "size": list(weights) if size is None else size, **({"limits": list(limits)} if limits else {}),
     }  # fmt: skip
     arrays = build() if cache is None else cached(cache, settings, build)
     return arrays["dataset"], arrays["dataset_sample"]

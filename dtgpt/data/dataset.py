@@ -8,8 +8,6 @@ import hashlib
 import json
 import math
 import os
-import platform
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.data.array_cache import load_or_make
+from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
@@ -27,7 +27,8 @@ from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 Part = Literal["valid", "test"]
-CACHE_FORMAT = 1  # raise when the same settings would give other tokens
+CACHE_FORMAT = 2  # raise when the same settings would give other tokens
+BLOCK = 1 << 22  # tokens read together
 
 
 class Dataset(ABC):
@@ -61,11 +62,11 @@ class Dataset(ABC):
 
 @dataclass(frozen=True)
 class TextDataset(Dataset):
-    """Tokens of both splits, memory-mapped, and the tokenizer that made them."""
+    """Tokens of both splits, and the tokenizer that made them."""
 
     tokenizer: Tokenizer
-    train: np.ndarray
-    valid: np.ndarray
+    train: Array
+    valid: Array
     source: str
     digest: str
 
@@ -126,19 +127,29 @@ def load_dataset(
     if tokenizer == "gpt2" and vocab_file is not None:
         files = [vocab_file, merge_file]
         settings["files"] = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
-    digest = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
-    folder = cache / f"text-{digest[:16]}"
-    if not folder.exists():
+    content = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
+    folder = cache / f"text-{content[:16]}"
+
+    def make() -> dict[str, np.ndarray | str]:
         train, valid = split_documents(documents, held_out)
         made = open_tokenizer("gpt2", *files) if files else make_tokenizer(tokenizer, train, bpe_vocab_size)
-        _write_cache(folder, made, made.encode_documents(train), made.encode_documents(valid))
-    return TextDataset(
-        tokenizer=read_saved(folder / "tokenizer.json", remedy=f"delete {folder}"),
-        train=_load_tokens(folder / "train.npy"),
-        valid=_load_tokens(folder / "valid.npy"),
-        source=path or EMBEDDED,
-        digest=digest,
-    )
+        tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
+        return {"tokenizer.json": json.dumps(made.to_json()), **tokens}
+
+    tokens = load_or_make(folder, "the tokens", make)
+    known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
+    digest = _digest(known, tokens["train"], tokens["valid"])
+    return TextDataset(known, tokens["train"], tokens["valid"], path or EMBEDDED, digest)
+
+
+def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
+    """Of the tokens that a run trains on and is judged by, and of what they mean."""
+    digest = hashlib.sha256(b"".join([*tokenizer.ranks, f" {tokenizer.end_of_text}".encode()]))
+    for tokens in parts:
+        digest.update(f" {tokens.dtype.str} {len(tokens)} ".encode())
+        for begin in range(0, len(tokens), BLOCK):
+            digest.update(tokens[begin : begin + BLOCK])
+    return digest.hexdigest()
 
 
 def default_cache() -> Path:
@@ -147,45 +158,20 @@ def default_cache() -> Path:
     return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
 
 
-def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
-    """Write beside `folder` and rename, so that a folder of that name is always whole."""
-    partial = folder.with_name(f"partial-{folder.name}-{platform.node()}-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(partial / "tokenizer.json")
-        np.save(partial / "train.npy", train)
-        np.save(partial / "valid.npy", valid)
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        if not folder.exists():  # otherwise another process was faster with the same content
-            raise UserError(
-                f"the tokens cannot be cached in {folder.parent} ({error}); free space there, or set "
-                "DTGPT_CACHE to another folder"
-            ) from None
+def _windows(tokens: Array, starts: np.ndarray, seq_length: int) -> Tensor:
+    width = seq_length + 1
+    found = tokens[(starts[:, None] + np.arange(width)).reshape(-1)]
+    return torch.from_numpy(found.astype(np.int64).reshape(len(starts), width))
 
 
-def _load_tokens(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}); delete {path.parent}") from None
-
-
-def _windows(tokens: np.ndarray, starts: np.ndarray, seq_length: int) -> Tensor:
-    return torch.from_numpy(tokens[starts[:, None] + np.arange(seq_length + 1)].astype(np.int64))
-
-
-def training_batch(tokens: np.ndarray, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
+def training_batch(tokens: Array, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
     """Windows int64 `[B, seq_length + 1]` of the samples `sample_ids [B]` on the CPU; the `key [2]` is a run's."""
     low, high = fold(key, sample_ids).unbind(-1)
     draw = (high << 31) ^ low  # 63 bits: uniform over any text to far better than the eye of a test
     return _windows(tokens, (draw % (len(tokens) - seq_length)).numpy(), seq_length)
 
 
-def held_out_batches(tokens: np.ndarray, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
+def held_out_batches(tokens: Array, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
     """The first `max_samples` windows side by side, int64 `[B, seq_length + 1]`, B = batch_size but for the last."""
     count = min(max(len(tokens) - 1, 0) // seq_length, max_samples)
     for first in range(0, count, batch_size):

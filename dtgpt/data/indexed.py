@@ -19,7 +19,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dtgpt.data.token_shards import MappedTokens, TokenSequences, map_file
+from dtgpt.data.file_array import FileArray, open_file
+from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError, remedy
 from dtgpt.storage import create_file, sync_path
 
@@ -45,41 +46,40 @@ def idx_path(prefix: Path | str) -> Path:
 
 
 class IndexedDataset(TokenSequences):
-    """A .bin and its .idx, memory-mapped: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents`
+    """A .bin and its .idx: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents`
     int64 [D]. Raises UserError, with the byte that disagrees, where the two files are not whole and of one piece."""
 
     def __init__(self, prefix: Path | str):
         self.prefix, self.name = Path(prefix), str(prefix)
         self._path = idx_path(prefix)
-        self._index = map_file(self._path)
+        self._index = open_file(self._path)
         self.dtype, sequences, documents = self._header()
-        self.lengths = np.frombuffer(self._index, "<i4", sequences, HEADER.size)
-        self.offsets = np.frombuffer(self._index, "<i8", sequences, HEADER.size + 4 * sequences)
-        self.documents = np.frombuffer(self._index, "<i8", documents, HEADER.size + 12 * sequences)
+        self.lengths = FileArray(self._index, "<i4", HEADER.size, sequences)
+        self.offsets = FileArray(self._index, "<i8", HEADER.size + 4 * sequences, sequences)
+        self.documents = FileArray(self._index, "<i8", HEADER.size + 12 * sequences, documents)
         num_bytes = self._check_offsets()
         self._check_documents()
         path = bin_path(prefix)
-        buffer = map_file(path)
-        if len(buffer) != num_bytes:
+        file = open_file(path)
+        if file.size != num_bytes:
             raise UserError(
-                f"{path} has {len(buffer)} bytes, but by {self._path} its last sequence ends at byte {num_bytes}; "
+                f"{path} has {file.size} bytes, but by {self._path} its last sequence ends at byte {num_bytes}; "
                 "one of them is truncated or of another dataset: copy or build both again"
             )
-        self._tokens = MappedTokens(buffer, self.dtype, 0, num_bytes // self.dtype.itemsize)
-        self.mapped = [self._tokens]
+        self._tokens = FileArray(file, self.dtype, 0, num_bytes // self.dtype.itemsize)
+        self.stored = [self._tokens]
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens.array)
+        return len(self._tokens)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the .idx."""
-        return hashlib.sha256(self._index).hexdigest()
-
-    def stored(self, begin: int, count: int) -> np.ndarray:
-        """`count` tokens of the .bin from token `begin`, whatever their sequences."""
-        return self._tokens.slice(begin, count)
+        digest = hashlib.sha256()
+        for chunk in self._index.chunks():
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
         begin, count = self._bounds(i, begin, count)
@@ -89,9 +89,10 @@ class IndexedDataset(TokenSequences):
         return self._tokens.gather(self.offsets[sequences] // self.dtype.itemsize + begins, counts)
 
     def _header(self) -> tuple[np.dtype, int, int]:
-        if len(self._index) < HEADER.size:
-            raise self._damaged(len(self._index), f"it ends inside its header of {HEADER.size} bytes")
-        magic, version, code, sequences, documents = HEADER.unpack_from(self._index)
+        size = self._index.size
+        if size < HEADER.size:
+            raise self._damaged(size, f"it ends inside its header of {HEADER.size} bytes")
+        magic, version, code, sequences, documents = HEADER.unpack(self._index.read(0, HEADER.size))
         if magic != MAGIC:
             raise self._damaged(0, f"it begins with {magic!r}, not with Megatron-LM's {MAGIC!r}")
         if version != VERSION:
@@ -99,8 +100,8 @@ class IndexedDataset(TokenSequences):
         if code not in CODES:
             raise self._damaged(17, f"the code {code} of its token type is none of {', '.join(map(str, CODES))}")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if len(self._index) != expected:
-            where, verb = min(len(self._index), expected), "ends" if len(self._index) < expected else "goes on"
+        if size != expected:
+            where, verb = min(size, expected), "ends" if size < expected else "goes on"
             counts = f"{sequences} sequences and {documents} document bounds"
             raise self._damaged(where, f"it {verb} there, but {counts} take {expected} bytes")
         return np.dtype(CODES[code]), sequences, documents
@@ -221,10 +222,10 @@ class IndexedWriter:
                 f"{dataset.prefix} holds tokens of type {dataset.dtype}, the datasets before it {self.dtype}; merge "
                 "datasets of one vocabulary, or tokenize one of them again"
             )
-        first, count = len(self._lengths), dataset.num_tokens
-        for begin in range(0, count, BLOCK):
-            self._write(dataset.stored(begin, min(BLOCK, count - begin)))
-        self._lengths.frombytes(dataset.lengths.tobytes())
+        first, (tokens,) = len(self._lengths), dataset.stored
+        for begin in range(0, len(tokens), BLOCK):
+            self._write(tokens[begin : begin + BLOCK])
+        self._lengths.frombytes(dataset.lengths[:].tobytes())
         self._documents.frombytes((dataset.documents[1:] + first).tobytes())
 
     def _write(self, tokens: np.ndarray) -> None:

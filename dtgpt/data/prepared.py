@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.data.blend import Blend, load_blend, parse_data_path
+from dtgpt.data.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
@@ -128,7 +128,8 @@ def load_prepared(
         alone = weights is not None or len(prefixes) == 1  # other blends take what there is, a sample at least
         if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
             return None
-        return load_blend(sequences, weights, split, which, seq_length, count, seed, cache)
+        load = load_blend if which == "train" else load_each_once
+        return load(sequences, weights, split, which, seq_length, count, seed, cache)
 
     own = data.valid_path is not None or data.test_path is not None  # each path is there for one part alone
     split, valid_path, test_path = data.split, data.path, data.path
@@ -196,7 +197,7 @@ def _num_tokens(samples: Samples | Blend) -> int:
     """Of one epoch of all datasets."""
     total = 0
     for part in samples.datasets:
-        documents = part.index.document_index  # all of a range, in each epoch
+        documents = np.asarray(part.index.document_index)  # all of a range, in each epoch
         total += int(part.sequences.lengths[documents.min() : documents.max() + 1].sum(dtype=np.int64))
     return total
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError
@@ -35,9 +36,9 @@ class SampleIndex:
     that document) at which each window begins; `shuffle_index` uint32 or int64 [N]: the window of each sample."""
 
     seq_length: int
-    document_index: np.ndarray
-    sample_index: np.ndarray
-    shuffle_index: np.ndarray
+    document_index: Array
+    sample_index: Array
+    shuffle_index: Array
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -92,7 +93,7 @@ def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None
 
 
 def build_sample_index(
-    lengths: np.ndarray,
+    lengths: Array,
     documents: range,
     seq_length: int,
     num_samples: int | None,
@@ -104,7 +105,7 @@ def build_sample_index(
     of every sequence; `documents`: those to draw from. `drop_last=False` keeps the tokens that fill no window, as
     Megatron-LM can for validation. `part`: what an error calls these documents. Raises UserError."""
     _check(lengths, documents, seq_length, num_samples, seed)
-    local = np.array(lengths[documents.start : documents.stop])  # a copy: those of a file lie unaligned
+    local = lengths[documents.start : documents.stop]
     tokens = int(local.sum(dtype=np.int64))
     if tokens < 2:
         raise UserError(
@@ -119,14 +120,14 @@ def build_sample_index(
     last = 0 if epochs.samples_apart is None else 1
     parts = [_shuffled(documents, n, np.int32, rng) for n in (epochs.count - last, last) if n]
     document_index = _joined(parts)
-    wide = max(len(document_index), int(lengths.max())) > INT32_MAX
+    wide = max(len(document_index), int(np.max(lengths))) > INT32_MAX
     rows = np.zeros((count + 1, 2), np.int64 if wide else np.int32)
     _fill_rows(rows, local, document_index, documents.start, seq_length)
     del local
     return SampleIndex(seq_length, document_index, rows, _shuffle_index(count, epochs.samples_apart, rng))
 
 
-def _check(lengths: np.ndarray, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:
+def _check(lengths: Array, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:
     if seq_length < 2:
         raise UserError(f"seq_length={seq_length} is too short for samples; use 2 or more")
     if not 0 <= seed < 2**32:

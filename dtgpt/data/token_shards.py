@@ -1,4 +1,4 @@
-"""Token ids in files, memory-mapped: what samples are drawn from, and shards without an index.
+"""Token ids in files: what samples are drawn from, and shards without an index.
 
 llm.c's shards have a header of 256 int32 (magic, version, tokens), then uint16 tokens, and an end-of-text token
 *before* each document (its dev/data/data_common.py and fineweb.py). nanoGPT's are uint16 tokens without a header, and
@@ -7,8 +7,6 @@ is two sequences here.
 """
 
 import hashlib
-import mmap
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -16,74 +14,35 @@ from pathlib import Path
 
 import numpy as np
 
+from dtgpt.data.file_array import Array, FileArray, open_file
 from dtgpt.errors import UserError
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC_MAGIC, LLMC_VERSION = 20240520, 1
 LLMC_LLAMA_MAGIC = 20240801
 SCAN = 1 << 22  # tokens searched for document ends together
-RESIDENT = 1 << 28  # bytes of a mapped file that a process may hold before it gives the pages back
-TOUCH = 1 << 21  # bytes that the kernel maps around an access at most: a huge page
 PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest reads: how many, and tokens of each
 
 
-def map_file(path: Path) -> mmap.mmap | bytes:
-    """A file's bytes, mapped read-only. Raises UserError where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            empty = os.fstat(file.fileno()).st_size == 0
-            return b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read ({reason}); give the prefix of a readable .bin and .idx") from None
-
-
-class MappedTokens:
-    """Token ids in a file. Pages that were read count as memory of the process, so they are given back now and then;
-    they stay in the page cache."""
-
-    def __init__(self, buffer: mmap.mmap | bytes, dtype: np.dtype, begin: int, count: int):
-        """`begin`: byte at which the first of `count` tokens lies."""
-        self.array = np.frombuffer(buffer, dtype, count, begin) if count else np.empty(0, dtype)
-        self._buffer, self._touched = buffer, 0
-
-    def slice(self, begin: int, count: int) -> np.ndarray:
-        self._count(1, count)
-        return self.array[begin : begin + count]
-
-    def gather(self, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The tokens of P pieces one after another; `begins` and `counts` int64 [P]."""
-        total = int(counts.sum())
-        self._count(len(begins), total)
-        jumps = begins - (np.cumsum(counts) - counts)
-        return self.array[np.repeat(jumps, counts) + np.arange(total)]
-
-    def pieces(self, most: int) -> Iterator[np.ndarray]:
-        """`most` pieces in equal distances, the first and the last among them; or all tokens, where they are fewer."""
-        count = len(self.array)
-        if count <= most * PIECE:
-            begins = range(0, count, PIECE)
-        else:
-            begins = [i * (count - PIECE) // (most - 1) for i in range(most)]
-        for begin in begins:
-            yield self.slice(begin, PIECE)
-
-    def _count(self, pieces: int, tokens: int) -> None:
-        added = pieces * TOUCH + tokens * self.array.itemsize
-        if self._touched + added > RESIDENT and isinstance(self._buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            self._buffer.madvise(mmap.MADV_DONTNEED)  # of a read-only file mapping: it is read again where needed
-            self._touched = 0
-        self._touched += added
+def pieces(tokens: FileArray, most: int) -> Iterator[np.ndarray]:
+    """`most` pieces in equal distances, the first and the last among them; or all tokens, where they are fewer."""
+    count = len(tokens)
+    if count <= most * PIECE:
+        begins = range(0, count, PIECE)
+    else:
+        begins = [i * (count - PIECE) // (most - 1) for i in range(most)]
+    for begin in begins:
+        yield tokens[begin : begin + PIECE]
 
 
 class TokenSequences(ABC):
     """Sequences of tokens on disk: what samples are drawn from. `name` in messages; `lengths [S]` in tokens; `dtype`
-    of the token ids; `mapped`: the files."""
+    of the token ids; `stored`: all tokens of each file."""
 
     name: str
-    lengths: np.ndarray
+    lengths: Array
     dtype: np.dtype
-    mapped: list[MappedTokens]
+    stored: list[FileArray]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,16 +55,16 @@ class TokenSequences(ABC):
     @property
     def most_pieces(self) -> int:
         """Of each file, in the content digest."""
-        return max(2, PIECES // len(self.mapped))
+        return max(2, PIECES // len(self.stored))
 
     @cached_property
     def content_digest(self) -> str:
         """SHA-256 of the tokens, or, where they are many, of PIECES pieces of them: quick, however large the files are.
         It tells other data of the same lengths, but not one changed token between two pieces."""
         digest = hashlib.sha256(self.dtype.str.encode())
-        for tokens in self.mapped:
-            digest.update(f" {len(tokens.array)} ".encode())
-            for piece in tokens.pieces(self.most_pieces):
+        for tokens in self.stored:
+            digest.update(f" {len(tokens)} ".encode())
+            for piece in pieces(tokens, self.most_pieces):
                 digest.update(piece)
         return digest.hexdigest()
 
@@ -142,13 +101,13 @@ class TokenShards(TokenSequences):
         self.paths = [Path(path) for path in paths]
         self.name = f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
         shards = [_open_shard(path) for path in self.paths]
-        self.mapped = [shard for shard, _ in shards]
+        self.stored = [shard for shard, _ in shards]
         lengths = [_sequence_lengths(shard, eot, eot_first) for shard, eot_first in shards]
         self._first = np.cumsum([0, *map(len, lengths)])  # sequence with which each shard begins
         wide = np.concatenate(lengths)
         # Positions are counted through all shards; `_bases` is where each shard begins.
         self._begins = np.cumsum(wide) - wide
-        self._bases = np.cumsum([0, *(len(shard.array) for shard in self.mapped)])
+        self._bases = np.cumsum([0, *map(len, self.stored)])
         self.lengths = wide if wide.size and wide.max() > np.iinfo(np.int32).max else wide.astype(np.int32)
 
     @property
@@ -163,25 +122,26 @@ class TokenShards(TokenSequences):
     def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
         begin, count = self._bounds(i, begin, count)
         shard = int(np.searchsorted(self._first, i, side="right")) - 1
-        return self.mapped[shard].slice(int(self._begins[i] - self._bases[shard]) + begin, count)
+        return self.stored[shard].slice(int(self._begins[i] - self._bases[shard]) + begin, count)
 
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         shard_of = np.searchsorted(self._first, sequences, side="right") - 1
         places = self._begins[sequences] - self._bases[shard_of] + begins
-        if len(self.mapped) == 1:
-            return self.mapped[0].gather(places, counts)
+        if len(self.stored) == 1:
+            return self.stored[0].gather(places, counts)
         tokens = np.empty(int(counts.sum()), self.dtype)
         of_token = np.repeat(shard_of, counts)
         for shard in np.unique(shard_of):
             mine = shard_of == shard
-            tokens[of_token == shard] = self.mapped[shard].gather(places[mine], counts[mine])
+            tokens[of_token == shard] = self.stored[shard].gather(places[mine], counts[mine])
         return tokens
 
 
-def _open_shard(path: Path) -> tuple[MappedTokens, bool]:
+def _open_shard(path: Path) -> tuple[FileArray, bool]:
     """The tokens of a file, and whether its documents begin (not end) with the end-of-text token."""
-    buffer = map_file(path)
-    size, magic = len(buffer), int.from_bytes(buffer[:4], "little")
+    file = open_file(path)
+    size = file.size
+    magic, version, count = np.frombuffer(file.read(0, min(size, 12)).ljust(12, b"\0"), "<i4").tolist()
     if magic == LLMC_LLAMA_MAGIC:
         raise UserError(f"{path} holds tokens of llm.c's Llama format, which GPT-2 has not; tokenize for gpt-2")
     if magic != LLMC_MAGIC:  # ids of GPT-2 cannot spell it: its upper half would be token 55432
@@ -190,10 +150,9 @@ def _open_shard(path: Path) -> tuple[MappedTokens, bool]:
                 f"{path} has {size} bytes, which are no uint16 tokens (byte {size - size % 2} has no second half); "
                 "it is truncated or no shard of nanoGPT or llm.c: copy or build it again"
             )
-        return MappedTokens(buffer, np.dtype("<u2"), 0, size // 2), False
+        return FileArray(file, "<u2", 0, size // 2), False
     if size < LLMC_HEADER:
         raise UserError(f"{path} ends at byte {size}, inside its header of {LLMC_HEADER} bytes; copy or build it again")
-    version, count = np.frombuffer(buffer, "<i4", 2, 4).tolist()
     if version != LLMC_VERSION:
         raise UserError(
             f"{path} has version {version} at byte 4, dtgpt reads {LLMC_VERSION}; build it with llm.c today"
@@ -203,13 +162,13 @@ def _open_shard(path: Path) -> tuple[MappedTokens, bool]:
             f"{path} has {size} bytes, but by its header (byte 8: {count} tokens) it ends at byte "
             f"{LLMC_HEADER + 2 * count}; it is truncated or was changed: copy or build it again"
         )
-    return MappedTokens(buffer, np.dtype("<u2"), LLMC_HEADER, count), True
+    return FileArray(file, "<u2", LLMC_HEADER, count), True
 
 
-def _sequence_lengths(shard: MappedTokens, eot: int | None, eot_first: bool) -> np.ndarray:
+def _sequence_lengths(shard: FileArray, eot: int | None, eot_first: bool) -> np.ndarray:
     """int64; the sequences cover the shard."""
-    count, cuts = len(shard.array), []
+    count, cuts = len(shard), []
     for begin in range(0, count if eot is not None else 0, SCAN):
-        found = np.flatnonzero(shard.slice(begin, min(SCAN, count - begin)) == eot)
+        found = np.flatnonzero(shard[begin : begin + SCAN] == eot)
         cuts.append(found + begin + (0 if eot_first else 1))
     return np.diff(np.unique(np.concatenate([[0], *cuts, [count]]).astype(np.int64)))

@@ -162,7 +162,7 @@ def digests(
     if not isinstance(blend, Blend):
         return _of_one(sequences[0], blend, config) | _of_index(blend) | _first(blend) | _of_windows(windows)
     requested = [None] * len(sequences) if weights is None else blend_sizes(normalised(weights), asked)[1]
-    pairs = np.stack([blend.dataset_index.astype(np.int64), blend.dataset_sample_index], axis=1)
+    pairs = np.stack([np.asarray(blend.dataset_index, np.int64), blend.dataset_sample_index], axis=1)
     return {
         "num_samples_built": len(blend),
         "datasets": [
@@ -228,7 +228,7 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
     sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
     told = [f"{which} {len(parts[which]):,} sequences, {sums[which]:,} tokens" for which in SPLITS]
     lines.append(f"  split {split}: {'; '.join(told)}")
-    whole = all(len(tokens.array) <= PIECE * sequences.most_pieces for tokens in sequences.mapped)
+    whole = all(len(tokens) <= PIECE * sequences.most_pieces for tokens in sequences.stored)
     lines.append(f"  digest of the lengths {sequences.digest}")
     lines.append(f"  digest of the tokens{'' if whole else ', of pieces of them'} {sequences.content_digest}")
     return lines

@@ -1,0 +1,163 @@
+"""Arrays in files, of which each access reads what it asks for.
+
+A memory map would do the same with less code. But where its file shrinks, because another program truncates it or
+copies over it, the next access ends the process without a word (SIGBUS) or finds zeros. `pread` returns fewer bytes
+than were asked for instead, which becomes a sentence that names the file. What was read stays in the page cache, which
+all processes share, and does not count as memory of this one.
+"""
+
+import errno
+import operator
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from dtgpt.errors import UserError
+
+CHUNK = 1 << 24  # bytes
+NPY_HEADER = 1 << 12  # bytes that hold the header of any .npy without named fields
+COPY_AGAIN = "copy or build it again, and leave it alone while it is read"
+
+
+class OpenFile:
+    """A regular file, which any thread may read at any place: it must keep the `size` that it has now. `remedy`: what
+    the user can do where it does not. Raises OSError where it cannot be opened."""
+
+    def __init__(self, path: Path, remedy: str = COPY_AGAIN):
+        self.path, self.remedy = path, remedy
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+        weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            reason = "Is a directory" if stat.S_ISDIR(status.st_mode) else "Not a regular file"
+            raise OSError(errno.EINVAL, reason, str(path))
+        self.size = status.st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer`, of bytes, from byte `offset`. Raises UserError where the file ends before."""
+        try:
+            done = os.preadv(self._descriptor, [buffer], offset)
+            while done < len(buffer):  # the kernel reads 2 GiB at once at most
+                more = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+                if more == 0:
+                    raise self._changed(offset + done)
+                done += more
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read any more at byte {offset} ({error.strerror}); check its disk, or "
+                f"{self.remedy}"
+            ) from None
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Raises UserError where the file ends before."""
+        found = bytearray(count)
+        self.read_into(memoryview(found), offset)
+        return bytes(found)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The whole file in pieces."""
+        for begin in range(0, self.size, CHUNK):
+            yield self.read(begin, min(CHUNK, self.size - begin))
+
+    def _changed(self, end: int) -> UserError:
+        size = os.fstat(self._descriptor).st_size
+        return UserError(
+            f"{self.path} had {self.size} bytes when it was opened, and ends at byte {min(size, end)} now: something "
+            f"truncated it or wrote over it; {self.remedy}"
+        )
+
+
+def open_file(path: Path) -> OpenFile:
+    """A file of tokens or of their index. Raises UserError where it cannot be opened."""
+    try:
+        return OpenFile(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}); give the prefix of a readable .bin and .idx") from None
+
+
+class FileArray(NDArrayOperatorsMixin):
+    """A read-only array of `shape` in a file, from byte `begin` on. Indexing with a number, a slice or an array of row
+    numbers reads those rows; operators and functions of NumPy read all of them."""
+
+    def __init__(self, file: OpenFile, dtype: np.dtype | str, begin: int, shape: tuple[int, ...] | int):
+        self.dtype, self.shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
+        self.file, self._begin = file, begin
+        self._row = self.dtype.itemsize * int(np.prod(self.shape[1:]))  # bytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: int | slice | np.ndarray) -> np.ndarray:
+        if isinstance(key, slice):
+            begin, stop, step = key.indices(len(self))
+            if step == 1:
+                return self.slice(begin, max(stop - begin, 0))
+            return self.take(np.arange(begin, stop, step))
+        if np.ndim(key):
+            return self.take(np.asarray(key))
+        row = operator.index(key)
+        return self.slice(row + len(self) if row < 0 else row, 1)[0]
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.slice(0, len(self))
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        whole = (value[:] if isinstance(value, FileArray) else value for value in inputs)
+        return getattr(ufunc, method)(*whole, **options)
+
+    def astype(self, dtype: np.dtype | type) -> np.ndarray:
+        return self[:].astype(dtype)
+
+    def tolist(self) -> list:
+        return self[:].tolist()
+
+    def slice(self, begin: int, count: int) -> np.ndarray:
+        """Rows `begin` to `begin + count`."""
+        return self.gather(np.array([begin]), np.array([count]))
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of these numbers `[R]`. Those that follow each other are read together."""
+        if not len(rows):
+            return self.slice(0, 0)
+        rows = rows.astype(np.int64)
+        firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+        return self.gather(rows[firsts], np.diff(firsts, append=len(rows)))
+
+    def gather(self, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The rows of P pieces one after another; `begins` and `counts` int64 [P]. Raises IndexError."""
+        ends = begins + counts
+        if len(ends) and (begins.min() < 0 or counts.min() < 0 or ends.max() > len(self)):
+            raise IndexError(f"rows {begins.min()} to {ends.max()} of {len(self)}")
+        found = np.empty((int(counts.sum()), *self.shape[1:]), self.dtype)
+        if not found.size:
+            return found
+        view = memoryview(found.reshape(-1).view(np.uint8))
+        stops = np.cumsum(counts) * self._row
+        places = zip((stops - counts * self._row).tolist(), stops.tolist(), begins.tolist(), strict=True)
+        for start, stop, begin in places:
+            self.file.read_into(view[start:stop], self._begin + begin * self._row)
+        return found
+
+
+Array = FileArray | np.ndarray
+
+
+def open_npy(file: OpenFile) -> FileArray:
+    """The array that `numpy.save` wrote. Raises ValueError where it is another file."""
+    header = BytesIO(file.read(0, min(file.size, NPY_HEADER)))
+    if np.lib.format.read_magic(header) != (1, 0):
+        raise ValueError("not a .npy of version 1.0")
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(header)
+    begin = header.tell()
+    if fortran_order or dtype.hasobject or begin + dtype.itemsize * int(np.prod(shape)) != file.size:
+        raise ValueError("not a plain array of this size")
+    return FileArray(file, dtype, begin, shape)
