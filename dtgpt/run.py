@@ -69,12 +69,16 @@ def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
         say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
     path = Path(recipe.resume)
+    if ".." in path.parts:  # whose last part may be no name
+        path = path.resolve()
     if path.absolute().parent.name == "checkpoints" != path.parent.name:  # from within the folder
         path = path.absolute()
     if path.parent.name == "checkpoints":
         run, there = open_run(path.parents[1]), ", ".join(p.name for p in list_checkpoints(path.parent))
         if not path.is_dir():
             raise UserError(f"{run} has no checkpoint {path.name}; give one of {there or 'another run'}")
+        if not (path / STATE).is_file() and path not in list_checkpoints(path.parent):
+            raise UserError(f"{path} is neither a run nor a checkpoint; give {run}, or one of {there or 'another run'}")
         return run, path
     if (path / STATE).is_file():
         raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")

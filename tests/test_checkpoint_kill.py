@@ -74,7 +74,7 @@ def half_a_file(path, pieces, data) -> None:
 
 
 def half_a_text(path, text) -> None:
-    path.with_name(f".{path.name}.new").write_text(text[: len(text) // 2])
+    path.with_name(f".{path.name}.0123abcd.new").write_text(text[: len(text) // 2])
 
 
 def one_file_less(path, **_) -> None:

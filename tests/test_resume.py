@@ -8,7 +8,7 @@ import pytest
 import dtgpt.checkpoint.host
 from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.errors import UserError
-from dtgpt.run import lock_run
+from dtgpt.run import lock_run, run_to_resume
 from dtgpt.train import train
 from tests.bodies_checkpoint import change_state
 from tests.runs import change, losses, newest_run
@@ -153,3 +153,25 @@ def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, 
         train(change(recipe, **{"resume": str(run), **groups}))
     assert all(word in str(error.value) for word in words), str(error.value)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkeypatch):
+    train(change(recipe, steps=2))
+    run = newest_run(recipe).resolve()
+    checkpoints, step = run / "checkpoints", run / "checkpoints" / "step_00000002"
+    (checkpoints / "notes").mkdir()
+
+    def found(folder, path):
+        monkeypatch.chdir(folder)
+        return run_to_resume(change(recipe, resume=path))
+
+    assert found(checkpoints, "..") == found(step, "../..") == (run, None)
+    assert found(step, ".") == found(checkpoints / "notes", "../step_00000002") == (run, step)
+    for folder, path in ((step, ".."), (checkpoints, "."), (run, ".."), (run, "checkpoints/..//..")):
+        with pytest.raises(UserError, match=r"is not a run folder \(it has no recipe.json\)"):
+            found(folder, path)
+    for folder, path in ((checkpoints / "notes", "."), (run, "checkpoints/notes")):
+        with pytest.raises(
+            UserError, match=r"notes is neither a run nor a checkpoint; give .*, or one of step_00000002$"
+        ):
+            found(folder, path)
