@@ -15,7 +15,7 @@ from dtgpt.interop.open import open_source, run_of
 from dtgpt.metrics import check_wandb
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.cost import state_bytes
-from dtgpt.parallel.launch import open_mesh
+from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
@@ -37,6 +37,7 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     width = choose_dtype(recipe, device).itemsize
     check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
     stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
+    stack.enter_context(lost_peers_as_sentences(recipe.timeout, lambda: "start the run again"))
     return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
 
 

@@ -10,6 +10,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Annotated
 
+import dtgpt
 from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError, remedy
 from dtgpt.help import HELP, help_text, wants_help
@@ -74,9 +75,14 @@ def _command(words: list[str]) -> int:
     if not words or words[0] in (*HELP, "help"):
         say(USAGE.rstrip())
         return 0
+    if words[0] == "--version":
+        say(f"dtgpt {dtgpt.__version__}")
+        return 0
     if words[0] not in commands:
-        near = difflib.get_close_matches(words[0], commands, n=1, cutoff=0)
-        raise UserError(f"there is no command {words[0]!r}; did you mean dtgpt {near[0]}?")
+        del commands["record"]  # which only dtgpt compare uses
+        near = difflib.get_close_matches(words[0].lower(), commands, n=1)
+        remedy = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(commands)}"
+        raise UserError(f"there is no command {words[0][:60]!r}; {remedy}")
     return commands[words[0]](words[1:])
 
 

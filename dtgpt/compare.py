@@ -200,7 +200,7 @@ def fitting_plan(recipe: Recipe, name: str, names: list[str]) -> Plan:
 def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], file: Path) -> Record:
     """Start the processes of a plan through torchrun, wait for them, and read what they recorded."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    worker = ["-m", "dtgpt.cli", "record", str(path), str(file), str(steps), *options, "--plan", name]
+    worker = ["-m", "dtgpt", "record", str(path), str(file), str(steps), *options, "--plan", name]
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES.values()}
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(

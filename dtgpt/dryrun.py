@@ -1,5 +1,8 @@
 """`dtgpt plan`: what a recipe would do under a plan, told without a GPU and without processes."""
 
+import difflib
+import re
+
 import torch
 
 from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
@@ -12,6 +15,7 @@ from dtgpt.parallel.traffic import bubble, collectives_of
 from dtgpt.recipe import Recipe
 
 GIB = 2**30
+LARGEST = 1024  # GiB; larger numbers are those of products
 HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 
 
@@ -19,7 +23,7 @@ def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     """The report. `world`: processes, by default the fewest that the plan needs; `gpu`: a name of DEVICE_MEMORY or a
     size in GiB, by default the CUDA device of this machine, else H200."""
     recipe.validate()
-    plan = fewest(recipe) if world is None else recipe.plan_for(world)
+    plan = fewest(recipe) if world is None else recipe.plan_for(world, started=False)
     kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     dtype, compiled = choose_dtype(recipe, kind), wants_compiler(recipe, kind, plan)
     device, size = _device(gpu)
@@ -39,19 +43,31 @@ def fewest(recipe: Recipe) -> Plan:
 
 
 def _device(gpu: str | None) -> tuple[str, float]:
+    """(words, bytes) of a name of DEVICE_MEMORY, however it is written, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
         gpu = "H200"
-    if gpu.upper() in DEVICE_MEMORY:
-        return gpu.upper(), DEVICE_MEMORY[gpu.upper()] * GIB
-    try:
-        size = float(gpu)
-    except ValueError:
-        size = 0
-    if not 0 < size < 1e6:
-        raise UserError(f"--gpu {gpu} is not known; use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB")
-    return "the device", size * GIB
+    word = _plain(gpu)
+    for name, size in DEVICE_MEMORY.items():
+        if word == _plain(name):
+            return name, size * GIB
+    given = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(gib|gb|g)?", gpu.strip(), re.ASCII | re.IGNORECASE)
+    size = float(given[1]) * (1e9 if (given[2] or "").lower() == "gb" else GIB) if given else 0
+    if 0 < size <= LARGEST * GIB:
+        return "the device", size
+    near = [name for name in DEVICE_MEMORY if word and _plain(name).endswith(word)]
+    near = near or difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"--gpu {gpu[:60]} is not known; {hint}use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB, up to "
+        f"{LARGEST}, such as --gpu 80"
+    )
+
+
+def _plain(name: str) -> str:
+    """A name without what people write differently."""
+    return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
 def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> list[str]:

@@ -158,9 +158,10 @@ class Recipe:
         """The plan that `plan` names, with dp as it says."""
         return parse_plan(self.plan, self.plans)
 
-    def plan_for(self, world: int) -> Plan:
-        """The plan for `world` processes, checked against the model and the batch; raises UserError, one sentence."""
-        plan = self.named_plan().for_world(world)
+    def plan_for(self, world: int, started: bool = True) -> Plan:
+        """The plan for `world` processes, checked against the model and the batch; raises UserError, one sentence.
+        started: as of `Plan.for_world`."""
+        plan = self.named_plan().for_world(world, started)
         plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(

@@ -119,11 +119,16 @@ class Training:
                 report = stack.enter_context(Report(*made))
 
             self.mesh.on_rank_0(open_report)
-            stack.enter_context(lost_peers_as_sentences(f"go on with --resume {run}"))
-            keep, made = self.recipe.checkpoint, (run / "checkpoints", self.shards, self.optimizer.adamw)
+            checkpoints = run / "checkpoints"
+
+            def remedy() -> str:
+                return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
+
+            stack.enter_context(lost_peers_as_sentences(self.recipe.timeout, remedy))
+            keep, made = self.recipe.checkpoint, (checkpoints, self.shards, self.optimizer.adamw)
             background, timeout = keep.background == "on", self.recipe.timeout
             self.saver = stack.enter_context(Saver(*made, keep.keep_last, keep.keep_every, background, timeout))
-            stopped = self._loop(report, run / "checkpoints")
+            stopped = self._loop(report, checkpoints)
             report.finish()
         if not stopped:
             return 0

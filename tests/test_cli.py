@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dtgpt
 from dtgpt.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +110,11 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["trian", "x"], ["'trian'", "dtgpt train"]),
+        (["trian", "x"], ["'trian'", "did you mean dtgpt train?"]),
+        (["Plan", "x"], ["'Plan'", "did you mean dtgpt plan?"]),
+        (["eval", "x"], ["'eval'; use one of prepare, tokenizer, train, plan, compare, generate, convert"]),
+        (["recrod"], ["'recrod'; use one of prepare"]),
+        (["\udcff" * 100], ["use one of prepare"]),
         (["train"], ["needs a recipe file"]),
         (["train", "nothing.py"], ["no recipe file nothing.py"]),
         (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
@@ -160,6 +165,13 @@ def test_help_with_a_recipe_shows_its_values(capsys, command):
 def test_the_general_usage_fits_80_columns(capsys):
     code, out, _ = in_process(["--help"], capsys)
     assert code == 0 and max(map(len, out.splitlines())) <= 80
+
+
+def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
+    code, out, _ = in_process(["--version"], capsys)
+    assert code == 0 and out == f"dtgpt {dtgpt.__version__}\n"
+    done = run([sys.executable, "-m", "dtgpt", "--version"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, out)
 
 
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):

@@ -119,7 +119,49 @@ def test_a_model_that_is_too_large_does_not_fit(recipe):
     assert "DOES NOT FIT" in report
 
 
-@pytest.mark.parametrize("gpu", ["H201", "-1", "nan", ""])
-def test_an_unknown_gpu_is_refused(recipe, gpu):
-    with pytest.raises(UserError, match="--gpu"):
+@pytest.mark.parametrize(
+    "gpu, words",
+    [
+        ("3090", "did you mean RTX3090? use one of B200, "),
+        ("4090", "did you mean RTX4090?"),
+        ("1025", "GiB, up to 1024, such as --gpu 80"),
+        ("H20O", "did you mean H200?"),
+        ("80TB", "use one of B200, "),
+        *((gpu, "use one of B200, ") for gpu in ("-1", "nan", "inf", "", "0", "?", "9" * 1000)),
+    ],
+)
+def test_an_unknown_gpu_is_refused(recipe, gpu, words):
+    with pytest.raises(UserError) as error:
         describe_plan(planned(recipe, "single"), None, gpu)
+    assert words in str(error.value) and str(error.value).startswith("--gpu ") and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "gpu, words",
+    [
+        ("80", "the device has 80.00 GiB"),
+        ("80GiB", "the device has 80.00 GiB"),
+        ("0.5 gib", "the device has 512.0 MiB"),
+        ("85.89934592GB", "the device has 80.00 GiB"),
+        ("RTX 3090", "RTX3090 has 23.60 GiB"),
+        ("nvidia geforce rtx-3090", "RTX3090 has 23.60 GiB"),
+        ("a100-40gb", "A100-40GB has 39.40 GiB"),
+    ],
+)
+def test_a_gpu_is_a_name_or_a_size(recipe, gpu, words):
+    assert describe_plan(planned(recipe, "single"), None, gpu).endswith(words)
+
+
+@pytest.mark.parametrize(
+    "plan, world, words",
+    [
+        ("tp2", 3, ["needs tp=2 = 2 processes for each replica, but --world is 3", "use --world 2 or 4"]),
+        ("dp2_tp2", 3, ["= 4 processes, but --world is 3; use --world 4"]),
+        ("dp1", 2, ["= 1 process, but --world is 2; use --world 1, or use dp2 with 2"]),
+    ],
+)
+def test_a_plan_for_another_world_speaks_of_the_option(recipe, plan, world, words):
+    with pytest.raises(UserError) as error:
+        describe_plan(replace(recipe, plan=plan), world, None)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "started" not in str(error.value) and "torchrun" not in str(error.value)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,7 +27,10 @@ from dtgpt.recipe import Recipe
 NCCL_REPORTS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 was_in_group = False  # this process, at any time
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "remote process exit",
+)  # fmt: skip
+LATE = ("timed out", "timeout")
 
 
 @contextmanager
@@ -92,12 +95,18 @@ def code_digests() -> dict[str, str]:
 
 
 @contextmanager
-def lost_peers_as_sentences(remedy: str) -> Iterator[None]:
-    """What gloo raises on the ranks that are left when another one has died becomes a UserError with this remedy.
-    NCCL's watchdog ends such ranks by itself."""
+def lost_peers_as_sentences(timeout: float, remedy: Callable[[], str]) -> Iterator[None]:
+    """What gloo, the store of the rendezvous and NCCL raise on the ranks that are left when another one has died, or
+    when it did not answer within `timeout` seconds, becomes a UserError with this remedy. NCCL's watchdog ends most
+    such ranks by itself."""
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in LOST):
+        text, of_store = str(error), isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if any(words in text.lower() for words in LATE) and (of_store or "gloo" in text):
+            what = f"did not answer within timeout={timeout:g} s"
+        elif of_store or any(words in text for words in LOST):
+            what = "ended"
+        else:
             raise
-        raise UserError(f"another process of the run ended; see what it says, and {remedy}") from None
+        raise UserError(f"another process of the run {what}; see what it says, and {remedy()}") from None

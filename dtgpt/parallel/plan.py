@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from dtgpt.console import counted
 from dtgpt.errors import UserError
 from dtgpt.model import GPTConfig
 
@@ -100,27 +101,31 @@ class Plan:
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.schedule == "ZBVZeroBubble" and lap % 2 else place
 
-    def for_world(self, world: int) -> "Plan":
-        """The plan with dp filled in for `world` processes; raises UserError where they do not make it."""
+    def for_world(self, world: int, started: bool = True) -> "Plan":
+        """The plan with dp filled in for `world` processes; raises UserError where they do not make it. started: False
+        where `dtgpt plan --world` asks about processes that there are not."""
         one = self.tp * self.pp
         known = [f"{n}={value}" for n, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value != 1]
         factors = " x ".join(part for part in known if not part.endswith("None")) or "one"
-        started = f"{world} {'was' if world == 1 else 'were'} started"
+        given, remedy = f"--world is {world}", "use --world {}"
+        if started:
+            given = f"{world} {'was' if world == 1 else 'were'} started"
+            remedy = "start {} (torchrun --nproc-per-node)"
         if self.dp is not None:
             if self.dp * one != world:
                 near = max(1, round(world / one))
                 other = f", or use dp{near} with {near * one}" if near != self.dp else ""
                 raise UserError(
-                    f"the plan {self.name} needs {factors} = {self.dp * one} processes, but {started}; "
-                    f"start {self.dp * one} (torchrun --nproc-per-node){other}"
+                    f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
+                    f"{given}; {remedy.format(self.dp * one)}{other}"
                 )
             return self
         if world % one:
             low = max(1, world // one)
             near = f"{low * one} or {(low + 1) * one}" if world > one else f"{one}"
             raise UserError(
-                f"the plan {self.name} needs {factors} = {one} processes for each replica, but {started}, which is no "
-                f"multiple; start {near} (torchrun --nproc-per-node)"
+                f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is no "
+                f"multiple; {remedy.format(near)}"
             )
         return replace(self, dp=world // one)
 
