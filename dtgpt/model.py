@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
+from dtgpt.field_types import check_fields
 from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.gelu import bias_gelu
@@ -67,9 +68,12 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise UserError, one sentence, when no model has this shape."""
+        check_fields(self, "model.")
         for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
             if not 1 <= getattr(self, name) <= LARGEST_SIZE:
-                raise UserError(f"model.{name}={getattr(self, name)} is no size of a model; use 1 to {LARGEST_SIZE}")
+                raise UserError(
+                    f"model.{name}={shown(getattr(self, name))} is no size of a model; use 1 to {LARGEST_SIZE}"
+                )
         if self.hidden_size % self.num_heads:
             heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
             near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
@@ -78,7 +82,13 @@ class GPTConfig:
                 f"use a divisor such as {', '.join(map(str, near))}"
             )
         if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout={self.dropout} is not a probability; use 0 or more and less than 1")
+            raise UserError(f"model.dropout={shown(self.dropout)} is not a probability; use 0 or more and less than 1")
+        if not 0 < self.layer_norm_eps < 1:
+            raise UserError(
+                f"model.layer_norm_eps={shown(self.layer_norm_eps)} is out of range; use more than 0 and less than 1"
+            )
+        if not 0 <= self.init_std < LARGEST_SIZE:
+            raise UserError(f"model.init_std={shown(self.init_std)} is out of range; use 0 or more, such as 0.02")
 
 
 GPT2_124M = GPTConfig(num_layers=12, hidden_size=768, num_heads=12)

@@ -17,11 +17,11 @@ LARGEST_SCALE = 2.0**64
 MOST_STEPS = 10_000_000  # the learning rate of each lies on the device
 POSITIVE = (
     "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
-    "optimizer.wsd_decay", "log.eval_samples", "model.layer_norm_eps", "loss_scale.initial", "loss_scale.window",
+    "optimizer.wsd_decay", "log.eval_samples", "loss_scale.initial", "loss_scale.window",
     "loss_scale.hysteresis", "loss_scale.minimum",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "seed", "model.init_std", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
+    "seed", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
     "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
     "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
 )  # fmt: skip

@@ -18,19 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
+from dtgpt.storage import open_regular
 
 PIECES = "dtgpt.pieces"  # metadata: {tensor name: {"shape": of the whole, "offset": where the piece begins}}, as JSON
 CHUNK = 1 << 23  # bytes hashed and written at a time, in between which other threads may run
 LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 LARGEST_RANK = 8
+LARGEST_SIZE = 1 << 62
+LONGEST_REASON = 300  # characters of what a foreign file may have made long
 
 
 class Damaged(UserError):
     """A file of a checkpoint is not what was written."""
 
     def __init__(self, path: Path, reason: object):
-        super().__init__(f"{path} is damaged ({reason})")
+        text = str(reason)
+        super().__init__(
+            f"{path} is damaged ({text if len(text) <= LONGEST_REASON else f'{text[:LONGEST_REASON]}...'})"
+        )
         self.path, self.reason = path, reason
 
 
@@ -94,7 +100,7 @@ def read_header(path: Path) -> list[tuple[Piece, int]]:
     """(piece, position of its data in the file) of a file. Raises Damaged where the header contradicts itself or the
     file: nothing in it is believed before."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(LARGEST_HEADER, size - 8):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
@@ -106,7 +112,7 @@ def read_header(path: Path) -> list[tuple[Piece, int]]:
         expected = 8 + length
         for piece, position in found:
             if position != expected:
-                raise ValueError(f"{piece.name} does not begin where the tensor before it ends")
+                raise ValueError(f"{shown_name(piece.name)} does not begin where the tensor before it ends")
             expected += piece.num_bytes
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -117,24 +123,23 @@ def _entry(name: str, entry: dict, where: dict, data: int, size: int) -> tuple[P
     piece = Piece(name, tuple(where["shape"]), tuple(where["offset"]), tuple(entry["shape"]))
     begin, end = entry["data_offsets"]
     numbers = (*piece.shape, *piece.offset, *piece.size, begin, end)
-    if not all(type(n) is int and n >= 0 for n in numbers) or not 1 <= len(piece.shape) <= LARGEST_RANK:
-        raise ValueError(f"{name} has impossible sizes")
+    if not all(type(n) is int and 0 <= n < LARGEST_SIZE for n in numbers) or not 1 <= len(piece.shape) <= LARGEST_RANK:
+        raise ValueError(f"{shown_name(name)} has impossible sizes")
     if not len(piece.shape) == len(piece.offset) == len(piece.size) or any(
         r.stop > n for r, n in zip(piece.part, piece.shape, strict=True)
     ):
-        raise ValueError(f"{name} is no part of a tensor of shape {piece.shape}")
+        raise ValueError(f"{shown_name(name)} is no part of a tensor of shape {shown(piece.shape)}")
     if entry["dtype"] != "F32" or end - begin != piece.num_bytes or data + end > size:
-        raise ValueError(f"{name} does not lie in the file as its header says")
+        raise ValueError(f"{shown_name(name)} does not lie in the file as its header says")
     return piece, data + begin
 
 
 def verify_file(path: Path, expected: Written) -> None:
     """Raise Damaged where the file is not, byte for byte, the one that was written."""
     try:
-        size = path.stat().st_size
-        if size != expected.num_bytes:
-            raise Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
+                raise Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Damaged(path, error.strerror) from None

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_file
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.loss_scale import check_state
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.storage import remove_tree, sync_path, write_text
+from dtgpt.storage import read_regular, remove_tree, sync_path, write_text
 from dtgpt.threads import Threads
 
 FORMAT = "dtgpt checkpoint"
@@ -137,12 +137,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     and of a run in fp16 its loss scale. Raises Damaged."""
     path = folder / STATE
     try:
-        if path.stat().st_size > LARGEST_STATE:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, LARGEST_STATE).decode("utf-8")
         state = json.loads(text)
         if state.get("format") == FORMAT and state["version"] != VERSION:
-            newer = f"{path} has version {state['version']!r} of the format, this dtgpt reads {VERSION}"
+            newer = f"{path} has version {shown(state['version'])} of the format, this dtgpt reads {VERSION}"
         else:
             newer = None
             _check(state, text)
@@ -163,15 +161,24 @@ def _check(state: dict[str, Any], text: str) -> None:
     counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
         raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
-    if not isinstance(state["versions"], dict):
-        raise ValueError("versions must be names and numbers")
+    _check_kinds(state)
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     check_state(state.get("loss_scale"))
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a file of a checkpoint")
-        Written(int(file["bytes"]), str(file["sha256"]))
+            raise ValueError(f"{shown(name)} is no name of a file of a checkpoint")
+        if type(file["bytes"]) is not int or not isinstance(file["sha256"], str):
+            raise ValueError(f"of {name} bytes must be a whole number and sha256 a string")
+
+
+def _check_kinds(state: dict[str, Any]) -> None:
+    """Raise ValueError where what only people read is not of the kind that they are shown."""
+    if not all(isinstance(version, str) for version in state["versions"].values()):
+        raise ValueError("versions must be strings")
+    for name, kind in (("plan", str), ("world", int), ("origin", str), ("recipe", dict)):
+        if type(state.get(name, kind())) is not kind:
+            raise ValueError(f"{name}={shown(state[name])} must be of type {kind.__name__}")
 
 
 def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:

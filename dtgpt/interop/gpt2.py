@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.source import Part, cut, pad_rows, parameter_shapes
 from dtgpt.model import TABLE, GPTConfig
 
@@ -57,8 +57,8 @@ def gpt2_shapes(config: GPTConfig, found: Shapes, place: Path) -> dict[str, tupl
     blocks = {match[1] for name in found if (match := re.match(r"h\.(\d+)\.", name))}
     if len(blocks) != config.num_layers:
         raise UserError(
-            f"{place} is a model of {config.num_layers} blocks by its configuration, but holds {len(blocks)}; give a "
-            "complete model"
+            f"{place} is a model of {shown(config.num_layers)} blocks by its configuration, but holds {len(blocks)}; "
+            "give a complete model"
         )
     return {**parameter_shapes(config), TABLE: (config.vocab_size, config.hidden_size)}
 
@@ -70,12 +70,14 @@ def check_tensors(found: Shapes, expected: Shapes, place: Path) -> None:
             raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
         if tuple(found[name]) != shape:
             raise UserError(
-                f"{place} has {name} of shape {list(found[name])} where its configuration asks for {list(shape)}; give "
-                "weights and configuration of the same model"
+                f"{place} has {name} of shape {shown(list(found[name]))} where its configuration asks for "
+                f"{list(shape)}; give weights and configuration of the same model"
             )
     unknown = sorted(found.keys() - expected.keys())
     if unknown:
-        raise UserError(f"{place} holds {unknown[0]}, which no GPT-2 language model has; give one without it")
+        raise UserError(
+            f"{place} holds {shown_name(unknown[0])}, which no GPT-2 language model has; give one without it"
+        )
 
 
 def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
@@ -87,7 +89,8 @@ def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
         if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
             continue
         if name in plain:
-            raise UserError(f"{place} holds {name} twice, as {plain[name]} and {there}; give a model as it was saved")
+            both = f"{shown_name(plain[name])} and {shown_name(there)}"
+            raise UserError(f"{place} holds {shown_name(name)} twice, as {both}; give a model as it was saved")
         plain[name] = there
     return plain
 
@@ -96,7 +99,9 @@ def setting(settings: Mapping[str, Any], names: tuple[str, ...], default: int | 
     """The whole number under the first of `names` that is there; raises UserError where it is none."""
     value = next((settings[n] for n in names if settings.get(n) is not None), default)
     if type(value) is not int:
-        raise UserError(f"{place} has {names[0]}={value!r}, which is no whole number; give the file as it was written")
+        raise UserError(
+            f"{place} has {names[0]}={shown(value)}, which is no whole number; give the file as it was written"
+        )
     return value
 
 

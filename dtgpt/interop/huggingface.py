@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.gpt2 import (
     check_tensors,
     checked,
@@ -30,7 +30,7 @@ from dtgpt.interop.gpt2 import (
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
 from dtgpt.model import GPT2_124M, TABLE, GPTConfig
-from dtgpt.storage import new_folder, read_json, write_json
+from dtgpt.storage import new_folder, open_regular, read_json, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 # The names that transformers has for GELU with tanh; they differ in rounding only.
@@ -82,10 +82,12 @@ class HuggingFace(Source):
         shapes = {}
         for plain, path in self._files.items():
             if self._names[plain] not in there[path]:
-                raise UserError(f"{path} has no tensor {self._names[plain]}, where the index puts it; copy it again")
+                raise UserError(
+                    f"{path} has no tensor {shown_name(self._names[plain])}, where the index puts it; copy it again"
+                )
             dtype, shapes[plain] = there[path][self._names[plain]]
             if dtype not in DTYPES:
-                raise UserError(f"{path} has {plain} in {dtype}; give weights in {', '.join(DTYPES)}")
+                raise UserError(f"{path} has {shown_name(plain)} in {dtype}; give weights in {', '.join(DTYPES)}")
         return shapes
 
     def _tied(self, first: int) -> bool:
@@ -105,12 +107,11 @@ def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
     """`action(open file)`. Opened for each use, so that a source keeps no file and can go to another process."""
     try:
-        if not path.is_file():
-            raise OSError("there is no such file")
+        open_regular(path).close()  # the library would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
             return action(file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); copy it again, whole") from None
+        raise UserError(f"{path} cannot be read ({str(error)[:200]}); copy it again, whole") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _files(folder: Path) -> dict[str, Path]:
         raise UserError(f"{index} has no weight_map that says where each tensor is; copy it again")
     for file in named.values():
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-            raise UserError(f"{index} names the file {file!r}; a shard is a .safetensors file in the same folder")
+            raise UserError(f"{index} names the file {shown(file)}; a shard is a .safetensors file in the same folder")
     return {name: folder / file for name, file in named.items()}
 
 
@@ -155,10 +156,10 @@ def _read_config(path: Path) -> GPTConfig:
     for name, (default, fits, reason) in rules.items():
         value = settings.get(name, default)
         if not fits(value):
-            raise UserError(f"{path} has {name}={json.dumps(value)}; {reason}: give another model")
+            raise UserError(f"{path} has {name}={_json(value)}; {reason}: give another model")
     epsilon = settings.get("layer_norm_epsilon", 1e-5)
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-        raise UserError(f"{path} has layer_norm_epsilon={epsilon!r}; it must be more than 0 and less than 1")
+        raise UserError(f"{path} has layer_norm_epsilon={shown(epsilon)}; it must be more than 0 and less than 1")
     config = GPTConfig(
         num_layers=setting(settings, ("n_layer", "num_hidden_layers"), 12, path),
         hidden_size=width,
@@ -168,6 +169,11 @@ def _read_config(path: Path) -> GPTConfig:
         layer_norm_eps=epsilon,
     )
     return checked(config, path)
+
+
+def _json(value: Any) -> str:
+    """Return a value of JSON as it is written there, shortened."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def save_huggingface(source: Source, folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -5,6 +5,7 @@ all blocks; the final LayerNorm. Matrices are `[out, in]`, the fused QKV is `[3,
 """
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dtgpt.errors import UserError
 from dtgpt.interop.gpt2 import checked, from_gpt2
 from dtgpt.interop.source import Part, Source
 from dtgpt.model import TABLE, GPTConfig
+from dtgpt.storage import open_regular
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
@@ -65,8 +67,8 @@ class LLMC(Source):
 def _header(path: Path) -> tuple[list[int], int]:
     """The 256 integers, and the size of the file in bytes; raises UserError for what is no model of llm.c."""
     try:
-        with path.open("rb") as file:
-            header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), path.stat().st_size
+        with open_regular(path) as file:
+            header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a model file of llm.c") from None
     if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC:

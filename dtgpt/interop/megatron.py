@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.interop.megatron_config import (
     check_same_args,
     consumed_samples,
+    is_zero_centered,
     parallel_sizes,
     read_config,
     true_vocabulary,
@@ -40,7 +41,7 @@ class Megatron(Source):
         self.pipeline_parallel_size = self._ranks.pipeline_parallel_size
         first = self._ranks[0, 0]
         self.iteration, self.consumed_samples = first.iteration, consumed_samples(first.args)
-        self._zero_centered = bool(getattr(first.args, "apply_layernorm_1p", False))
+        self._zero_centered = is_zero_centered(first.args)
         self._check_ranks()
         self._where = self._locate()
         full, self.notes = self._read_config()
@@ -176,6 +177,8 @@ def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[i
         if name not in found:
             raise UserError(f"{path} lacks {name} (layers as numbered there); copy the whole checkpoint")
         if found[name] != shape:
-            raise UserError(f"{path} has {name} of shape {found[name]} where {shape} is due; give a complete GPT-2")
+            raise UserError(
+                f"{path} has {name} of shape {shown(found[name])} where {shape} is due; give a complete GPT-2"
+            )
     if extra := found.keys() - expected.keys():
         raise UserError(f"{path} has {min(extra)}, which belongs to another stage; copy one checkpoint whole")

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.errors import UserError
-from dtgpt.interop.foreign_pickle import StandIn
+from dtgpt.errors import UserError, shown, shown_name
+from dtgpt.interop.gpt2 import checked
+from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron_names import POSITIONS, padded_rows
 from dtgpt.model import GPT2_124M, TABLE, GPTConfig
 
@@ -20,25 +21,35 @@ HEAD_DIM = 64  # of every published GPT-2
 STRUCTURE = (
     "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
 )  # fmt: skip
 
-# args -> the only values with which a model is a GPT-2; None: where the version had no such argument.
-GPT2_VALUES: dict[str, tuple[Any, ...]] = {
-    "swiglu": (None, False),
-    "squared_relu": (None, False),
-    "quick_geglu": (None, False),
-    "glu_activation": (None, False),
-    "use_rotary_position_embeddings": (None, False),
-    "add_position_embedding": (None, True),
-    "add_bias_linear": (None, True),
-    "disable_bias_linear": (None, False),
-    "normalization": (None, "LayerNorm"),
-    "untie_embeddings_and_output_weights": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "multi_latent_attention": (None, False),
-    "qk_layernorm": (None, False),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
+# args -> the only values with which a model is a GPT-2, None where the version had no such argument; and what it has
+# with others.
+GPT2_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "normalization": ((None, "LayerNorm"), "another norm"),
+    "swiglu": ((None, False), "SwiGLU"),
+    "squared_relu": ((None, False), "squared ReLU"),
+    "quick_geglu": ((None, False), "GEGLU"),
+    "glu_activation": ((None, False), "a gated MLP"),
+    "activation_func_clamp_value": ((None,), "clamped activations"),
+    "use_rotary_position_embeddings": ((None, False), "RoPE"),
+    "add_position_embedding": ((None, True), "no learned positions"),
+    "add_bias_linear": ((None, True), "no biases"),
+    "disable_bias_linear": ((None, False), "no biases"),
+    "untie_embeddings_and_output_weights": ((None, False), "an untied output layer"),
+    "apply_residual_connection_post_layernorm": ((None, False), "residuals of normalized values"),
+    "multi_latent_attention": ((None, False), "latent attention"),
+    "qk_layernorm": ((None, False), "norms of queries and keys"),
+    "qk_l2_norm": ((None, False), "norms of queries and keys"),
+    "softmax_type": ((None, "vanilla"), "another softmax"),
+    "attention_output_gate": ((None, False), "gated attention"),
+    "experimental_attention_variant": ((None,), "another attention"),
+    "linear_attention_freq": ((None,), "linear attention"),
+    "window_size": ((None,), "sliding windows"),
+    "use_mup": ((None, False), "the scales of muP"),
+    "is_hybrid_model": ((None, False), "other layers than a transformer's"),
+    "mtp_num_layers": ((None, 0), "prediction of several tokens"),
 }
 
 EXACT_GELU_NOTE = (
@@ -68,7 +79,7 @@ def read_config(
     else:
         _check_agreement(args, found, path)
         heads, eps = _number(args, "num_attention_heads", path), _epsilon(args, path)
-        _refuse_others(args, heads, hidden, path)
+        _refuse_widths(args, heads, hidden, path)
         if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
             notes.append(EXACT_GELU_NOTE)
     config = GPTConfig(
@@ -79,8 +90,7 @@ def read_config(
         vocab_size=found["padded_vocab_size"],
         layer_norm_eps=eps,
     )
-    config.validate()
-    return config, notes
+    return checked(config, path), notes
 
 
 def true_vocabulary(
@@ -105,7 +115,12 @@ def true_vocabulary(
 
 def consumed_samples(args: Namespace | None) -> int:
     value = getattr(args, "consumed_train_samples", 0)
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def is_zero_centered(args: Namespace | None) -> bool:
+    """Whether the weight of a LayerNorm is stored as its distance from 1; the argument's name changed in 2026."""
+    return any(getattr(args, name, None) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def parallel_sizes(args: Namespace | None) -> tuple[int | None, int | None]:
@@ -120,8 +135,8 @@ def check_same_args(args: Namespace | None, first: Namespace | None, path: Path,
         here, there = getattr(args, name, None), getattr(first, name, None)
         if here != there:
             raise UserError(
-                f"{path} has {name}={here}, but {first_path} has {name}={there}; give a folder with one checkpoint in "
-                "it"
+                f"{path} has {name}={shown(here)}, but {first_path} has {name}={shown(there)}; give a folder with one "
+                "checkpoint in it"
             )
 
 
@@ -137,15 +152,16 @@ def _guess_heads(hidden: int, path: Path) -> int:
 def _number(args: Namespace, name: str, path: Path) -> int:
     value = getattr(args, name, None)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"{path} has args with {name}={value!r}, not a number; save the checkpoint again")
+        raise UserError(f"{path} has args with {name}={shown(value)}, not a number; save the checkpoint again")
     return value
 
 
 def _epsilon(args: Namespace, path: Path) -> float:
     """`norm_epsilon` since 2024, `layernorm_epsilon` before."""
-    value = getattr(args, "norm_epsilon", getattr(args, "layernorm_epsilon", GPTConfig.layer_norm_eps))
+    given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
+    value = next((value for value in given if value is not None), GPTConfig.layer_norm_eps)
     if not isinstance(value, int | float) or not 0 < value < 1:
-        raise UserError(f"{path} has args with a LayerNorm epsilon of {value!r}; it must be between 0 and 1")
+        raise UserError(f"{path} has args with a LayerNorm epsilon of {shown(value)}; it must be between 0 and 1")
     return float(value)
 
 
@@ -155,29 +171,45 @@ def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> N
             continue  # known only where a tokenizer was built
         if _number(args, name, path) != value:
             raise UserError(
-                f"{path} has args with {name}={getattr(args, name)}, but the checkpoint's tensors have {value}; give a "
-                "folder with one complete checkpoint in it"
+                f"{path} has args with {name}={shown(getattr(args, name))}, but the checkpoint's tensors have {value}; "
+                "give a folder with one complete checkpoint in it"
             )
 
 
-def _refuse_others(args: Namespace, heads: int, hidden: int, path: Path) -> None:
-    """Raise UserError where args describe a model that is not GPT-2."""
-    wrong = [name for name, values in GPT2_VALUES.items() if getattr(args, name, None) not in values]
+def refuse_others(args: Namespace, path: Path) -> None:
+    """Raise UserError where args describe a model that is not GPT-2, with all that dtgpt's model lacks for it."""
+    lacks = {name: lack for name, (values, lack) in GPT2_VALUES.items() if getattr(args, name, None) not in values}
     positions = getattr(args, "position_embedding_type", None)
     if not isinstance(positions, StandIn) and positions not in (None, "learned_absolute", "absolute"):
-        wrong.append("position_embedding_type")
+        lacks["position_embedding_type"] = "RoPE" if positions == "rope" else "other positions"
+    heads = getattr(args, "num_attention_heads", None)
     if getattr(args, "group_query_attention", False) and getattr(args, "num_query_groups", None) != heads:
-        wrong.append("num_query_groups")
-    if getattr(args, "ffn_hidden_size", None) not in (None, 4 * hidden):
-        wrong.append("ffn_hidden_size")
-    if getattr(args, "kv_channels", None) not in (None, hidden / max(heads, 1)):
-        wrong.append("kv_channels")
+        lacks["num_query_groups"] = "grouped queries"
     experts = getattr(args, "num_experts", None)
     if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
-        wrong.append("num_experts")
-    if wrong:
-        values = ", ".join(f"{name}={getattr(args, name)}" for name in wrong)
+        lacks["num_experts"] = "experts"
+    _refuse(lacks, args, path)
+
+
+def _refuse_widths(args: Namespace, heads: int, hidden: int, path: Path) -> None:
+    lacks = {}
+    if getattr(args, "ffn_hidden_size", None) not in (None, 4 * hidden):
+        lacks["ffn_hidden_size"] = "another width of the MLP"
+    if getattr(args, "kv_channels", None) not in (None, hidden // max(heads, 1)):
+        lacks["kv_channels"] = "another width of heads"
+    _refuse(lacks, args, path)
+
+
+def _refuse(lacks: Mapping[str, str], args: Namespace, path: Path) -> None:
+    """Raise UserError that tells what dtgpt's model lacks, by the names in args."""
+    if lacks:
+        words = ", ".join(f"{lack} ({name}={_text(getattr(args, name))})" for name, lack in lacks.items())
         raise UserError(
-            f"{path} has args with {values}, and dtgpt's model is GPT-2: learned positions, LayerNorm and biases, "
-            "plain attention, a tanh-GELU MLP of 4 times the hidden size and tied embeddings; import one of those"
+            f"{path} is of a model with {words}, which dtgpt does not have: its model is GPT-2, with learned "
+            "positions, LayerNorm, biases, plain attention, a tanh-GELU MLP of 4 times the hidden size and tied "
+            "embeddings; give a checkpoint of a GPT-2"
         )
+
+
+def _text(value: Any) -> str:
+    return shown_name(value) if isinstance(value, str) else shown(value)

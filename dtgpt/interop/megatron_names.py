@@ -33,7 +33,7 @@ OURS_IN_BLOCK = {
 
 POSITIONS = "embedding.wpe.weight"
 EMBEDDINGS = {"word_embeddings.weight": TABLE, "position_embeddings.weight": POSITIONS}
-LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d{1,6})\.(.+)")
 FINAL = re.compile(r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm)\.(weight|bias)")
 # Second copies of the tied table on the last stage: mcore's has the name that an untied output layer also has.
 TIED_COPIES = ("word_embeddings_for_head.weight", "output_layer.weight")

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.foreign_pickle import open_pickle
+from dtgpt.interop.inert_pickle import StandIn
+from dtgpt.interop.megatron_config import refuse_others
 from dtgpt.interop.megatron_names import QKV_ORDERS, is_mcore, our_name
+from dtgpt.storage import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
@@ -26,6 +29,8 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 DEEPEST = 8  # dictionaries in dictionaries
+LARGEST_COUNT = 1 << 62  # of iterations and samples
+PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
 
 
 @dataclass
@@ -46,7 +51,7 @@ class RankFile:
         """Raises UserError where the layers of the chunk are not numbered 0, 1, ..."""
         found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
         if found != set(range(len(found))):
-            raise UserError(f"{self.path} lacks layers: it has {sorted(found)}; copy the whole checkpoint")
+            raise UserError(f"{self.path} lacks layers: it has {shown(sorted(found))}; copy the whole checkpoint")
         return len(found)
 
 
@@ -106,13 +111,13 @@ def checkpoint_folder(folder: Path) -> Path:
 def _tracked(root: Path) -> Path:
     path = root / TRACKER
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_regular(path, 1000).decode("utf-8").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give the iter_... folder itself") from None
     if text == "release":
         return root / text
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise UserError(f"{path} says {text[:40]!r}, neither an iteration nor release; give the iter_... folder itself")
+        raise UserError(f"{path} says {shown(text)}, neither an iteration nor release; give the iter_... folder itself")
     return root / f"iter_{int(text):07d}"
 
 
@@ -145,28 +150,39 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
 def open_rank(path: Path) -> RankFile:
     """Raises UserError for a file that is broken, holds no model, or parameters that GPT-2 has not."""
     content = open_pickle(path)
-    args, version = content.get("args"), content.get("checkpoint_version", 0)
-    if args is not None and not isinstance(args, Namespace):
-        raise UserError(f"{path} has args of type {type(args).__name__}; give a file that Megatron-LM wrote")
+    args, version = _args(content.get("args"), path), content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in QKV_ORDERS:
-        raise UserError(f"{path} is of checkpoint_version={version}; dtgpt knows 0, 1.0, 2.0 and 3.0")
-    chunks = [dict(_flat(chunk, path)) for chunk in _chunks(content, path)]
+        raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
+    if args is not None:
+        refuse_others(args, path)
+    chunks = [dict(_flat(chunk, path, set())) for chunk in _chunks(content, path)]
     keys = {key for chunk in chunks for key in chunk}
     iteration = content.get("iteration", 0)
     return RankFile(
         path=path,
-        args=None if args is None else _plain(args),
+        args=args,
         version=int(version),
-        iteration=iteration if isinstance(iteration, int) else 0,
+        iteration=iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0,
         qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
         untied=UNTIED in keys or ("output_layer.weight" in keys and _says_untied(args)),
         chunks=[_ours(chunk, path) for chunk in chunks],
     )
 
 
-def _plain(args: Namespace) -> Namespace:
-    """Without tensors, which cannot be compared like values."""
-    return Namespace(**{str(name): value for name, value in vars(args).items() if not isinstance(value, Tensor)})
+def _args(stored: Any, path: Path) -> Namespace | None:
+    """Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested without
+    end, are stand-ins that compare and print in no time."""
+    if stored is None:
+        return None
+    values = stored.state if isinstance(stored, StandIn) else vars(stored) if isinstance(stored, Namespace) else stored
+    if not isinstance(values, dict):
+        raise UserError(f"{path} has args of type {shown(stored)}; give a file that Megatron-LM wrote")
+    return Namespace(**{name: _plain(value) for name, value in values.items() if isinstance(name, str)})
+
+
+def _plain(value: Any) -> Any:
+    flat = isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value)
+    return value if flat or isinstance(value, PLAIN) else StandIn(type(value).__name__)
 
 
 def _says_untied(args: Namespace | None) -> bool:
@@ -186,21 +202,26 @@ def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
     return chunks
 
 
-def _flat(tree: Any, path: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested dictionaries, with keys joined by dots. Without `_extra_state`, which no weight is in."""
-    if not isinstance(tree, Mapping) or depth > DEEPEST:
-        raise UserError(f"{path} has a {type(tree).__name__} in its model at {prefix or 'the top'}; give a GPT-2")
+def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested dictionaries, with keys joined by dots. Without `_extra_state`, which no weight is in. `seen`:
+    dictionaries met so far; one that stands in many places could give any number of names."""
+    if not isinstance(tree, Mapping) or depth > DEEPEST or id(tree) in seen:
+        kind = tree if isinstance(tree, StandIn) else type(tree).__name__
+        where = shown_name(prefix) or "the top"
+        raise UserError(f"{path} has a {kind} in its model at {where}; give a GPT-2")
+    seen.add(id(tree))
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name.endswith("_extra_state") or value is None:
             continue
         if isinstance(value, Tensor):
-            if value.dtype not in DTYPES or value.layout != torch.strided or value.device.type != "cpu":
-                kind = f"{value.layout} {value.dtype} on {value.device}"
-                raise UserError(f"{path} has {name} as {kind}; give plain weights in fp32, fp16 or bf16")
+            if value.dtype not in DTYPES:
+                raise UserError(
+                    f"{path} has {shown_name(name)} in {value.dtype}; give plain weights in fp32, fp16 or bf16"
+                )
             yield name, value
         else:
-            yield from _flat(value, path, f"{name}.", depth + 1)
+            yield from _flat(value, path, seen, f"{name}.", depth + 1)
 
 
 def _ours(chunk: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -211,9 +232,11 @@ def _ours(chunk: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         try:
             name = our_name(key)
         except KeyError:
-            raise UserError(f"{path} has {key}, which GPT-2 has not; give a checkpoint of a GPT-2") from None
+            raise UserError(
+                f"{path} has {shown_name(key)}, which GPT-2 has not; give a checkpoint of a GPT-2"
+            ) from None
         if name in tensors:
-            raise UserError(f"{path} has {name} twice, also as {key}; give a checkpoint of a GPT-2")
+            raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint of a GPT-2")
         if name is not None:
             tensors[name] = tensor
     return tensors

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting
 from dtgpt.interop.source import Part, Source
@@ -45,6 +45,10 @@ class NanoGPT(Source):
         found = {name: tuple(t.shape) for name, t in self._tensors.items()}
         self._shapes = {**gpt2_shapes(self.config, found, path), TABLE: (padded, self.config.hidden_size)}
         biased = args.get("bias", True)
+        if type(biased) is not bool:
+            raise UserError(
+                f"{path} has bias={shown(biased)}, neither True nor False; give ckpt.pt as nanoGPT wrote it"
+            )
         expected = {gpt2_name(n): s for n, s in self._shapes.items() if biased or not n.endswith(".bias")}
         check_tensors(found, expected, path)
         if output is not None and not _same(output, self._tensors["wte.weight"]):
@@ -79,11 +83,14 @@ def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
     tensors = {}
     for plain, name in plain_names(model, path).items():
         value = model[name]
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
-            raise UserError(f"{path} has {name}, which is no plain tensor; give ckpt.pt as nanoGPT wrote it")
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{path} has {shown_name(name)}={shown(value)}, which is no plain tensor; give ckpt.pt as nanoGPT "
+                "wrote it"
+            )
         if not value.is_floating_point():
-            raise UserError(f"{path} has {name} in {value.dtype}; give weights in a floating-point dtype")
-        tensors[plain] = value.detach()
+            raise UserError(f"{path} has {shown_name(name)} in {value.dtype}; give weights in a floating-point dtype")
+        tensors[plain] = value
     return tensors
 
 

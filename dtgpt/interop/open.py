@@ -1,5 +1,6 @@
 """What a path holds, and its weights as a `Source`."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ KNOWN = (
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
     """The weights at `path`, whatever wrote them; raises UserError where nothing here is known, or it is damaged. The
     processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM tree."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path} does not exist; give {KNOWN}")
     mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
     if (path / STATE).is_file():
         return Saved(find_checkpoint(mesh, path, path, weights_alone=True))
@@ -34,11 +37,11 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         from dtgpt.interop.megatron import Megatron
 
         return Megatron(path, true_vocab_size)
-    if path.is_file() and path.suffix in (".pt", ".pth"):
+    if path.suffix in (".pt", ".pth") and not path.is_dir():
         from dtgpt.interop.nanogpt import NanoGPT
 
         return NanoGPT(path)
-    if path.is_file() and path.suffix == ".bin":
+    if path.suffix == ".bin" and not path.is_dir():
         from dtgpt.interop.llmc import LLMC
 
         return LLMC(path)

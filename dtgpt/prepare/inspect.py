@@ -22,6 +22,7 @@ from dtgpt.help import help_text, wants_help
 from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.llmc import MAGIC
 from dtgpt.prepare.command import ALIASES, parse_config, with_dashes
+from dtgpt.storage import open_regular
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -104,7 +105,7 @@ def _means_tokens(word: str) -> bool:
 
 
 def _begins_as_model(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4) in MODELS
 
 

@@ -1,0 +1,34 @@
+"""Checks that the fields of a dataclass hold what their annotations say: values come from files of others too."""
+
+import math
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from dtgpt.errors import UserError, shown
+
+KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False"}
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Raise UserError for the first field whose value is not of its annotated type: one of KINDS, a Literal, or None
+    beside one of these. True and False are no numbers. Fields of other types are left out."""
+    for name, hint in get_type_hints(type(config)).items():
+        choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        value = getattr(config, name)
+        if not any(_fits(value, choice) for choice in choices):
+            wanted = " or ".join(_words(choice) for choice in choices)
+            raise UserError(f"{prefix}{name}={shown(value)} is of a wrong type; it must be {wanted}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind) if kind in (str, bool, types.NoneType) else True
+
+
+def _words(kind: Any) -> str:
+    return ", ".join(get_args(kind)) if get_origin(kind) is Literal else KINDS.get(kind, "none")
