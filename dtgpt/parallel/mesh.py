@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dtgpt.errors import UserError
 from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard
@@ -116,7 +116,7 @@ class Mesh:
     def set_timeout(self, seconds: float) -> None:
         """How long a collective of the mesh's groups may wait: torch gives new groups a default of its own."""
         for group in self._groups:
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(timedelta(seconds=seconds), group)
 
     def sum(self, *values: float | Tensor) -> Tensor:
         """Sums over all ranks, one for each value, in float64 on the device."""
@@ -164,12 +164,12 @@ class Mesh:
     def post(self, name: str, text: str) -> None:
         """Leave a text for the other ranks in the store of the process group. No collective: any thread may call it at
         any time. Raises RuntimeError where the store is gone."""
-        _get_default_store().set(f"dtgpt/{name}", text)
+        default_store().set(f"dtgpt/{name}", text)
 
     def posted(self, name: str) -> str | None:
         """Return the text that any rank has left under this name; None where there is none, or the store is gone."""
         with suppress(RuntimeError):
-            store, key = _get_default_store(), f"dtgpt/{name}"
+            store, key = default_store(), f"dtgpt/{name}"
             return store.get(key).decode() if store.check([key]) else None
         return None
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from dtgpt.data.end_of_document import Marks
 from dtgpt.model import GPT, GPTConfig
@@ -99,7 +99,7 @@ class Pipeline(Passes):
         self.edge = config.seq_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
         self.schedule = self._make_schedule(micro_batches)
 
-    def _make_schedule(self, micro_batches: int) -> _PipelineSchedule:
+    def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         mesh, plan, config = self.mesh, self.mesh.plan, self.modules[0].config
         tokens = torch.empty(self.micro_batch_size, config.seq_length, dtype=torch.int64, device="meta")
         edge = torch.empty(self.micro_batch_size, *self.edge, dtype=self.dtype, device="meta", requires_grad=True)
