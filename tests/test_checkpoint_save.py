@@ -436,7 +436,7 @@ def test_the_first_loss_of_a_run_with_given_weights_is_theirs(recipe):
             {"model": {"num_layers": 3, "hidden_size": 64, "dropout": 0.0}},
             ["another model", "num_layers 2 there, 3 here; hidden_size 32 there, 64 here; give the same --model"],
         ),
-        ({"init_from": "nowhere"}, ["nowhere holds no model that dtgpt knows"]),
+        ({"init_from": "nowhere"}, ["nowhere does not exist"]),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_a_run_is_made(recipe, text, changes, words):
