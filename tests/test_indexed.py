@@ -181,12 +181,20 @@ def test_what_cannot_be_written_is_told(tmp_path):
         IndexedWriter(tmp_path / "a", np.float32)
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (OSError(28, "No space left on device"), "free space there"),
+        (OSError(30, "Read-only file system"), "choose a place that can be written"),
+        (OSError(95, "Operation not supported"), "choose another folder"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch, error, advice):
     def full(_):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"No space left on device\); free space or choose another folder"):
+    with pytest.raises(UserError, match=rf"cannot be written \({error.strerror}\); {advice}$"):
         write(tmp_path / "a", [[[1]]])
     assert not list(tmp_path.iterdir())
 
