@@ -1,26 +1,33 @@
-"""Saving and loading a checkpoint with its optimizer: ours, torch.save of the same tensors, and plain DCP.
+"""Saving and loading a checkpoint with its optimizer: ours, torch.save of the same tensors, DCP and asynchronous DCP.
 
     python benchmarks/checkpoint.py --model 345m --folder /tmp/checkpoints
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --model 345m --plan zero1      (without torch.save)
 
-"stall" is what training loses: on a GPU the time that steps take longer where a save falls among them; on a CPU how
-long the save and then the update keep it waiting, a backward pass later. Ours writes to the disk and syncs, with a
-digest, and verifies every file when it loads; torch.save and DCP do neither. All read from the page cache, in which the
-files still are. Options it does not know are overrides of the recipe.
+"stall" is the time until training may go on. On a GPU: what steps take longer where a save falls among them, the first
+update of which waits until the weights are copied. On a CPU: how long the call and then the update keep it waiting, a
+backward pass later. torch.save and dcp.save are synchronous: their stall is their total. dcp.async_save stages into
+memory that is pinned (on a GPU) and kept from save to save, and writes in a thread or, with --dcp process, in another
+process. "total" is the time until the checkpoint is whole. Ours and DCP sync their files, torch.save does not; ours
+alone has digests, and verifies every file when it loads. All read from the page cache, in which the files still are.
+Options it does not know are overrides of the recipe.
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from train_step import drain, make_recipe
 
 from dtgpt.begin import read_on_every_node, start
@@ -31,6 +38,7 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training
 
+OURS = "dtgpt, background"
 STEPS = 12  # in which the stall of a save is looked for, on a GPU
 
 
@@ -54,36 +62,47 @@ def medians(times: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(t[name] for t in times) for name in times[0]}
 
 
-def ours(training: Training, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
-    state = describe(training.recipe, training.mesh, step, 0, "") | training.optimizer.state() | {"updates": step}
+class Way(NamedTuple):
+    """How a checkpoint is saved beside training. `before_update` may be called at any time after `save`."""
+
+    save: Callable[[], object]
+    before_update: Callable[[], object]  # returns when weights and moments may change, or makes the stream wait
+    finish: Callable[[], object]  # returns when this rank's part is on the disk
+
+
+def stall_and_total(training: Training, way: Way, at_once: bool) -> dict[str, float]:
+    cuda = training.device.type == "cuda"
+    without = seconds(lambda: steps(training), training.device) if cuda else 0.0
     begin = time.perf_counter()
-    saver.save(step, state)
-    if training.device.type == "cuda":
-        stall = added_to_steps(training, begin)
+    way.save()
+    if cuda:
+        training.saver = way
+        steps(training)
+        drain(training.device)
+        training.saver = None
+        stall = time.perf_counter() - begin - without
     else:
         stall = time.perf_counter() - begin
         if not at_once:
             training.gradients()  # beside which the copy is made
         waiting = time.perf_counter()
-        saver.before_update()
+        way.before_update()
         stall += time.perf_counter() - waiting
-    saver.wait()
-    training.mesh.gather(None)  # rank 0 is the last
-    total = time.perf_counter() - begin  # on a CPU beside a pass that takes both cores
-    return {"stall": stall, "total": total, "load": load_ours(training, saver.checkpoints, step)}
+    way.finish()
+    training.mesh.gather(None)  # the last rank
+    return {"stall": stall, "total": time.perf_counter() - begin}  # beside steps or a pass, which take their share
 
 
-def added_to_steps(training: Training, begin: float) -> float:
-    """Steps queued behind a save, against as many without one."""
-    times = []
-    for start_of in (begin, None):
-        drain(training.device) if start_of is None else None
-        start_of = start_of or time.perf_counter()
-        for _ in range(STEPS):
-            training.train_step()
-        drain(training.device)
-        times.append(time.perf_counter() - start_of)
-    return times[0] - times[1]
+def steps(training: Training) -> None:
+    for _ in range(STEPS):
+        training.train_step()
+
+
+def ours(training: Training, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
+    state = describe(training.recipe, training.mesh, step, 0, "") | training.optimizer.state() | {"updates": step}
+    way = Way(lambda: saver.save(step, state), saver.before_update, saver.wait)
+    times = stall_and_total(training, way, at_once)
+    return times | {"load": load_ours(training, saver.checkpoints, step)}
 
 
 def load_ours(training: Training, checkpoints: Path, step: int) -> float:
@@ -109,13 +128,51 @@ def torch_save(training: Training, folder: Path) -> dict[str, float]:
     return {"stall": total, "total": total, "load": seconds(load, training.device)}
 
 
-def plain_dcp(training: Training, folder: Path) -> dict[str, float]:
-    """Of this rank's tensors: DCP wants names that no other rank has."""
-    tensors = {f"{training.mesh.rank}.{name}": tensor for name, tensor in tensors_of(training).items()}
-    place = folder / "dcp"
-    total = seconds(lambda: dcp.save(tensors, checkpoint_id=place), training.device)
-    load = seconds(lambda: dcp.load(tensors, checkpoint_id=place), training.device)
-    return {"stall": total, "total": total, "load": load}
+class Dcp:
+    """torch.distributed.checkpoint of this rank's tensors, under names that no other rank has."""
+
+    def __init__(self, training: Training, folder: Path, kind: str):
+        self.training, self.place, self.kind = training, folder / "dcp", kind
+        cuda = training.device.type == "cuda"
+        if kind == "process" and not dist.is_initialized():  # it wants to know its rank
+            os.environ.setdefault("MASTER_ADDR", "localhost")
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        # A group of its own: its collectives run in a thread, beside those of training.
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=cuda, use_async_staging=True, use_non_blocking_copy=cuda
+        )
+        self.stager = DefaultStager(options)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{self.training.mesh.rank}.{name}": tensor for name, tensor in tensors_of(self.training).items()}
+
+    def synchronous(self) -> dict[str, float]:
+        where = {"checkpoint_id": self.place, "process_group": self.group}
+        total = seconds(lambda: dcp.save(self.tensors, **where), self.training.device)
+        return {"stall": total, "total": total, "load": self._load()}
+
+    def asynchronous(self, at_once: bool) -> dict[str, float]:
+        kind = AsyncCheckpointerType(self.kind)
+        where = {"checkpoint_id": self.place, "process_group": self.group}
+        response = None
+
+        def save() -> None:
+            nonlocal response
+            response = dcp.async_save(self.tensors, **where, async_checkpointer_type=kind, async_stager=self.stager)
+
+        way = Way(save, lambda: response.staging_completion.result(), lambda: response.upload_completion.result())
+        return stall_and_total(self.training, way, at_once) | {"load": self._load()}
+
+    def _load(self) -> float:
+        where = {"checkpoint_id": self.place, "process_group": self.group}
+        return seconds(lambda: dcp.load(self.tensors, **where), self.training.device)
+
+    def close(self) -> None:
+        self.stager.close()
+        if self.kind == "process" and self.training.mesh.world == 1:
+            dist.destroy_process_group()
 
 
 def measure(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -129,22 +186,25 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> None:
         saver = stack.enter_context(Saver(folder / "ours", training.shards, training.optimizer.adamw, keep_last=1))
         for _ in range(args.warmup):
             training.train_step()
-        rows: dict[str, list[dict[str, float]]] = {}
+        peer = Dcp(training, folder, args.dcp)
+        stack.callback(peer.close)
+        ways = {
+            OURS: lambda turn: ours(training, saver, turn + 1, args.at_once),
+            "torch.save, sync": lambda _: torch_save(training, folder),
+            "DCP, sync": lambda _: peer.synchronous(),
+            f"DCP, async {args.dcp}": lambda _: peer.asynchronous(args.at_once),
+        }
+        if mesh.world > 1:
+            del ways["torch.save, sync"]
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         for turn in range(args.rounds + 1):  # the first one takes memory, and is not counted
-            for name, work in {
-                "dtgpt": lambda turn=turn: ours(training, saver, turn + 1, args.at_once),
-                "torch.save": lambda: torch_save(training, folder),
-                "DCP": lambda: plain_dcp(training, folder),
-            }.items():
-                if mesh.world > 1 and name == "torch.save":
-                    continue
-                found = work()
-                if turn:
-                    rows.setdefault(name, []).append(found)
-                if mesh.world > 1:
-                    dist.barrier()
+            for name, work in ways.items():
+                found = work(turn)
+                rows[name] += [found] if turn else []
+                mesh.gather(None)
                 if mesh.rank == 0:
                     shutil.rmtree(folder / "dcp", ignore_errors=True)
+                mesh.gather(None)
         size = mesh.sum(sum(t.nbytes for t in tensors_of(training).values())).item()
         if mesh.rank == 0:
             show(rows, size, args)
@@ -153,14 +213,14 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def show(rows: dict[str, list[dict[str, float]]], size: float, args: argparse.Namespace) -> None:
     print(f"{args.model}, {args.plan}: {size / 1e9:.2f} GB held by all ranks; seconds, median of {args.rounds}")
-    print(f"{'':<12}{'stall':>10}{'total':>10}{'load':>10}{'GB/s saved':>12}{'GB/s loaded':>13}")
-    for name, times in rows.items():
-        t = medians(times)
+    print(f"{'':<20}{'stall':>10}{'total':>10}{'load':>10}{'GB/s saved':>12}{'GB/s loaded':>13}")
+    times = {name: medians(found) for name, found in rows.items()}
+    for name, t in times.items():
         figures = "".join(f"{t[kind]:10.3f}" for kind in ("stall", "total", "load"))
-        print(f"{name:<12}{figures}{size / 1e9 / t['total']:12.2f}{size / 1e9 / t['load']:13.2f}")
-    mine, peer = medians(rows["dtgpt"]), medians(rows.get("torch.save", rows["DCP"]))
-    stall, load = mine["stall"] / peer["total"], mine["load"] / peer["load"]
-    print(f"dtgpt against {'torch.save' if 'torch.save' in rows else 'DCP'}: stall {stall:.1%}, load {load:.2f}")
+        print(f"{name:<20}{figures}{size / 1e9 / t['total']:12.2f}{size / 1e9 / t['load']:13.2f}")
+    mine, (name, peer) = times[OURS], list(times.items())[-1]
+    ratios = ", ".join(f"{kind} {mine[kind] / peer[kind]:.2f}" for kind in ("total", "load"))
+    print(f"{OURS} against {name}: stall {mine['stall']:.3f} s against {peer['stall']:.3f} s; ratios: {ratios}")
 
 
 def main() -> None:
@@ -173,6 +233,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4 * torch.cuda.is_available(), help="steps before")
+    parser.add_argument("--dcp", default="thread", choices=["thread", "process"], help="what writes in dcp.async_save")
     parser.add_argument("--at_once", action="store_true", help="on a CPU: no pass before the update")
     args, overrides = parser.parse_known_args()
     args.plans = [args.plan]

@@ -2,9 +2,11 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtgpt.model import GPT2_124M, GPT2_345M
 from tests.ranks import pool
@@ -181,3 +183,40 @@ def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
     assert all("largest 0.0e+00" in line for line in printed[:2])  # on a CPU all three are the same run
     first, last = printed[2].removeprefix("losses ").split(",")[0].split(" -> ")
     assert float(last) < float(first)
+
+
+@pytest.mark.parametrize("changes", [[], ["--at_once"]])
+def test_the_stall_of_a_save_is_told_beside_its_whole_time(small, tmp_path, monkeypatch, capsys, changes):
+    import checkpoint
+
+    small = [*small[: small.index("--steps")], *small[small.index("--warmup") :]]
+    words = [*small, "--rounds", "1", "--folder", str(tmp_path / "saved"), *changes]
+    call(checkpoint.main, "checkpoint.py", words, monkeypatch)
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert printed[0].split()[:3] == ["stall", "total", "load"]
+    rows = {line[:20].strip(): [float(word) for word in line[20:].split()[:3]] for line in printed[1:5]}
+    assert list(rows) == ["dtgpt, background", "torch.save, sync", "DCP, sync", "DCP, async thread"]
+    assert all(stall == total for name, (stall, total, _) in rows.items() if name.endswith("sync"))
+    assert all(stall <= total for stall, total, _ in rows.values())
+    assert printed[5].startswith("dtgpt, background against DCP, async thread: stall ")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_save_is_measured_until_the_weights_may_change(monkeypatch):
+    """The copy takes 0.4 s, in which a pass of 0.1 s is done, then the files 0.2 s more."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from types import SimpleNamespace
+
+    import checkpoint
+
+    begin = time.monotonic()
+
+    def until(seconds: float) -> None:
+        time.sleep(max(0.0, begin + seconds - time.monotonic()))
+
+    training = SimpleNamespace(
+        device=torch.device("cpu"), gradients=lambda: until(0.1), mesh=SimpleNamespace(gather=lambda _: None)
+    )
+    way = checkpoint.Way(lambda: None, lambda: until(0.4), lambda: until(0.6))
+    times = checkpoint.stall_and_total(training, way, at_once=False)
+    assert 0.15 < times["stall"] < 0.35 and 0.58 < times["total"] < 1.5
