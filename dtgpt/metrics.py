@@ -58,7 +58,7 @@ class Wandb:
 
     def __init__(self, recipe: Recipe, run: Path):
         wandb, id_file = import_wandb(), run / "wandb-id"
-        known = id_file.read_text() if id_file.exists() else None
+        known = id_file.read_text() if id_file.is_file() else None
         try:
             self._run = wandb.init(
                 project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
