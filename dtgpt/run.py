@@ -165,8 +165,13 @@ def saved_value(saved: dict[str, Any], name: str) -> Any:
 
 
 def changes_since(folder: Path, recipe: Recipe) -> list[str]:
-    """Return what differs between the recipe that a run had and the one that it goes on with: `steps 10 -> 20`."""
-    saved, changes = read_recipe(folder), []
+    """Return what differs between the recipe that a run had and the one that it goes on with: `steps 10 -> 20`. A
+    recipe.json that cannot be read differs in nothing."""
+    try:
+        saved = read_recipe(folder)
+    except UserError:
+        return []
+    changes = []
     for name, _, _, value in leaves(recipe.resolved()):
         before = saved_value(saved, name)
         if name == "optimizer.decay_steps" and before is None:
