@@ -1,6 +1,7 @@
 """Before the first step: check what was asked for, bring the processes together, find what to go on from, read data."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from dtgpt.batch_size import BatchSizes, check_rampup
@@ -20,7 +21,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import Recipe
-from dtgpt.run import create_run, load_tokenizer, lock_run, run_to_resume
+from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
@@ -29,7 +30,7 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     them again."""
     process = Process.from_environment()
     recipe.validate()
-    recipe = recipe.resolved()
+    recipe = recipe.with_tokenizer()
     plan = recipe.plan_for(process.world)
     check_rampup(recipe, process.world)
     check_wandb(recipe.log.wandb)
@@ -41,26 +42,24 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
 
 
-def find_run(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> tuple[Path | None, Checkpoint | None]:
-    """The run folder to go on with, which belongs to this run until `stack` ends, and its checkpoint, every file of
-    which was verified; None, None for a new run."""
+def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Checkpoint | None]:
+    """The run folder to go on with, which `claim` takes, and its checkpoint, every file of which was verified; None,
+    None for a new run."""
     run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe))
     if run is None:
+        if recipe.resume == AUTO:
+            say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
-    mesh.on_rank_0(lambda: claim(run, stack))
+    mesh.on_rank_0(lambda: claim.take(run))
     checkpoint = find_checkpoint(mesh, run, chosen)
     check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
     return run, checkpoint
 
 
-def claim(run: Path, stack: ExitStack) -> None:
-    stack.enter_context(lock_run(run))
-
-
-def new_run(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Path:
-    """A new run folder, which belongs to this run until `stack` ends."""
+def new_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> Path:
+    """A new run folder, which `claim` takes."""
     run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
-    mesh.on_rank_0(lambda: claim(run, stack))
+    mesh.on_rank_0(lambda: claim.take(run))
     return run
 
 
@@ -73,7 +72,11 @@ def leave_newer(run: Path, step: int) -> None:
 def begin_from(path: Path, config: GPTConfig, tokenizer: Tokenizer, shards: Shards, mesh: Mesh) -> None:
     """Fill the shards of a new run with the weights of another one, or of another library."""
     source = open_source(path, mesh)
-    check_same_model(path, source.config, config)
+    held = source.config
+    if config.seq_length < held.seq_length:
+        say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
+        held = replace(held, seq_length=config.seq_length)
+    check_same_model(path, held, config)
     if run := run_of(path):
         check_tokenizer(run, tokenizer)
     for note in source.notes:

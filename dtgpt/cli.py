@@ -133,6 +133,7 @@ def _say_once(sentence: str) -> None:
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.parallel.process import Process
     from dtgpt.recipe_file import call_recipe, override
+    from dtgpt.settle import plan_error
 
     recipe = call_recipe(recipe_function)
     if wants_help(arguments):
@@ -141,7 +142,10 @@ def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     recipe = override(recipe, arguments)
     # What is wrong with the recipe or its plan is told before seconds go into importing the rest.
     recipe.validate()
-    recipe.plan_for(Process.from_environment().world)
+    try:
+        recipe.plan_for(Process.from_environment().world)
+    except UserError as error:
+        raise plan_error(error, recipe) from None
     from dtgpt.train import train
 
     return train(recipe)

@@ -67,7 +67,7 @@ OPTIONS = {
         "step-batch-size-schedule SCHEDULE": "sizes grow by --rampup_batch_size 'START INCREMENT SAMPLES'",
         "train-iters N": "--steps {N}",
         "train-samples N": "--train_samples {N} --steps none",
-        "exit-interval N": "use --exit_after MINUTES, or fewer --steps",
+        "exit-interval N": "--exit_interval {N}",
         "exit-duration-in-mins N": "--exit_after {N}",
         "exit-signal-handler": f"SIGTERM always ends a run with a checkpoint; {LEAVE}",
         "skip-train": "dtgpt has no run of evaluation alone",

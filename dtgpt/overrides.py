@@ -85,6 +85,13 @@ def take(config: Any, options: Options) -> Any:
     return config
 
 
+def replace_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return `config` with the fields named in `values` replaced."""
+    for name, value in values.items():
+        config = _replace(config, name, value)
+    return config
+
+
 def as_words(options: Options) -> list[str]:
     """Return the words of a command line that give these options."""
     return [word for name, values in options.items() for word in (f"--{name}={values[0]}", *values[1:])]

@@ -133,6 +133,9 @@ class Recipe:
         str | None, "weights that a new run begins with: run, checkpoint, Hugging Face folder, ... (see dtgpt convert)"
     ] = None
     exit_after: Annotated[float | None, "minutes after which the run ends with a checkpoint; none: no limit"] = None
+    exit_interval: Annotated[
+        int | None, "end the run with a checkpoint after a step that this divides; 0 or none: no such end"
+    ] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -170,17 +173,19 @@ class Recipe:
             )
         return plan
 
+    def with_tokenizer(self) -> "Recipe":
+        """Return the same run with the tokenizer that `auto` means here, as `recipe.json` keeps it."""
+        data = self.data
+        if data.tokenizer != "auto" or data.tokenizer_file is not None:
+            return self
+        own = "auto" if is_prepared(data.path) else "bpe"  # token files were made by another one already
+        tokenizer = "gpt2" if data.path and self.model.vocab_size >= GPT2_124M.vocab_size else own
+        return replace(self, data=replace(data, tokenizer=tokenizer))
+
     def resolved(self) -> "Recipe":
-        """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
-        tokenizer = self.data.tokenizer
-        if tokenizer == "auto":
-            own = "auto" if is_prepared(self.data.path) else "bpe"  # token files were made by another one already
-            tokenizer = "gpt2" if self.data.path and self.model.vocab_size >= GPT2_124M.vocab_size else own
-        return replace(
-            self,
-            data=replace(self.data, tokenizer=tokenizer),
-            optimizer=replace(self.optimizer, decay_steps=self.decay_steps),
-        )
+        """Return the same run with all defaults that depend on other fields written out."""
+        recipe = self.with_tokenizer()
+        return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.decay_steps))
 
     def validate(self) -> None:
         """Raise UserError, one sentence, on the first value that cannot be trained with."""

@@ -54,12 +54,13 @@ def check_recipe(recipe: "Recipe") -> None:
     for name in PATHS:
         if value_of(recipe, name) == "":
             raise UserError(f"{name} is empty; give a path, or leave it out")
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", recipe.name):
-        raise UserError(f"name={recipe.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+    check_name(recipe.name)
     if recipe.steps > MOST_STEPS:
         raise UserError(f"steps={recipe.steps} is more than a schedule holds; use {MOST_STEPS} or less")
     if recipe.exit_after is not None and recipe.exit_after <= 0:
         raise UserError(f"exit_after={recipe.exit_after} is not positive; give minutes, or leave it out")
+    if recipe.exit_interval is not None and recipe.exit_interval < 0:
+        raise UserError(f"exit_interval={recipe.exit_interval} is negative; give steps, or 0 for no such end")
     if recipe.init_from is not None and recipe.resume not in (None, "auto"):
         raise UserError(
             f"resume={recipe.resume} and init_from={recipe.init_from} are both given; leave one out: a run that goes "
@@ -80,11 +81,17 @@ def check_recipe(recipe: "Recipe") -> None:
     _check_data(recipe)
     _check_rampup(recipe)
     vocab_size, bpe_size = recipe.model.vocab_size, recipe.data.bpe_vocab_size
-    if recipe.resolved().data.tokenizer == "bpe" and bpe_size > vocab_size:
+    if recipe.with_tokenizer().data.tokenizer == "bpe" and bpe_size > vocab_size:
         raise UserError(
             f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
             f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
         )
+
+
+def check_name(name: str) -> None:
+    """Raise UserError where `name` cannot name a run."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+        raise UserError(f"name={name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 
 
 def _check_rampup(recipe: "Recipe") -> None:
@@ -103,7 +110,7 @@ def _check_data(recipe: "Recipe") -> None:
     data = recipe.data
     if (data.vocab_file is None) != (data.merge_file is None):
         raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
-    if data.vocab_file is not None and recipe.resolved().data.tokenizer != "gpt2":
+    if data.vocab_file is not None and data.tokenizer_file is None and recipe.with_tokenizer().data.tokenizer != "gpt2":
         raise UserError("data.vocab_file is of the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
     if data.tokenizer_file is not None and data.tokenizer != "auto":
         raise UserError(

@@ -11,7 +11,7 @@ from dtgpt.help import help_text, wants_help
 from dtgpt.megatron_options import explain
 from dtgpt.overrides import as_words, read_words, take
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import call_recipe, load_recipe, recipe_module
+from dtgpt.recipe_file import call_recipe, load_recipe, recipe_module, with_options
 
 TRAIN_HELP = """Train the model of a recipe file. `python RECIPE.py` does the same, and `torchrun --nproc-per-node N
 RECIPE.py` trains in N processes.
@@ -54,7 +54,7 @@ def plan_command(words: list[str]) -> int:
         raise UserError(f"--world {own.world} is no number of processes; use 1 or more")
     from dtgpt.dryrun import describe_plan
 
-    say(describe_plan(take(recipe, options), own.world, own.gpu))
+    say(describe_plan(with_options(recipe, options), own.world, own.gpu))
     return 0
 
 
@@ -71,7 +71,7 @@ def compare_command(words: list[str]) -> int:
     given = as_words(options)
     from dtgpt.compare import compare
 
-    return compare(take(recipe, options), Path(words[0]), list(own.plans), own.steps, own.tolerance, given)
+    return compare(with_options(recipe, options), Path(words[0]), list(own.plans), own.steps, own.tolerance, given)
 
 
 def record_command(words: list[str]) -> int:

@@ -9,8 +9,9 @@ from types import ModuleType
 
 from dtgpt.errors import UserError
 from dtgpt.megatron_options import explain
-from dtgpt.overrides import read_words, take
+from dtgpt.overrides import Options, read_words, take
 from dtgpt.recipe import Recipe
+from dtgpt.settle import settle
 
 
 def load_recipe(path: Path, options: list[str]) -> Recipe:
@@ -22,8 +23,14 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 
 def override(recipe: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe with the options in `words`; an option of Megatron-LM is explained."""
-    return take(recipe, read_words(words, recipe, explain=explain)[1])
+    """Return the recipe to work on with the options in `words`; an option of Megatron-LM is explained."""
+    return with_options(recipe, read_words(words, recipe, explain=explain)[1])
+
+
+def with_options(recipe: Recipe, options: Options) -> Recipe:
+    """Return the recipe to work on (`dtgpt.settle`) with `options`, which are removed from there."""
+    given = set(options)
+    return settle(recipe, take(recipe, options), given)
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:

@@ -30,7 +30,7 @@ class Report:
         self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        describe_run(run, recipe, mesh, {**described, "tokens": tokenizer.vocab_size})
+        describe_run(run, recipe, mesh, {**described, "tokens": tokenizer.vocab_size}, step)
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
@@ -46,13 +46,16 @@ class Report:
         )
 
     def step(
-        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: float, more: dict[str, float]
-    ) -> None:
-        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run; `memory` is
-        the largest use of any rank in GiB, `more` what fp16 and a batch that ramps up add."""
+        self, step: int, tokens: int, loss: float, step_loss: float, norm: float, lr: float, memory: float,
+        more: dict[str, float], recorded: bool,
+    ) -> None:  # fmt: skip
+        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run. `loss` is
+        the mean of the interval, `step_loss` that of the step; `memory` is the largest use of any rank in GiB, `more`
+        what fp16 and a batch that ramps up add. Not `recorded`: for the console alone."""
         record: dict[str, Any] = {
             "step": step,
             "loss": loss,
+            "step_loss": step_loss,
             "bits_per_byte": bits_per_byte(loss, self.bytes_per_token),
             "grad_norm": norm,
             "lr": lr,
@@ -62,7 +65,8 @@ class Report:
             **more,
             **self._rates(step, tokens),
         }
-        self._write(record)
+        if recorded:
+            self._write(record)
         say(progress_line(record, self.recipe.steps))
 
     def held_out(self, step: int, part: Part, loss: float, bits: float) -> None:
@@ -71,12 +75,13 @@ class Report:
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
-        folder = self.run / "samples"
+        path = sample_path(self.run, step)
+        folder = path.parent
         try:
             if folder.is_symlink():
                 raise NotADirectoryError(errno.ENOTDIR, "it is a link, through which nothing is written")
             folder.mkdir(exist_ok=True)
-            write_text(folder / f"step_{step:08d}.txt", text.encode(errors="replace").decode())
+            write_text(path, text.encode(errors="replace").decode())
         except OSError as error:
             say(f"this sample is not in {folder} ({error})", warning=True)
 
@@ -129,6 +134,10 @@ class Report:
                 sink.write(record)
             except OSError as error:  # a full disk costs a record, not the run
                 say(f"step {record['step']} is missing from the metrics ({error})", warning=True)
+
+
+def sample_path(run: Path, step: int) -> Path:
+    return run / "samples" / f"step_{step:08d}.txt"
 
 
 class Silence:

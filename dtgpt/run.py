@@ -4,14 +4,19 @@ runs/gpt2_tiny-001/
   recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
 """
 
+import filecmp
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,9 @@ from dtgpt.tokenizers.open import read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 ABSENT = object()
+LOOK = 1.0  # s between two looks at whether the folder is still there
+LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
+OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
 PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
@@ -66,7 +74,6 @@ def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
         begun = [p for p in run_folders(Path(recipe.runs), recipe.name) if (p / "recipe.json").is_file()]
         if begun and list_checkpoints(begun[-1] / "checkpoints"):
             return begun[-1], None
-        say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
     path = Path(recipe.resume)
     if ".." in path.parts:  # whose last part may be no name
@@ -114,18 +121,62 @@ def lock_run(folder: Path) -> Iterator[FileLock]:
         yield lock
 
 
+class Claim:
+    """The run folder that belongs to this process until the context ends; none before `take`."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._lock: FileLock | None = None
+        self._next, self._lost = 0.0, False  # when to look again, and what was seen
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`. Raises UserError where another process has it."""
+        self._lock = self._stack.enter_context(lock_run(folder))
+
+    def lost(self, at_once: bool = False) -> bool:
+        """Return whether the folder was moved, removed or replaced. Looks once a second, unless `at_once`."""
+        if self._lock is not None and not self._lost and (at_once or time.monotonic() >= self._next):
+            self._next = time.monotonic() + LOOK
+            self._lost = not self._lock.is_there()
+        return self._lost
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """Return what the run's recipe.json says, unchecked. Raises UserError where it cannot be read."""
+    path, remedy = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
+    saved = read_json(path, remedy, LARGEST_RECIPE)
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} holds no JSON object; {remedy}")
+    return saved
+
+
+def saved_value(saved: dict[str, Any], name: str) -> Any:
+    """Return the value of a dotted field name in what `read_recipe` returned, ABSENT where there is none."""
+    value: Any = saved
+    for part in name.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+    return value
+
+
 def changes_since(folder: Path, recipe: Recipe) -> list[str]:
-    """What differs between the recipe that a run began with and the one that it goes on with: `steps 10 -> 20`."""
+    """Return what differs between the recipe that a run had and the one that it goes on with: `steps 10 -> 20`. A
+    recipe.json that cannot be read differs in nothing."""
     try:
-        saved = read_json(folder / "recipe.json", remedy="")
+        saved = read_recipe(folder)
     except UserError:
         return []
     changes = []
-    for name, _, _, value in leaves(recipe):
-        before: Any = saved
-        for part in name.split("."):
-            before = before.get(part, ABSENT) if isinstance(before, dict) else ABSENT
-        if before not in (value, ABSENT) and name not in ("resume", "runs"):  # an older run lacks newer fields
+    for name, _, _, value in leaves(recipe.resolved()):
+        before = saved_value(saved, name)
+        if name == "optimizer.decay_steps" and before is None:
+            before = saved_value(saved, "steps")
+        if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
             changes.append(f"{name} {before} -> {value}")
     return changes
 
@@ -135,13 +186,31 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")
 
 
-def describe_run(folder: Path, recipe: Recipe, mesh: Mesh, data: dict[str, Any]) -> None:
-    """Write the resolved recipe and the environment."""
+def describe_run(folder: Path, recipe: Recipe, mesh: Mesh, data: dict[str, Any], step: int) -> None:
+    """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
+    for name in ("recipe", "environment"):
+        keep_old(folder / f"{name}.json", step)
     write_json(folder / "recipe.json", asdict(recipe))
     write_json(
         folder / "environment.json",
         {**environment(mesh.device), "world": mesh.world, "plan": mesh.plan.name, "data": data},
     )
+
+
+def keep_old(path: Path, step: int) -> None:
+    """Keep a file that is about to be written anew as NAME-step-00000040.json, or under a free name beside it."""
+    if not path.is_file():
+        return
+    for number in count(1):
+        copy = path.with_name(f"{path.stem}-step-{step:08d}{f'-{number}' if number > 1 else ''}{path.suffix}")
+        if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
+            return  # kept when the run went on from here before
+        if not os.path.lexists(copy):
+            try:
+                os.link(path, copy)  # whole at once; what is written anew is another file
+            except OSError:  # a file system without such links
+                shutil.copyfile(path, copy)
+            return
 
 
 def environment(device: torch.device) -> dict[str, Any]:

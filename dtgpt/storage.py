@@ -205,6 +205,10 @@ class FileLock:
         os.close(self._descriptor)
         self._descriptor = None
 
+    def is_there(self) -> bool:
+        """Return whether the held file still has its name: no folder above it was moved, removed or replaced."""
+        return self._is_there(self._descriptor)
+
     def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if self._wait else fcntl.LOCK_NB))
@@ -218,8 +222,8 @@ class FileLock:
         """Return whether the file still has its name: its holder may just have removed it."""
         try:
             return os.path.samestat(os.fstat(descriptor), self.path.lstat())
-        except FileNotFoundError:
-            return False
+        except OSError as error:  # others may pass
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def _open_lock(path: Path) -> int:

@@ -3,8 +3,6 @@
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> loop -> run folder
 """
 
-import math
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +22,9 @@ from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.end_of_document import EndOfDocument, Marks
 from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
+from dtgpt.ending import LEFT, folder_lost, is_over, left_to_do, stopped
 from dtgpt.errors import UserError
+from dtgpt.losses import IntervalLoss, check_finite
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
 from dtgpt.optim import Update
@@ -35,7 +35,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
 from dtgpt.recipe import Recipe
 from dtgpt.report import Report, Silence
-from dtgpt.run import AUTO, changes_since
+from dtgpt.run import Claim, changes_since
 from dtgpt.signals import StopRequest
 
 
@@ -48,21 +48,24 @@ def train(recipe: Recipe) -> int:
     stop = StopRequest(recipe.exit_after)  # whose time is the program's, reading of data included
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        run, checkpoint = find_run(recipe, mesh, stack)
-        if run and recipe.resume == AUTO and checkpoint.state["step"] >= recipe.steps:
-            say(f"{run} has done its {checkpoint.state['step']} steps; nothing is left to do")
+        claim = stack.enter_context(Claim())
+        run, checkpoint = find_run(recipe, mesh, claim)
+        if checkpoint and is_over(run, checkpoint, recipe):
             return 0
         dataset = read_on_every_node(recipe, mesh, process)
+        left = mesh.on_rank_0(lambda: left_to_do(run, checkpoint, recipe, dataset))
+        if left == []:
+            return 0
         stack.enter_context(stop)
         training = Training(recipe, mesh, dataset, checkpoint, stop)
         if training.interrupted():
-            return training.exit_code()
+            return stopped("before the first step", stop, False, recipe, mesh)
         if run:
-            say("; ".join(["resuming", *changes_since(run, recipe)]))
+            say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, recipe))]))
             mesh.on_rank_0(lambda: leave_newer(run, training.step))
         else:
-            run = new_run(recipe, mesh, stack)
-        return training.run_to_end(run)
+            run = new_run(recipe, mesh, claim)
+        return training.run_to_end(run, claim, left)
 
 
 class Curve(NamedTuple):
@@ -102,14 +105,17 @@ class Training:
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
         self.ends = EndOfDocument(dataset.tokenizer.end_of_text, *(option == "on" for option in options))
         self.saver: Saver | None = None
-        self.step, self.sizes = 0, BatchSizes(recipe)
+        self.claim, self.leaving = Claim(), False  # leaving: because of `exit_interval`
+        self.step, self.sizes, self.interval = 0, BatchSizes(recipe), IntervalLoss(mesh)
         if checkpoint:
             self._resume(checkpoint)
         elif recipe.init_from is not None:
             begin_from(Path(recipe.init_from), recipe.model, dataset.tokenizer, self.shards, mesh)
 
-    def run_to_end(self, run: Path) -> int:
-        """Train, report into the folder `run`, and return the exit code of `train`."""
+    def run_to_end(self, run: Path, claim: Claim, left: list[str] | None) -> int:
+        """Train, report into the folder `run`, which rank 0 has as its `claim`, and return the exit code of `train`.
+        `left`: what of the last step is to be reported, where all steps are done."""
+        self.claim = claim
         made = (self.recipe, self.mesh, self.dtype, self.dataset, run, self.step)
         with ExitStack() as stack:
             report: Report | Silence = Silence()
@@ -128,20 +134,14 @@ class Training:
             keep, made = self.recipe.checkpoint, (checkpoints, self.shards, self.optimizer.adamw)
             background, timeout = keep.background == "on", self.recipe.timeout
             self.saver = stack.enter_context(Saver(*made, keep.keep_last, keep.keep_every, background, timeout))
-            stopped = self._loop(report, checkpoints)
+            early = self._report_left(report, left) if left else self._loop(report, checkpoints)
+            self._check_folder()
             report.finish()
-        if not stopped:
+        if not early:
             return 0
-        hint = f"; to go on, add --resume {run}" if 0 < self.step < self.recipe.steps else ""
-        say(f"stopped at step {self.step}/{self.recipe.steps}{hint}")
-        return self.exit_code()
-
-    def exit_code(self) -> int:
-        """Of a run that ends early: 0 after `exit_after`, else by a signal, which perhaps not every process got."""
-        number = int(self.mesh.max(self.stop.requested or 0))
-        if number == 0 and self.recipe.exit_after is not None:
-            return 0
-        return 128 + (number or signal.SIGTERM)
+        hint = f"; to go on, add --resume {run}" if self.step else ""
+        where = f"at step {self.step}/{self.recipe.steps}"
+        return stopped(where, self.stop, self.leaving, self.recipe, self.mesh, hint)
 
     def _loop(self, report: Report | Silence, checkpoints: Path) -> bool:
         """Steps to the end of the recipe; whether a signal came before it."""
@@ -149,26 +149,27 @@ class Training:
         first, stopping = self.step, self.interrupted()
         while self.step < recipe.steps and not stopping:
             on_device = self.train_step()
+            self.interval.add(on_device.loss)
 
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
-            stopping, last = self.mesh.vote(bool(self.stop)), self.step == recipe.steps
-            report_due = last or due(self.step, log.interval) or self.step == first + 1
+            stopping, last = self.mesh.vote(self._must_end()), self.step == recipe.steps
+            self.leaving = not last and due(self.step, recipe.exit_interval or 0)
+            stopping = stopping or self.leaving
+            recorded = last or due(self.step, log.interval) or self.step == 1  # as without a resume
+            report_due = recorded or self.step == first + 1
             eval_due = last or due(self.step, log.eval_interval)
             save_due = last or due(self.step, recipe.checkpoint.interval) or stopping
             sample_due = last or due(self.step, log.sample_interval)
             if not (report_due or eval_due or save_due or sample_due):
                 continue
-            loss, norm = self.mean_loss(on_device), on_device.norm.item()  # here the program waits for the device
-            if self.optimizer.scaler is None:
-                self._check_finite("loss and gradient norm", loss, norm)
-            else:  # whose overflows are skipped steps
-                self._check_finite("loss", loss)
-                self.optimizer.check_overflow(norm)
+            loss, mean, norm = self._read(on_device)
             if report_due:
                 tokens = self.samples_before(self.step) * recipe.model.seq_length
                 memory = self.mesh.max(peak_memory(self.device)[0])
                 more = self.optimizer.scaling() | self.sizes.told(self.step - 1)
-                report.step(self.step, tokens, loss, norm, self.optimizer.lr.item(), memory, more)
+                report.step(self.step, tokens, mean, loss, norm, self.optimizer.lr.item(), memory, more, recorded)
+            if due(self.step, log.interval):
+                self.interval.restart()
             with report.paused():
                 if eval_due:
                     self._report_held_out(report, "valid")
@@ -179,6 +180,42 @@ class Training:
                 if sample_due and (text := self.sample()) is not None:
                     report.sample(self.step, text)
         return stopping or self.interrupted()
+
+    def _read(self, on_device: Curve) -> tuple[float, float, float]:
+        """Wait for the device, and return the loss of the step, the mean one of the interval and the norm of the
+        gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
+        loss, mean, lost = self.interval.read(on_device.loss, self.claim.lost(at_once=True))
+        if lost:
+            raise folder_lost(self.step)
+        norm = on_device.norm.item()
+        if self.optimizer.scaler is None:
+            check_finite(self.step, "loss and gradient norm", loss, norm)
+        else:  # whose overflows are skipped steps
+            check_finite(self.step, "loss", loss)
+            self.optimizer.check_overflow(norm)
+        check_finite(self.step, f"mean loss of {self.interval.steps} steps", mean)
+        return loss, mean, norm
+
+    def _report_left(self, report: Report | Silence, left: list[str]) -> bool:
+        """What a run that has done its steps did not come to; whether a signal came before it."""
+        say(f"{self.recipe.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
+        for part in ("valid", "test"):
+            if part in left:
+                self._report_held_out(report, part)
+        if "sample" in left and (text := self.sample()) is not None:
+            report.sample(self.step, text)
+        if not (early := self.interrupted()):
+            say("all is done")
+        return early
+
+    def _must_end(self) -> bool:
+        """Whether this process has a reason to end after the step; `_read` says which."""
+        return bool(self.stop) or self.claim.lost()
+
+    def _check_folder(self) -> None:
+        """Raise UserError, on all ranks, where the run folder is gone."""
+        if self.mesh.any(self.claim.lost(at_once=True)):
+            raise folder_lost(self.step)
 
     def train_step(self) -> Curve:
         """One optimizer step. Nothing here waits for the device."""
@@ -243,8 +280,8 @@ class Training:
         return self.mesh.sum(on_device.loss).item() / (self.plan.dp * self.plan.tp)
 
     def interrupted(self) -> bool:
-        """Whether any process got a signal; all come to the same answer."""
-        return self.mesh.any(bool(self.stop))
+        """Whether any process has a reason to end; all come to the same answer."""
+        return self.mesh.any(self._must_end())
 
     def held_out_loss(self, part: Part = "valid") -> tuple[float, float] | None:
         own = (self.passes, self.mesh, self.recipe, self.dataset, self.ends, self.interrupted)
@@ -252,29 +289,22 @@ class Training:
 
     def _report_held_out(self, report: Report | Silence, part: Part) -> None:
         if losses := self.held_out_loss(part):
-            self._check_finite(f"{'held-out' if part == 'valid' else part} loss and bits/byte", *losses)
+            check_finite(self.step, f"{'held-out' if part == 'valid' else part} loss and bits/byte", *losses)
             report.held_out(self.step, part, *losses)
 
     def sample(self) -> str | None:
         key = fold(self.sample_key, self.step)
         return evaluate.sample(self.passes, self.mesh, self.recipe, self.dataset.tokenizer, key, self.interrupted)
 
-    def _check_finite(self, names: str, *values: float) -> None:
-        """Raise UserError where the run has diverged. What a step does to the weights shows in the next step's loss."""
-        if not all(math.isfinite(v) for v in values):
-            shown = " and ".join(f"{v:.4g}" for v in values)
-            raise UserError(
-                f"the run has diverged: {names} at step {self.step} are {shown}; start again, or from an "
-                "earlier checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
-            )
-
     def _save(self, checkpoints: Path, must: bool) -> None:
         """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`
         save: then this waits until it is written."""
+        self._check_folder()
         state = describe(self.recipe, self.mesh, self.step, self.samples_before(self.step), self.dataset.digest)
         try:
-            self.saver.save(self.step, state | self.optimizer.state(), must)
+            self.saver.save(self.step, state | self.optimizer.state() | self.interval.state(), must)
         except (OSError, UserError) as error:
+            self._check_folder()  # which would explain it
             if must:
                 again = f"to go on, add --resume {checkpoints.parent}"
                 raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
@@ -285,12 +315,11 @@ class Training:
         check_tokenizer(run, self.dataset.tokenizer)
         load_training(checkpoint, self.shards, self.optimizer.adamw)
         self.optimizer.restore(state)
+        self.interval.restore(state)
         self.step = state["step"]
         self.sizes = BatchSizes(self.recipe, self.step, state["consumed_samples"])
         if state["data_digest"] != self.dataset.digest:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
-        if self.step >= self.recipe.steps:
-            raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
 
 
 def due(step: int, interval: int) -> bool:

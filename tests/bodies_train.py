@@ -3,12 +3,14 @@
 import os
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from dtgpt.begin import read_on_every_node, start
+from dtgpt.errors import UserError
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training, train
@@ -56,3 +58,20 @@ def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
             run.train_step()
             found.append(run.optimizer.scaling()["skipped_steps"])
         return found
+
+
+def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
+    """What ends a run whose folder rank 0 moves while it is at `step`."""
+    done, runs = Training.train_step, Path(recipe.runs)
+
+    def step_then_move(self):
+        result = done(self)
+        if self.step == step and dist.get_rank() == 0:
+            (runs / "test-001").rename(runs / "elsewhere")
+        return result
+
+    with mock.patch.object(Training, "train_step", step_then_move):
+        try:
+            return f"exit code {train(recipe)}"
+        except UserError as error:
+            return str(error)

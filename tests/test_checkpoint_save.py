@@ -331,15 +331,32 @@ def test_exit_after_ends_with_a_checkpoint_and_what_to_do_next(recipe, monkeypat
     monkeypatch.setattr(Training, "train_step", train_step)
     run = run_of(recipe, exit_after=90.0)
     assert run != whole and names_in(run) == ["latest", "step_00000003"]
-    assert f"stopped at step 3/8; to go on, add --resume {run}" in capsys.readouterr().out
+    assert (
+        f"stopped at step 3/8 after 90 minutes (exit_after); to go on, add --resume {run}\n" in capsys.readouterr().out
+    )
     monkeypatch.undo()
     assert train(change(recipe, resume=str(run))) == 0
     assert losses(run) == losses(whole)
 
 
-def test_time_that_is_over_before_the_first_step_leaves_nothing(recipe):
+def test_time_that_is_over_before_the_first_step_leaves_nothing(recipe, capsys):
     assert train(change(recipe, exit_after=1e-9)) == 0
     assert not Path(recipe.runs).exists()
+    assert capsys.readouterr().out == "stopped before the first step after 1e-09 minutes (exit_after)\n"
+
+
+def test_exit_interval_ends_with_a_checkpoint_at_each_of_its_multiples(recipe, capsys):
+    whole = run_of(recipe)
+    run = run_of(recipe, exit_interval=3)
+    for step, later in ((3, 6), (6, 8)):
+        assert names_in(run)[-1] == f"step_{step:08d}"
+        told = f"stopped at step {step}/8 (exit_interval 3); to go on, add --resume {run}\n"
+        assert told in capsys.readouterr().out
+        assert train(change(recipe, resume=str(run), exit_interval=3)) == 0
+        assert names_in(run)[-1] == f"step_{later:08d}"
+    assert losses(run) == losses(whole) and "stopped" not in capsys.readouterr().out
+    assert names_in(run_of(recipe, exit_interval=8)) == names_in(run_of(recipe, exit_interval=0)) == names_in(whole)
+    assert "stopped" not in capsys.readouterr().out
 
 
 def test_an_older_checkpoint_by_its_path_sets_the_newer_aside(recipe, capsys):

@@ -137,6 +137,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--name", "x" * 101], ["up to 100"]),
         (["--data.path", ""], ["data.path is empty"]),
         (["--resume="], ["resume is empty"]),
+        (["--exit_interval", "-1"], ["exit_interval=-1", "0 for no such end"]),
         (["--optimizer.decay_steps", "0"], ["decay_steps=0", "none for steps"]),
         (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "1 or less"]),
         (["--model.init_std", "-1"], ["init_std=-1.0"]),

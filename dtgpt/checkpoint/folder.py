@@ -23,6 +23,7 @@ from typing import Any
 from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_file
 from dtgpt.errors import UserError, shown
 from dtgpt.loss_scale import check_state
+from dtgpt.losses import check_interval
 from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.storage import read_regular, remove_tree, sync_path, write_text
@@ -165,6 +166,7 @@ def _check(state: dict[str, Any], text: str) -> None:
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     check_state(state.get("loss_scale"))
+    check_interval(state)
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} is no name of a file of a checkpoint")
@@ -232,7 +234,8 @@ def make_folder(checkpoints: Path, step: int) -> Path:
     for leftover in [*checkpoints.glob(".partial-*"), *checkpoints.glob(".removed-*")]:
         remove_tree(leftover)  # of a process that was killed
     partial = checkpoints / f".partial-{step_folder(checkpoints, step).name}-{secrets.token_hex(4)}"
-    partial.mkdir(parents=True)
+    checkpoints.mkdir(exist_ok=True)  # without parents: a run folder that somebody removed must not come back
+    partial.mkdir()
     return partial
 
 

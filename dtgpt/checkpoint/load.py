@@ -39,8 +39,11 @@ class Saved(Source):
     def read(self, name: str, part: Part | None = None) -> Tensor:
         whole = tuple(map(range, self._shapes[name]))
         target = torch.empty([len(r) for r in part or whole])
-        read_part(self.checkpoint, name, self._shapes[name], tuple(part or whole), target)
+        self.read_into(name, tuple(part or whole), target)
         return target
+
+    def read_into(self, name: str, part: Part, target: Tensor) -> None:
+        read_part(self.checkpoint, name, self._shapes[name], part, target)
 
 
 def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
@@ -84,7 +87,7 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
 def load_weights(source: Source, shards: Shards) -> None:
     """Give this rank's shards the weights of any source, a tensor at a time."""
     if isinstance(source, Saved):
-        fill(shards, lambda s: read_part(source.checkpoint, s.name, tuple(s.parameter.shape), s.part, s.local))
+        fill(shards, lambda shard: source.read_into(shard.name, shard.part, shard.local))
     else:
         fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.part)), threads=1)
 

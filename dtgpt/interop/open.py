@@ -1,14 +1,17 @@
 """What a path holds, and its weights as a `Source`."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from dtgpt.checkpoint.folder import STATE
+from dtgpt.checkpoint.files import Damaged
+from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source
+from dtgpt.model import GPTConfig
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 
@@ -46,6 +49,18 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return LLMC(path)
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
+
+
+def open_config(path: Path) -> GPTConfig:
+    """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. Raises UserError as
+    `open_source` does."""
+    own = [path] if (path / STATE).is_file() else []
+    if not own and (path / "recipe.json").is_file():
+        own = list_checkpoints(path / "checkpoints")[::-1]
+    for folder in own:
+        with suppress(Damaged):  # all checkpoints of a run have one model
+            return Checkpoint(folder).config
+    return open_source(path).config
 
 
 def run_of(path: Path) -> Path | None:

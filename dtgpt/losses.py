@@ -1,0 +1,73 @@
+"""The training loss between two points of the log, and whether a run has diverged."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.errors import UserError
+from dtgpt.parallel.mesh import Mesh
+
+KEY = "interval_loss"  # in the state of a checkpoint
+
+
+class IntervalLoss:
+    """The losses of the steps since the last one that `log.interval` divides, summed on the device without waiting.
+
+    Each rank sums its share. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
+    was stopped and resumed in between.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._copies = mesh, mesh.plan.dp * mesh.plan.tp  # ranks that share, or repeat, a step's loss
+        self._sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Add this rank's share of the loss of a step."""
+        self._sum.add_(loss)
+        self.steps += 1
+
+    def read(self, loss: Tensor, flag: bool) -> tuple[float, float, bool]:
+        """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's share is
+        `loss`; the mean loss of a step of the interval; whether `flag` is up on any."""
+        total, interval, flags = self._mesh.sum(loss, self._sum, float(flag)).tolist()
+        return total / self._copies, interval / self._copies / self.steps, flags > 0
+
+    def restart(self) -> None:
+        self._sum.zero_()
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for a checkpoint, the same on every rank."""
+        total = self._mesh.sum(self._sum).item()
+        return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the `state` of a checkpoint of any plan. An older one does not have the interval."""
+        if saved := state.get(KEY):
+            total, copies = saved["sum"], saved["copies"]
+            whole = total if copies == self._copies else total * self._copies / copies
+            self._sum.fill_(whole if self._mesh.rank == 0 else 0.0)
+            self.steps = saved["steps"]
+
+
+def check_interval(state: dict[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError where a checkpoint's state has an interval that `IntervalLoss.state` did
+    not return."""
+    if KEY in state:
+        saved = state[KEY]
+        counts = type(saved["steps"]) is type(saved["copies"]) is int and saved["steps"] >= 0 < saved["copies"]
+        if not counts or type(saved["sum"]) not in (int, float) or not math.isfinite(saved["sum"]):
+            raise ValueError(f"{KEY} needs a finite sum, and whole numbers of copies and steps")
+
+
+def check_finite(step: int, names: str, *values: float) -> None:
+    """Raise UserError where the run has diverged. What a step does to the weights shows in the next step's loss."""
+    if not all(math.isfinite(v) for v in values):
+        shown = f"{'are' if values[1:] else 'is'} {' and '.join(f'{v:.4g}' for v in values)}"
+        raise UserError(
+            f"the run has diverged: {names} at step {step} {shown}; start again, or from an "
+            "earlier checkpoint, with a lower optimizer.lr or a longer optimizer.warmup"
+        )

@@ -1,0 +1,150 @@
+"""Which recipe a command works on: that of its file with the options of the command line, of which a run that goes on
+keeps its own values, and a run that begins with given weights takes the dimensions of their model."""
+
+import math
+import os
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from dtgpt.checkpoint.load import FREE
+from dtgpt.console import say
+from dtgpt.errors import UserError, shown
+from dtgpt.interop.open import open_config
+from dtgpt.overrides import LARGEST, leaves, replace_values
+from dtgpt.recipe import Recipe
+from dtgpt.recipe_checks import check_name, value_of
+from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
+
+
+def settle(file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe to work on. `file`: that of the recipe file; `asked`: the same with the values of the options
+    `given` on the command line.
+
+    Raises UserError where a run to resume or a model to begin with is not as it must be.
+    """
+    run = _run_of(asked)
+    if run is not None:
+        return recipe_of_run(run, file, asked, given)
+    if asked.init_from:
+        return with_model(Path(asked.init_from), asked, given)
+    return asked
+
+
+def plan_error(error: UserError, recipe: Recipe) -> UserError:
+    """Return what to raise where `recipe`, which `settle` returned, has a plan that cannot be: if the plan is that of a
+    resumed run, with a word about it."""
+    run = _run_of(recipe)
+    if run is None or saved_value(read_recipe(run), "plan") != recipe.plan:
+        return error
+    return UserError(f"{error}; plan={recipe.plan} is that of the run: give --plan for another one")
+
+
+def _run_of(asked: Recipe) -> Path | None:
+    if not asked.resume:
+        return None
+    check_name(asked.name)  # by which `auto` searches
+    return run_to_resume(asked)[0]
+
+
+def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe with which `run` goes on: its own, with the values of `asked` for the options `given` and for
+    the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's."""
+    saved, kept = read_recipe(run), {}
+    try:
+        unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
+    except ValueError as error:
+        raise UserError(f"{run}/recipe.json says {error}; mend it") from None
+    for name, type_, *_ in leaves(file):
+        found = saved_value(saved, name)
+        if name in given or name in OF_ONE_START or found is ABSENT:
+            continue
+        try:
+            kept[name] = _checked(found, type_)
+        except ValueError as error:
+            raise UserError(f"{run}/recipe.json says {name}={shown(found)}, {error}; give --{name}") from None
+    # Older versions wrote out what `none` and `auto` mean.
+    older = saved_value(saved, "exit_interval") is ABSENT
+    if older and kept.get("optimizer.decay_steps") == saved_value(saved, "steps"):
+        kept["optimizer.decay_steps"] = None
+    if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
+        kept["data.tokenizer"] = "auto"
+    if unknown:
+        say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
+    _tell_kept(file, kept)
+    init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
+    resume = str(run) if asked.resume == AUTO else asked.resume
+    return replace(replace_values(asked, kept), resume=resume, init_from=init_from)
+
+
+def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
+    """Say in one line where the recipe file says something else than the run."""
+    differing = [
+        n for n in kept if kept[n] != value_of(file, n) and (n, value_of(file, n)) != ("data.tokenizer", "auto")
+    ]
+    if not differing:
+        return
+    says = ", ".join(f"{name}={_text(value_of(file, name))}" for name in differing)
+    keeps = ", ".join(_text(kept[name]) for name in differing)
+    options = " ".join(f"--{name} {shlex.quote(_text(value_of(file, name)))}" for name in differing)
+    say(
+        f"the recipe file says {says}; the run keeps {keeps}: "
+        f"give {options} to change {'them' if differing[1:] else 'it'}"
+    )
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _checked(value: Any, type_: Any) -> Any:
+    """Return a value from JSON if it is of a field's type, else raise ValueError."""
+    optional = NoneType in get_args(type_)
+    if value is None and optional:
+        return None
+    if optional:
+        (type_,) = (t for t in get_args(type_) if t is not NoneType)
+    if get_origin(type_) is Literal:
+        if not isinstance(value, str) or value not in get_args(type_):
+            raise ValueError(f"which is not one of {', '.join(get_args(type_))}")
+    elif type_ is str:
+        if not isinstance(value, str):
+            raise ValueError("which is not a text")
+        os.fsencode(value)  # else no path: its UnicodeEncodeError is a ValueError
+    elif type(value) is not int and (type_ is int or type(value) is not float):
+        raise ValueError(f"which is not {'a whole number' if type_ is int else 'a number'}")
+    elif not math.isfinite(value) or (type_ is int and abs(value) > LARGEST):
+        raise ValueError("which is too large")
+    return type_(value) if type_ in (int, float) else value
+
+
+def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
+    """Yield the names in a recipe.json that no field has. Raises ValueError where a group of fields is none."""
+    for key, value in saved.items():
+        name = f"{prefix}{key}"
+        if any(other.startswith(f"{name}.") for other in known):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name}={shown(value)}, which must be an object")
+            yield from _unknown(value, known, f"{name}.")
+        elif name not in known and name != "plans":
+            yield name[:60]
+
+
+def with_model(path: Path, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return `asked` with the dimensions of the model at `path`. Raises UserError where an option `given` contradicts
+    them; a shorter context is none."""
+    held = {f"model.{n}": v for n, v in vars(open_config(path)).items() if n not in FREE}
+    wanted = {name: value_of(asked, name) for name in held}
+    other = [n for n in held if n in given and wanted[n] != held[n]]
+    wrong = [n for n in other if n != "model.seq_length" or wanted[n] > held[n]]
+    if wrong:
+        told = " and ".join(f"--{name} {wanted[name]}, where the model has {held[name]}" for name in wrong)
+        raise UserError(f"{path} cannot be begun with {told}; leave {' and '.join(f'--{n}' for n in wrong)} out")
+    taken = {n: v for n, v in held.items() if n not in given and v != wanted[n]}
+    if taken:
+        changes = ", ".join(f"{name} {wanted[name]} -> {value}" for name, value in taken.items())
+        say(f"the model has the dimensions of {path}: {changes}")
+    return replace_values(asked, taken)
