@@ -7,16 +7,19 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dtgpt.console import say
 from dtgpt.errors import UserError, shown
+from dtgpt.tokenizers.tokenizer import special_token
 
+Piece = TypeVar("Piece", bytes, str)
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
@@ -115,20 +118,50 @@ def _is_union(token: str, ids: Mapping[str, int]) -> bool:
 
 def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
     """Whether the tokens with smaller ids leave `left` and `right` of their union."""
-    union = left + right
+    return _last_parts(tokens, left + right) == [left, right]
+
+
+def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:
+    """What the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
     own = tokens[union]
     splits = [i for i in range(1, len(union)) if union[:i] in tokens and union[i:] in tokens]
-    if splits == [len(left)]:
-        return True
+    if len(splits) == 1:
+        return [union[: splits[0]], union[splits[0] :]]
     parts = [union[i : i + 1] for i in range(len(union))]
     while len(parts) > 2:
         ranks = [tokens.get(a + b, own) for a, b in pairwise(parts)]
         best = min(ranks)
         if best >= own:
-            return False
+            break
         i = ranks.index(best)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts == [left, right]
+    return parts
+
+
+def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]], bool]:
+    """Return the list of merges that does what tiktoken and SentencePiece do without one: they merge the adjacent pair
+    whose union ranks first. And whether a token is not made so of its own bytes, but only as a whole word."""
+    merges, whole_words = [], False
+    for union in sorted((token for token in tokens if len(token) > 1), key=tokens.__getitem__):
+        parts = _last_parts(tokens, union)
+        if len(parts) == 2 and all(part in tokens for part in parts):
+            merges.append((parts[0], parts[1]))
+            continue
+        whole_words = True
+        splits = ((union[:i], union[i:]) for i in range(1, len(union)))
+        merges += [pair for pair in splits if pair[0] in tokens and pair[1] in tokens]
+    return merges, whole_words
+
+
+def tokenizer_json(
+    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
+    ignore_merges: bool = False,
+) -> str:  # fmt: skip
+    """A BPE in Hugging Face's format."""
+    model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
+    added = [special_token(name, i) for name, i in specials.items()]
+    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
 
 
 def letter_bytes() -> dict[str, int]:
