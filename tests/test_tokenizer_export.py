@@ -206,7 +206,7 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
         if path.name != "tokenizer.json":
             (tmp_path / "bare" / path.name).symlink_to(path)
     convert(tmp_path / "bare", tmp_path / "none", ConvertConfig(to="hf"))
-    assert "nothing tells the tokenizer of" in (said := capsys.readouterr().err) and "--tokenizer" in said
+    assert "nothing tells the tokenizer of" in (said := capsys.readouterr().out) and "--tokenizer" in said
     named = ConvertConfig(to="hf", tokenizer=str(run / "tokenizer.json"))
     convert(tmp_path / "bare", tmp_path / "hf", named)
     assert capsys.readouterr().err == "" and (tmp_path / "hf" / "tokenizer.json").is_file()

@@ -61,7 +61,7 @@ def convert(path: Path, target: Path, config: ConvertConfig) -> None:
         save_weights(source, target, str(path), named or tokenizer_beside(path))
     elif config.to == "hf":
         tokenizer = named or tokenizer_beside(path)
-        save_huggingface(source, target, dtype, tokenizer, _files_of(tokenizer, source, path))
+        save_huggingface(source, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
     else:
         sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
@@ -84,10 +84,10 @@ def _check(config: ConvertConfig) -> None:
         raise UserError(f"the tokenizer {given} has no place in a Megatron-LM tree; leave it out")
 
 
-def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path) -> dict[str, Any] | None:
-    """The tokenizer's files for transformers; None, with a warning, where there are none that would be right."""
+def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
+    """The tokenizer's files for transformers; None, which is said, where there are none that would be right."""
     if tokenizer is None:
-        say(f"nothing tells the tokenizer of {path}, so that none is written; {OF_MODELS.remedy}", warning=True)
+        say(f"nothing tells the tokenizer of {path}, so that {target} has none; {OF_MODELS.remedy}")
         return None
     try:
         files = transformers_files(tokenizer, source.config.seq_length)

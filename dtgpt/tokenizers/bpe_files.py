@@ -69,7 +69,7 @@ def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict
 
 
 def check_merges(
-    ids: Mapping[str, int], merges: Sequence[Sequence[str]], specials: Mapping[str, int], vocab: Path, source: Path,
+    ids: Mapping[str, int], merges: Sequence[list[str]], specials: Mapping[str, int], vocab: Path, source: Path,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Raise UserError where merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be
@@ -79,10 +79,11 @@ def check_merges(
     others, its merge is lost. A token that no two others make was put into the vocabulary by hand, and so perhaps was
     one with the name of a special token, or where whole words need no merge (`ignore_merges`): that is a warning.
     """
-    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    words = {name: value for name, value in model.items() if isinstance(value, str)}
+    prefix, suffix = (words.get(name, "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     made = set()
     for pair in merges:
-        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             return  # not a merge at all, as the library will say
         made.add(pair[0] + pair[1].removeprefix(prefix))
         lost = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
@@ -91,7 +92,7 @@ def check_merges(
                 f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(lost)}, so "
                 "that one was cut off or they are of two tokenizers; fetch them again"
             )
-    apart = {*specials, model.get("unk_token")}
+    apart = {*specials, words.get("unk_token")}
     unmade = [
         token for token in ids
         if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1

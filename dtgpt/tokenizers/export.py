@@ -51,7 +51,11 @@ def export_note(tokenizer: Tokenizer) -> str | None:
 
 def first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
-    return next(iter(tokenizer.encode("")), tokenizer.end_of_text)
+    try:
+        opening = tokenizer.encode("")
+    except UserError:  # of a tokenizer that knows no text
+        opening = []
+    return next(iter(opening), tokenizer.end_of_text)
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:

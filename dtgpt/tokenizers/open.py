@@ -207,7 +207,7 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
     """Raise UserError for ids that are none, and for tokens or merges of a BPE that are missing."""
     added = saved.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in added):
-        raise UserError(f"{path} has added_tokens that are no tokens; fetch it again")
+        raise UserError(f"{path} is no tokenizer.json: its added_tokens are no tokens; fetch it again")
     specials = {token["content"]: token.get("id") for token in added}
     _check_ids(specials, path)
     model = saved["model"]
