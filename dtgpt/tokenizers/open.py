@@ -78,9 +78,10 @@ def check_named_once(
         raise UserError(f"the tokenizer {name} and {options.vocab_file} {vocab_file} are both given; leave one out")
 
 
-def make_tokenizer(
-    kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = "use --data.tokenizer bpe"
-) -> ByteLevel:
+OWN = f"use --data.tokenizer bpe, or give {OF_TRAINING.vocab_file} and {OF_TRAINING.merge_file}"
+
+
+def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel:
     """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", as tiktoken carries it (from its cache, or fetched
     by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
     if kind == "gpt2":
