@@ -8,15 +8,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.folder import STATE
 from dtgpt.device import memory_errors_as_sentences
 from dtgpt.errors import UserError
-from dtgpt.interop.open import open_source, run_of
+from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
+from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.model import GPT, GPT2_124M, GPTConfig
 from dtgpt.ops.random import root_key, uniform
-from dtgpt.run import load_tokenizer
-from dtgpt.tokenizers.open import make_tokenizer
+from dtgpt.tokenizers.open import OF_MODELS, make_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
@@ -75,13 +74,21 @@ def sample_text(
     temperature: float, top_k: int, interrupted: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
     """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     end = tokenizer.end_of_text
+    ids = tokenizer.encode(prompt) or [end]
+    if ids == [None]:
+        raise UserError(f"the tokenizer {tokenizer.name} names no end of text to begin a document with; give --prompt")
+    if max(ids) >= config.vocab_size:
+        raise UserError(
+            f"the prompt has the token {max(ids)} of {tokenizer.name}, where the model has {config.vocab_size} tokens; "
+            "give the tokenizer that the model was trained with"
+        )
 
     def stop(token: int) -> bool:
         return token == end or interrupted()
 
-    new = generate(logits_at, config, ids, new_tokens, key, temperature, top_k, tokenizer.vocab_size, stop)
+    vocab_size = min(tokenizer.vocab_size, config.vocab_size)
+    new = generate(logits_at, config, ids, new_tokens, key, temperature, top_k, vocab_size, stop)
     # Decoded with the prompt: some tokenizers drop a blank at the beginning of what they decode.
     whole = tokenizer.decode([*ids, *(token for token in new if token != end)])
     return prompt + whole[len(tokenizer.decode(ids)) :]
@@ -97,6 +104,11 @@ class GenerateConfig:
     temperature: Annotated[float, "sampling temperature; 0: always the likeliest token"] = 0.8
     top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all"] = 50
     seed: Annotated[int, "seed of the sampling"] = 0
+    tokenizer: Annotated[
+        str | None, "as dtgpt prepare takes it: a file, or a name such as gpt2; none: that of the run or folder"
+    ] = None
+    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge_file"] = None
+    merge_file: Annotated[str | None, "merges.txt, with --vocab_file"] = None
 
 
 @memory_errors_as_sentences("ask for fewer tokens")
@@ -106,7 +118,8 @@ def generate_from(path: Path, config: GenerateConfig) -> str:
         if getattr(config, name) < 0:
             raise UserError(f"{name}={getattr(config, name)} is negative; use 0 or more")
     source = open_source(path)
-    tokenizer = tokenizer_of(path, source.config)
+    named = named_tokenizer(source.config, config.tokenizer, config.vocab_file, config.merge_file)
+    tokenizer = named or tokenizer_of(path, source.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(source, device)
     key = root_key(config.seed, device)
@@ -115,13 +128,12 @@ def generate_from(path: Path, config: GenerateConfig) -> str:
 
 
 def tokenizer_of(path: Path, config: GPTConfig) -> Tokenizer:
-    """That of the run to which a path belongs; GPT-2's own for a model of another library with as many tokens."""
-    if run := run_of(path):
-        return load_tokenizer(run)
-    if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
-        return load_tokenizer(path)
+    """That of the run or folder; GPT-2's own for a model of another library with as many tokens."""
+    if beside := tokenizer_beside(path):
+        return beside
     if config.vocab_size == GPT2_124M.vocab_size:
-        return make_tokenizer("gpt2", [], 0)
+        return make_tokenizer("gpt2", [], 0, OF_MODELS.remedy)
     raise UserError(
-        f"nothing tells the tokenizer of {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder"
+        f"nothing tells the tokenizer of {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run "
+        f"folder, or {OF_MODELS.remedy.removeprefix('give ')}"
     )

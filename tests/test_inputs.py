@@ -255,3 +255,96 @@ def test_a_file_that_may_not_be_read_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", refuse)  # root may read everything
     with pytest.raises(UserError, match=r"a\.jsonl cannot be read: Permission denied"):
         find_sources([str(path)])
+
+
+def skipped(number=0, content=b"abcd"):
+    """A frame of zstd that readers pass over, as pzstd puts one before each frame."""
+    return (0x184D2A50 + number).to_bytes(4, "little") + len(content).to_bytes(4, "little") + content
+
+
+@pytest.mark.parametrize("number", [0, 7, 15])
+def test_a_file_of_pzstd_is_read(tmp_path, number, small_blocks):
+    zstandard = pytest.importorskip("zstandard")
+    frames = [zstandard.ZstdCompressor().compress(json_lines([text])) for text in TEXTS]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(skipped(number) + frame for frame in frames) + skipped(number, b""))
+    assert texts_of([path]) == TEXTS
+    path.write_bytes(skipped(number))
+    assert texts_of([path]) == []
+    path.write_bytes(skipped(number) + b"what is no frame")
+    with pytest.raises(UserError, match="is damaged or was cut off"):
+        texts_of([path])
+
+
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".bz2"])
+def test_all_streams_of_a_file_are_read_or_it_is_refused(tmp_path, packed, small_blocks):
+    one, two = (PACK[packed](json_lines(texts)) for texts in (TEXTS[:2], TEXTS[2:]))
+    path = tmp_path / "a.jsonl"
+    for content in (one + two, one + b"\0" * 8 + two, one + two + b"\0" * 4):
+        path.write_bytes(content)
+        assert texts_of([path]) == TEXTS
+    for content in (one + two[:-3], one + b"garbage" + two, one + b"x" + two[1:], one + two + b"junk"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.jsonl is damaged"):
+            texts_of([path])
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"\x04\x22\x4d\x18....", "lz4"), (b"PK\x03\x04....", "zip"), (b"7z\xbc\xaf\x27\x1c", "7z"), (b"LZIP\x01", "lzip"),
+    (lzma.compress(json_lines(TEXTS), lzma.FORMAT_ALONE), "xz -d"), (b"\x1f\x9d\x90", "gzip -d"),
+    (json_lines(TEXTS).decode().encode("utf-16"), "UTF-16"), (b"a.jsonl" + b"\0" * 250 + b"ustar\x0000", "tar -x"),
+    (gzip.compress(b"a.jsonl" + b"\0" * 250 + b"ustar\x0000"), "tar -x"), (b"PAR1\x15\x04", "Parquet"),
+    (gzip.compress(bz2.compress(json_lines(TEXTS))), "compressed twice"),
+])  # fmt: skip
+def test_formats_that_are_not_read_are_named_and_no_document_vanishes(tmp_path, content, words):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    (tmp_path / "b.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=rf"b\.jsonl is .*{words}"):
+        texts_of([tmp_path / "*.jsonl"])
+
+
+def test_a_text_that_begins_like_an_archive_is_a_text(tmp_path):
+    for i, text in enumerate(("BZh is how bzip2 begins", "PK", "LZIP", "PAR1", "Rar!")):
+        (tmp_path / f"{i}.txt").write_text(text)
+        assert texts_of([tmp_path / f"{i}.txt"]) == [text]
+
+
+def bomb(packed, path, size, fill=b"\n"):
+    """`size` bytes of one kind in a small file."""
+    if packed == ".zst":
+        maker = pytest.importorskip("zstandard").ZstdCompressor(level=3).compressobj()
+    else:
+        import zlib
+
+        new = {".xz": lambda: lzma.LZMACompressor(preset=0), ".bz2": bz2.BZ2Compressor}
+        maker = new.get(packed, lambda: zlib.compressobj(1, zlib.DEFLATED, 31))()
+    with path.open("wb") as file:
+        for _ in range(size >> 20):
+            file.write(maker.compress(fill * (1 << 20)))
+        file.write(maker.flush())
+    return path
+
+
+@pytest.mark.parametrize("packed", [".zst", ".gz", ".xz", ".bz2"])
+def test_a_small_file_does_not_fill_the_memory(tmp_path, packed):
+    import tracemalloc
+
+    path = bomb(packed, tmp_path / f"a.jsonl{packed}", 400 << 20)
+    tracemalloc.start()
+    try:
+        assert texts_of([path]) == [] and tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_or_text_beyond_all_bounds_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "LONGEST", 3 << 20)
+    monkeypatch.setattr(documents, "LONGEST_TEXT", 3 << 20)
+    monkeypatch.setattr(documents, "LONGEST_FIELD", 1 << 20)
+    for name in ("a.jsonl", "a.csv"):
+        with pytest.raises(UserError, match=rf"{name}\.gz, line 1 or later: longer than 3 MiB"):
+            texts_of([bomb(".gz", tmp_path / f"{name}.gz", 8 << 20, b"a")])
+    with pytest.raises(UserError, match=r"a\.txt\.gz is longer than 3 MiB, too long for one document; give --txt line"):
+        texts_of([bomb(".gz", tmp_path / "a.txt.gz", 8 << 20)])
+    (tmp_path / "b.csv").write_bytes(b'text\n"' + b"\n" * (2 << 20))
+    assert "field larger" in read([tmp_path / "b.csv"])[1][0]

@@ -337,6 +337,16 @@ def test_merges_and_tokens_that_a_tokenizer_json_lacks_are_refused(tmp_path, cha
         open_tokenizer(str(path))
 
 
+@pytest.mark.parametrize("changes", [
+    {"merges": [7]}, {"merges": [["a", "b", "c"]]}, {"merges": [["a", 7]]}, {"unk_token": [7]}, {"vocab": {"a": 0}},
+    {"end_of_word_suffix": 7}, {"continuing_subword_prefix": [7]}, {"merges": {"a": "b"}},
+])  # fmt: skip
+def test_a_damaged_model_is_one_sentence(tmp_path, changes):
+    with pytest.raises(UserError, match=r"tokenizer\.json") as error:
+        open_tokenizer(str(tokenizer_json(tmp_path, **changes)))
+    assert "\n" not in str(error.value)
+
+
 def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
     vocab, merges = gpt2_files(tmp_path)
     ids = json.loads(vocab.read_text())

@@ -22,7 +22,7 @@ from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
 from dtgpt.data.token_shards import TokenSequences, TokenShards
 from dtgpt.errors import UserError
-from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.tokenizers.open import OF_TRAINING, open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -177,9 +177,9 @@ def tokenizer_of(data: "DataConfig") -> Tokenizer:
             "leave one out"
         )
     if data.tokenizer_file is not None:
-        tokenizer = open_tokenizer(data.tokenizer_file)
+        tokenizer = open_tokenizer(data.tokenizer_file, options=OF_TRAINING)
     else:
-        tokenizer = open_tokenizer(data.tokenizer, data.vocab_file, data.merge_file)
+        tokenizer = open_tokenizer(data.tokenizer, data.vocab_file, data.merge_file, options=OF_TRAINING)
     if tokenizer.end_of_text is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
@@ -12,8 +12,12 @@ from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
-from dtgpt.interop.open import open_source, run_of
-from dtgpt.run import load_tokenizer
+from dtgpt.interop.open import open_source
+from dtgpt.interop.source import Source
+from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.tokenizers.export import export_note, transformers_files
+from dtgpt.tokenizers.open import OF_MODELS
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,11 @@ class ConvertConfig:
     true_vocab_size: Annotated[
         int | None, "vocabulary size without padding, of a Megatron-LM tree; none: 50257 where the tree fits it"
     ] = None
+    tokenizer: Annotated[
+        str | None, "tokenizer that is kept with the model, as dtgpt prepare takes it; none: that of the run or folder"
+    ] = None
+    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge_file"] = None
+    merge_file: Annotated[str | None, "merges.txt, with --vocab_file"] = None
 
 
 def convert(path: Path, target: Path, config: ConvertConfig) -> None:
@@ -47,11 +56,12 @@ def convert(path: Path, target: Path, config: ConvertConfig) -> None:
     for note in source.notes:
         say(note, warning=True)
     dtype = DTYPES[config.dtype]
+    named = named_tokenizer(source.config, config.tokenizer, config.vocab_file, config.merge_file)
     if config.to == "dtgpt":
-        run = run_of(path)
-        save_weights(source, target, str(path), load_tokenizer(run) if run else None)
+        save_weights(source, target, str(path), named or tokenizer_beside(path))
     elif config.to == "hf":
-        save_huggingface(source, target, dtype)
+        tokenizer = named or tokenizer_beside(path)
+        save_huggingface(source, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
     else:
         sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
@@ -69,3 +79,21 @@ def _check(config: ConvertConfig) -> None:
             raise UserError(f"{name}={size} is no number of ranks; use 1 or more")
         if size != 1 and config.to != "megatron":
             raise UserError(f"{name}={size} is of a Megatron-LM tree alone; leave it out: dtgpt cuts when it loads")
+    given = config.tokenizer or config.vocab_file or config.merge_file
+    if given and config.to == "megatron":
+        raise UserError(f"the tokenizer {given} has no place in a Megatron-LM tree; leave it out")
+
+
+def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
+    """The tokenizer's files for transformers; None, which is said, where there are none that would be right."""
+    if tokenizer is None:
+        say(f"nothing tells the tokenizer of {path}, so that {target} has none; {OF_MODELS.remedy}")
+        return None
+    try:
+        files = transformers_files(tokenizer, source.config.seq_length)
+    except UserError as error:
+        say(f"{error}; the model is written without a tokenizer", warning=True)
+        return None
+    if told := export_note(tokenizer):
+        say(told, warning=True)
+    return files

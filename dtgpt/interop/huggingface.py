@@ -31,6 +31,8 @@ from dtgpt.interop.gpt2 import (
 from dtgpt.interop.source import Part, Source, parameter_shapes
 from dtgpt.model import GPT2_124M, TABLE, GPTConfig
 from dtgpt.storage import new_folder, open_regular, read_json, write_json
+from dtgpt.tokenizers.export import CLASS, first_token
+from dtgpt.tokenizers.tokenizer import Tokenizer
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 # The names that transformers has for GELU with tanh; they differ in rounding only.
@@ -38,6 +40,8 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
 ROWS = 4096  # of two tables compared at a time
 PREFIX = "transformer."
+# Without these words transformers would take an empty tokenizer for the model's; with them it says that there is none.
+NO_TOKENIZER = {"tokenizer_config.json": {"tokenizer_class": CLASS}}
 REMEDY = "give a folder that transformers can load"
 
 
@@ -176,8 +180,12 @@ def _json(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
-def save_huggingface(source: Source, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time.
+def save_huggingface(
+    source: Source, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = None,
+    tokenizer_files: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time, with the
+    files that `transformers_files` made of its tokenizer.
 
     Raises UserError where the folder exists (before anything is read), `dtype` is none of DTYPES, a weight leaves the
     range of fp16, or writing fails. The folder appears when it is whole.
@@ -191,7 +199,7 @@ def save_huggingface(source: Source, folder: Path, dtype: torch.dtype = torch.fl
             _save_weights(source, partial, dtype)
         except SafetensorError as error:  # how the library tells of a full disk
             raise OSError(str(error)) from None
-        for name, settings in _settings(source.config, dtype).items():
+        for name, settings in (_settings(source.config, dtype, tokenizer) | (tokenizer_files or NO_TOKENIZER)).items():
             write_json(partial / name, settings)
 
 
@@ -200,7 +208,10 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {PREFIX + gpt2_name(name): _to_gpt2(source, name, dtype) for name in names}
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # by the umask; save_file takes another one
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
         where |= dict.fromkeys(tensors, file)
         total += sum(t.nbytes for t in tensors.values())
         del tensors  # before the next file's are read
@@ -235,10 +246,13 @@ def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def _settings(config: GPTConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """What goes into each JSON file. Only GPT-2's own vocabulary tells which id ends a text: its last."""
+def _settings(config: GPTConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+    """What goes into each JSON file. Without a tokenizer only GPT-2's own vocabulary tells which id ends a text: its
+    last."""
     end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
     ends = {"bos_token_id": end, "eos_token_id": end}
+    if tokenizer is not None:
+        ends = {"bos_token_id": first_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
     model = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_heads, "n_inner": None,
@@ -247,4 +261,4 @@ def _settings(config: GPTConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]
         "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout,
         "scale_attn_weights": True, "tie_word_embeddings": True, "torch_dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    return {"config.json": model | ends, "generation_config.json": ends}
+    return {"config.json": model | ends, "generation_config.json": ends | {"max_length": config.seq_length}}

@@ -3,37 +3,111 @@
 import bz2
 import gzip
 import lzma
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from dtgpt.errors import UserError
 
 SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
-OPENERS = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\x00": lzma.LZMAFile, b"BZh": bz2.BZ2File}
-ZSTD = b"\x28\xb5\x2f\xfd"
-PIECE = 1 << 18  # bytes read at once
+PIECE = 1 << 18  # bytes read at once, and bytes of a piece at most
+ZSTD_INPUT = 1 << 11  # bytes of which zstd makes 64 MiB at most
+HEAD = 512  # bytes that tell a format
+LARGEST_WINDOW = 1 << 30  # bytes of memory that a file of xz may ask for
+GZIP, XZ = rb"\x1f\x8b", rb"\xfd7zXZ\x00"
+BZIP2 = rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"  # a text may well begin with BZh
+ZSTD = rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"  # of a frame, or of one to be skipped, as pzstd puts first
+REFUSED = (
+    (rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18", "compressed with lz4", "unpack it with lz4 -d"),
+    (rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive", "unpack it with unzip"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
+    (rb"LZIP\x01", "compressed with lzip", "unpack it with lzip -d"),
+    (rb"\x89LZO\x00\r\n\x1a\n", "compressed with lzop", "unpack it with lzop -d"),
+    (rb"\x1f[\x9d\xa0]", "compressed with compress", "unpack it with gzip -d"),
+    (rb"\x5d\x00\x00", "compressed with lzma, the format before xz", "unpack it with xz -d"),
+    (rb"\xff\x06\x00\x00sNaPpY", "compressed with snappy", "unpack it first"),
+    (rb"[\x1e-\x27]\xb5\x2f\xfd", "compressed with a zstd of before 2016", "compress it again"),
+    (rb".{257}ustar", "a tar archive", "unpack it with tar -x"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file", "write it as JSON lines"),
+    (rb"ARROW1\x00\x00", "an Arrow file", "write it as JSON lines"),
+    (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -t UTF-8"),
+)
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
 def decompressed(raw: BinaryIO, name: str) -> Iterator[bytes]:
-    """The content of `raw` (buffered, at its beginning), in pieces; `name` is for messages.
+    """The content of `raw` (buffered, at its beginning), in pieces of PIECE bytes at most; `name` is for messages.
 
-    Raises UserError where the file is cut off, damaged or cannot be read, or where zstandard is missing.
+    Raises UserError where the file is cut off, damaged, in a format that is not read, or cannot be read, or where
+    zstandard is missing.
     """
     try:
-        head = raw.peek(6)
-        if head.startswith(ZSTD):
-            yield from _zstd_frames(raw, zstandard(name))
-            return
-        opener = next((opener for magic, opener in OPENERS.items() if head.startswith(magic)), None)
-        file = opener(raw) if opener else raw
-        while piece := file.read(PIECE):
-            yield piece
+        head = raw.peek(HEAD)
+        check_format(head, name)
+        first = True
+        for content in _content(raw, head, name):
+            if content and first:
+                _check_packed_once(head, content[:HEAD], name)
+                first = False
+            yield from (content[i : i + PIECE] for i in range(0, len(content), PIECE))
     except DAMAGED as error:
         raise UserError(f"{name} is damaged or was cut off ({error}); fetch or compress it again") from None
+    except MemoryError:
+        raise UserError(f"{name} needs more memory than there is; compress it with a smaller window") from None
     except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
+        if error.errno is None:  # how bz2 tells of damage
+            raise UserError(f"{name} is damaged ({error}); fetch or compress it again") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def check_format(head: bytes, name: str) -> None:
+    """Raise UserError where `head`, the first bytes of a file, are of a format that is not read, or of one whose
+    package is not installed."""
+    for magic, what, remedy in REFUSED:
+        if re.match(magic, head, re.DOTALL):
+            raise UserError(f"{name} is {what}, which is not read; {remedy}")
+    if re.match(ZSTD, head):
+        zstandard(name)
+
+
+def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
+    """Raise UserError where what was unpacked is an archive again."""
+    if content[: len(head)] == head[: len(content)]:  # nothing was unpacked
+        return
+    check_format(content, name)
+    if re.match(b"|".join((GZIP, XZ, BZIP2, ZSTD)), content):
+        raise UserError(f"{name} is compressed twice; unpack it once")
+
+
+def _content(raw: BinaryIO, head: bytes, name: str) -> Iterator[bytes]:
+    if re.match(ZSTD, head):
+        return _zstd_frames(raw, zstandard(name))
+    if re.match(XZ, head):
+        return _streams(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW))
+    if re.match(BZIP2, head):
+        return _streams(raw, bz2.BZ2Decompressor)
+    file = gzip.GzipFile(fileobj=raw) if re.match(GZIP, head) else raw
+    return iter(lambda: file.read(PIECE), b"")
+
+
+def _streams(raw: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
+    """One stream of xz or bzip2 after another. Python's own readers take the first that is damaged for the end."""
+    stream = None
+    while data := raw.read(PIECE):
+        while data:
+            if stream is None:
+                data = data.lstrip(b"\0")  # the padding that may follow a stream
+                stream = new() if data else None
+                continue
+            yield stream.decompress(data, PIECE)
+            while not (stream.eof or stream.needs_input):
+                yield stream.decompress(b"", PIECE)
+            data = stream.unused_data if stream.eof else b""
+            stream = None if stream.eof else stream
+    if stream is not None:
+        raise EOFError("the last stream has no end")
 
 
 def zstandard(name: str) -> Any:
@@ -48,9 +122,10 @@ def zstandard(name: str) -> Any:
 
 
 def _zstd_frames(raw: BinaryIO, package: Any) -> Iterator[bytes]:
-    """One frame after another. The package's own stream reader takes a file that is cut off for a whole one."""
+    """One frame after another. The package's own stream reader takes a file that is cut off for a whole one; without
+    it, only little input keeps the output small."""
     context, frame = package.ZstdDecompressor(), None
-    while data := raw.read(PIECE):
+    while data := raw.read(min(PIECE, ZSTD_INPUT)):
         while data:
             frame = frame or context.decompressobj()
             try:

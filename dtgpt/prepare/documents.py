@@ -10,7 +10,9 @@ from dtgpt.data.text import paired
 from dtgpt.errors import UserError
 
 BLOCK = 1 << 20  # bytes
-LONGEST = 1 << 30  # bytes of a line, and characters of a field of CSV
+LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
+LONGEST_FIELD = 1 << 27  # characters of a field of CSV, of four bytes each while it is read
+LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
 STDIN = "-"
 ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -62,7 +64,9 @@ def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, 
             first += count_lines(data)
             held, size = [piece[cut:]], len(piece) - cut
         elif size > LONGEST:
-            raise UserError(f"{source.name}, line {first} or later: longer than 1 GiB; is this file {source.kind}?")
+            raise UserError(
+                f"{source.name}, line {first} or later: longer than {LONGEST >> 20} MiB; is this {source.kind}?"
+            )
     if size:
         yield first, b"".join(held)
 
@@ -109,7 +113,15 @@ def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
 
 
 def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
-    data = b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+    held = bytearray()
+    for piece in pieces:
+        held += piece
+        if len(held) > LONGEST_TEXT:
+            raise UserError(
+                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; give --txt line, "
+                "or cut it into several files"
+            )
+    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
     try:
         return {keys[0]: [data.decode()]}
     except UnicodeDecodeError as error:
@@ -119,7 +131,7 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
 
 def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
     """Columns by the names in the first row. A record may go over several lines; its first one is its number."""
-    limit = csv.field_size_limit(LONGEST)
+    limit = csv.field_size_limit(LONGEST_FIELD)
     try:
         lines = (
             line

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dtgpt.errors import UserError
-from dtgpt.prepare.compressed import SUFFIXES, ZSTD, decompressed, zstandard
+from dtgpt.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
 from dtgpt.prepare.documents import (
     BLOCK,
     STDIN,
@@ -49,6 +49,8 @@ class Lines:
 
     def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
         """Blank lines are no documents."""
+        if self.data.isspace():
+            return
         read = json_document if self.source.kind == "jsonl" else text_line
         for number, line in enumerate(self.data.splitlines(), self.first):
             if line.strip():
@@ -151,8 +153,7 @@ def _check_readable(name: str) -> None:
     try:
         if stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would take its content away
             with open(name, "rb") as file:
-                if file.read(len(ZSTD)) == ZSTD:
-                    zstandard(name)
+                check_format(file.read(HEAD), name)
     except OSError as error:
         raise UserError(f"the input {name} cannot be read: {error.strerror}; check its path and permissions") from None
 

@@ -7,16 +7,19 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dtgpt.console import say
 from dtgpt.errors import UserError, shown
+from dtgpt.tokenizers.tokenizer import special_token
 
+Piece = TypeVar("Piece", bytes, str)
 LARGEST = 1 << 28  # bytes of a vocabulary's file
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
@@ -66,7 +69,7 @@ def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict
 
 
 def check_merges(
-    ids: Mapping[str, int], merges: Sequence[Sequence[str]], specials: Mapping[str, int], vocab: Path, source: Path,
+    ids: Mapping[str, int], merges: Sequence[list[str]], specials: Mapping[str, int], vocab: Path, source: Path,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Raise UserError where merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be
@@ -76,10 +79,11 @@ def check_merges(
     others, its merge is lost. A token that no two others make was put into the vocabulary by hand, and so perhaps was
     one with the name of a special token, or where whole words need no merge (`ignore_merges`): that is a warning.
     """
-    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    words = {name: value for name, value in model.items() if isinstance(value, str)}
+    prefix, suffix = (words.get(name, "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     made = set()
     for pair in merges:
-        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             return  # not a merge at all, as the library will say
         made.add(pair[0] + pair[1].removeprefix(prefix))
         lost = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
@@ -88,7 +92,7 @@ def check_merges(
                 f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(lost)}, so "
                 "that one was cut off or they are of two tokenizers; fetch them again"
             )
-    apart = {*specials, model.get("unk_token")}
+    apart = {*specials, words.get("unk_token")}
     unmade = [
         token for token in ids
         if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
@@ -115,20 +119,50 @@ def _is_union(token: str, ids: Mapping[str, int]) -> bool:
 
 def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
     """Whether the tokens with smaller ids leave `left` and `right` of their union."""
-    union = left + right
+    return _last_parts(tokens, left + right) == [left, right]
+
+
+def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:
+    """What the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
     own = tokens[union]
     splits = [i for i in range(1, len(union)) if union[:i] in tokens and union[i:] in tokens]
-    if splits == [len(left)]:
-        return True
+    if len(splits) == 1:
+        return [union[: splits[0]], union[splits[0] :]]
     parts = [union[i : i + 1] for i in range(len(union))]
     while len(parts) > 2:
         ranks = [tokens.get(a + b, own) for a, b in pairwise(parts)]
         best = min(ranks)
         if best >= own:
-            return False
+            break
         i = ranks.index(best)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts == [left, right]
+    return parts
+
+
+def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]], bool]:
+    """Return the list of merges that does what tiktoken and SentencePiece do without one: they merge the adjacent pair
+    whose union ranks first. And whether a token is not made so of its own bytes, but only as a whole word."""
+    merges, whole_words = [], False
+    for union in sorted((token for token in tokens if len(token) > 1), key=tokens.__getitem__):
+        parts = _last_parts(tokens, union)
+        if len(parts) == 2 and all(part in tokens for part in parts):
+            merges.append((parts[0], parts[1]))
+            continue
+        whole_words = True
+        splits = ((union[:i], union[i:]) for i in range(1, len(union)))
+        merges += [pair for pair in splits if pair[0] in tokens and pair[1] in tokens]
+    return merges, whole_words
+
+
+def tokenizer_json(
+    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
+    ignore_merges: bool = False,
+) -> str:  # fmt: skip
+    """A BPE in Hugging Face's format."""
+    model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
+    added = [special_token(name, i) for name, i in specials.items()]
+    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
 
 
 def letter_bytes() -> dict[str, int]:

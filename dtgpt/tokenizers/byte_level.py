@@ -11,6 +11,8 @@ from dtgpt.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, panics_as_u
 
 # GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# The same as tiktoken writes it.
+PATTERNS = (PATTERN, r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
 
 
 class ByteLevel(Tokenizer):

@@ -35,13 +35,13 @@ class HuggingFace(Tokenizer):
 
     @cached_property
     def _plain(self) -> Any:
-        parsed = _parse_tokenizer(self.name, self._content)
+        parsed = parse_tokenizer(self.name, self._content)
         parsed.encode_special_tokens = True
         return parsed
 
     @cached_property
     def _special(self) -> Any:
-        return _parse_tokenizer(self.name, self._content)
+        return parse_tokenizer(self.name, self._content)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_special")}
@@ -105,6 +105,10 @@ class SentencePiece(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
+    def piece(self, i: int) -> str:
+        """The name of a token."""
+        return self._processor.id_to_piece(i)
+
     def token_bytes(self) -> np.ndarray:
         known = self._processor
         silent = [known.is_control(i) or known.is_unknown(i) for i in range(self.vocab_size)]
@@ -120,7 +124,8 @@ def spelled(token: str) -> int:
     return 1 if BYTE.fullmatch(token) else len(token.replace(BLANK, " ").encode())
 
 
-def _parse_tokenizer(name: str, content: str) -> Any:
+def parse_tokenizer(name: str, content: str) -> Any:
+    """A tokenizer.json in Hugging Face's library. Raises UserError where that cannot read it or is missing."""
     try:
         import tokenizers
     except ImportError:

@@ -5,7 +5,6 @@ Ids are those of the files, whoever encodes.
 """
 
 import base64
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import tiktoken
 
 from dtgpt.errors import UserError, shown
 from dtgpt.storage import parse_json, read_json
-from dtgpt.tokenizers.bpe_files import LARGEST, BytePairs, check_merges, from_merges, read_text
+from dtgpt.tokenizers.bpe_files import LARGEST, BytePairs, check_merges, from_merges, read_text, tokenizer_json
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.tokenizers.tokenizer import CHECKSUM, END_OF_TEXT, ENDS, MOST, Tokenizer, checksum, panics_as_user_errors
@@ -79,11 +78,14 @@ def check_named_once(
         raise UserError(f"the tokenizer {name} and {options.vocab_file} {vocab_file} are both given; leave one out")
 
 
-def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int) -> ByteLevel:
+OWN = f"use --data.tokenizer bpe, or give {OF_TRAINING.vocab_file} and {OF_TRAINING.merge_file}"
+
+
+def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel:
     """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", as tiktoken carries it (from its cache, or fetched
     by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
     if kind == "gpt2":
-        return from_tiktoken("gpt2", "use --data.tokenizer bpe")
+        return from_tiktoken("gpt2", remedy)
     if kind == "bytes":
         return ByteLevel("bytes", PATTERN, [bytes([b]) for b in range(256)])
     return ByteLevel("bpe", PATTERN, train_ranks(documents, bpe_vocab_size))
@@ -164,7 +166,11 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)
     if byte_pairs is None:
-        return HuggingFace(str(vocab), _as_tokenizer_json(ids, pairs, specials), end)
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        content = tokenizer_json(
+            ids, list(map(" ".join, pairs)), specials, pre_tokenizer=byte_level, decoder=byte_level
+        )
+        return HuggingFace(str(vocab), content, end)
     return _byte_level(vocab.name, byte_pairs, ids, end)
 
 
@@ -173,21 +179,6 @@ def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | Non
     ends = (end, *ENDS) if end else ENDS
     largest, count = max(ids.values(), default=-1), len(ids.keys() | pairs.specials.keys())
     return ByteLevel(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
-
-
-def _as_tokenizer_json(ids: dict[str, int], pairs: list[list[str]], specials: dict[str, int]) -> str:
-    """GPT-2's pre-tokenization around these merges, in Hugging Face's format."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [{"id": i, "content": name, **flags} for name, i in specials.items()],
-            "pre_tokenizer": byte_level,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": {**ids, **specials}, "merges": pairs},
-        }
-    )
 
 
 def _from_file(path: Path, begin: bool) -> Tokenizer:
@@ -217,7 +208,7 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
     """Raise UserError for ids that are none, and for tokens or merges of a BPE that are missing."""
     added = saved.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in added):
-        raise UserError(f"{path} has added_tokens that are no tokens; fetch it again")
+        raise UserError(f"{path} is no tokenizer.json: its added_tokens are no tokens; fetch it again")
     specials = {token["content"]: token.get("id") for token in added}
     _check_ids(specials, path)
     model = saved["model"]

@@ -78,6 +78,12 @@ class Tokenizer(ABC):
         write_text(path, json.dumps({**saved, CHECKSUM: checksum(saved)}))
 
 
+def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
+    """Return an entry of `added_tokens` in Hugging Face's format."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": content, **flags, "special": special}
+
+
 def checksum(saved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 

@@ -1,0 +1,45 @@
+"""The tokenizer of a model, whatever wrote it."""
+
+from pathlib import Path
+
+from dtgpt.checkpoint.folder import STATE
+from dtgpt.errors import UserError
+from dtgpt.interop.open import run_of
+from dtgpt.model import GPTConfig
+from dtgpt.run import load_tokenizer
+from dtgpt.tokenizers.open import OF_MODELS, open_tokenizer
+from dtgpt.tokenizers.tokenizer import Tokenizer
+
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+
+
+def named_tokenizer(
+    config: GPTConfig, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
+) -> Tokenizer | None:
+    """The tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raises
+    UserError where it has more tokens than the model."""
+    if tokenizer is None and vocab_file is None and merge_file is None:
+        return None
+    named = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file, options=OF_MODELS)
+    if named.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer {named.name} has {named.vocab_size} tokens, the model {config.vocab_size}; give the one "
+            "that the model was trained with"
+        )
+    return named
+
+
+def tokenizer_beside(path: Path) -> Tokenizer | None:
+    """The tokenizer of the run to which `path` belongs, or the one whose files are in the folder `path`; None where
+    there is none."""
+    if run := run_of(path):
+        return load_tokenizer(run)
+    if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
+        return load_tokenizer(path)
+    if (path / "tokenizer.json").is_file():
+        return open_tokenizer(str(path / "tokenizer.json"), options=OF_MODELS)
+    vocab, merges = path / "vocab.json", path / "merges.txt"
+    if vocab.is_file() and merges.is_file():
+        return open_tokenizer(vocab_file=str(vocab), merge_file=str(merges), options=OF_MODELS)
+    model = next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
+    return open_tokenizer(str(model), options=OF_MODELS) if model else None
