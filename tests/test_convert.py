@@ -132,7 +132,7 @@ WRONG = {
     "no target": (["RUN"], ["MODEL TARGET"]),
     "an option for the target": (["RUN", "--to", "hf"], ["MODEL TARGET"]),
     "three paths": (["RUN", "out", "more"], ["'more' is not an option"]),
-    "an unknown source": (["here/nothing", "out"], ["here/nothing holds no model"]),
+    "an unknown source": (["here/nothing", "out"], ["here/nothing does not exist"]),
     "a folder of something else": (["here", "out"], ["here holds no model"]),
     "an unknown format": (["RUN", "out", "--to", "onnx"], ["onnx", "hf, megatron"]),
     "an unknown option": (["RUN", "out", "--tp", "2"], ["--tp"]),
