@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.ops.attention import check_backend
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check_recipe(recipe: "Recipe") -> None:
         if value_of(recipe, name) == "":
             raise UserError(f"{name} is empty; give a path, or leave it out")
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", recipe.name):
-        raise UserError(f"name={recipe.name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+        raise UserError(f"name={shown(recipe.name)} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
     if recipe.steps > MOST_STEPS:
         raise UserError(f"steps={recipe.steps} is more than a schedule holds; use {MOST_STEPS} or less")
     if recipe.exit_after is not None and recipe.exit_after <= 0:
@@ -94,8 +94,8 @@ def _check_rampup(recipe: "Recipe") -> None:
     whole = recipe.global_batch_size
     if not 0 < start < whole or increment < 1 or (whole - start) % increment or samples < 0:
         raise UserError(
-            f"rampup_batch_size={recipe.rampup_batch_size!r} does not lead to global_batch_size={whole}; START must "
-            "be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
+            f"rampup_batch_size={shown(recipe.rampup_batch_size)} does not lead to global_batch_size={whole}; START "
+            "must be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
         )
 
 
@@ -161,7 +161,8 @@ def parse_rampup(text: str) -> tuple[int, int, int]:
         start, increment, samples = map(int, text.replace(",", " ").split())
     except ValueError:
         raise UserError(
-            f"rampup_batch_size={text!r} is not START INCREMENT SAMPLES; give three whole numbers, as '32 32 100000'"
+            f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
+            "'32 32 100000'"
         ) from None
     return start, increment, samples
 

@@ -20,7 +20,7 @@ import torch
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.device import device_name
-from dtgpt.errors import UserError, remedy
+from dtgpt.errors import UserError, remedy, shown_name
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
@@ -126,7 +126,7 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
         for part in name.split("."):
             before = before.get(part, ABSENT) if isinstance(before, dict) else ABSENT
         if before not in (value, ABSENT) and name not in ("resume", "runs"):  # an older run lacks newer fields
-            changes.append(f"{name} {before} -> {value}")
+            changes.append(f"{name} {shown_name(before)} -> {value}")
     return changes
 
 

@@ -198,6 +198,19 @@ def test_a_checkpoint_as_it_was_written_has_these_types(models):
     assert "written by the plan dp2 on 2 processes" in inspect(path, InspectConfig())
 
 
+def test_long_words_of_a_command_line_are_shortened(tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    for words in (
+        ["generate", tmp_path / "there", "--tokens", "9" * 100_000],
+        ["generate", tmp_path / "there", "--tokens", "x" * 100_000],
+        ["convert", tmp_path / "there", tmp_path / "out", "--to", "x" * 100_000],
+        ["x" * 100_000],
+        ["inspect", "x" * 100_000],
+    ):
+        code, out, err = in_process(words, capsys)
+        assert code == 2 and out == "" and err.count("\n") == 1 and len(err) < 1000, err[:2000]
+
+
 def test_foreign_configurations_have_these_types_too(models):
     path = models("hf") / "config.json"
     settings = json.loads(path.read_text())
