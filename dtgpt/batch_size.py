@@ -7,7 +7,7 @@ the samples that the run has seen, so that a resumed run goes on with the same o
 
 from bisect import bisect_right
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import parse_rampup
 
@@ -66,5 +66,5 @@ def check_rampup(recipe: Recipe, world: int) -> None:
             plan.validate(recipe.model, recipe.micro_batch_size, size)
         except UserError as error:
             raise UserError(
-                f"rampup_batch_size={recipe.rampup_batch_size!r} passes {size} samples a step: {error}"
+                f"rampup_batch_size={shown(recipe.rampup_batch_size)} passes {size} samples a step: {error}"
             ) from None

@@ -12,12 +12,13 @@ from typing import Annotated
 
 import dtgpt
 from dtgpt.console import close_streams, prepare_streams, say, say_error
-from dtgpt.errors import UserError, remedy
+from dtgpt.errors import UserError, remedy, shown
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.overrides import read_words, take
 from dtgpt.signals import follow_launcher
 
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
+LONGEST_PATH = 4096  # characters of any path that can exist
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
 
   dtgpt prepare INPUT ... --output-prefix PREFIX
@@ -82,7 +83,7 @@ def _command(words: list[str]) -> int:
         del commands["record"]  # which only dtgpt compare uses
         near = difflib.get_close_matches(words[0].lower(), commands, n=1)
         remedy = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(commands)}"
-        raise UserError(f"there is no command {words[0][:60]!r}; {remedy}")
+        raise UserError(f"there is no command {shown(words[0])}; {remedy}")
     return commands[words[0]](words[1:])
 
 
@@ -102,7 +103,8 @@ def _exit(work: Callable[[], int]) -> None:
     except OSError as error:
         if not remedy(error):
             raise
-        place = f"{error.filename}: " if error.filename else ""
+        name = str(error.filename or "")
+        place = f"{name if len(name) <= LONGEST_PATH else shown(name)}: " if name else ""
         sentence = f"{place}{error.strerror}; {remedy(error)}"
     except KeyboardInterrupt:
         _leave(130)

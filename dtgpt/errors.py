@@ -38,7 +38,7 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring = 3, 60
+        self.maxlevel, self.maxstring = 3, 100
 
     def repr_int(self, x: int, level: int) -> str:
         return builtins.repr(x) if abs(x) < LARGEST_SHOWN else f"<integer of {x.bit_length()} bits>"
@@ -62,6 +62,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
-def shown_name(name: str) -> str:
-    """Return a foreign name as it is where it is short and printable, else as `shown`."""
-    return name if len(name) <= MOST_SHOWN and name.isprintable() else shown(name)
+def shown_name(value: Any) -> str:
+    """Return a foreign name, or another text, without quotes where it is short and printable; else as `shown`."""
+    plain = isinstance(value, str) and len(value) <= MOST_SHOWN and value.isprintable()
+    return value if plain else shown(value)

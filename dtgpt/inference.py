@@ -21,7 +21,7 @@ from torch import Tensor
 from dtgpt.checkpoint.load import load_weights
 from dtgpt.console import say
 from dtgpt.device import choose_device, choose_dtype
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.generate import generate
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import Source
@@ -121,7 +121,7 @@ def load(
     or "fp16". Raises UserError where the path, the plan or the device is wrong."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
-            raise UserError(f"{name}={value!r} is not known; use {', '.join(known)}")
+            raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     given = given.for_world(process.world)

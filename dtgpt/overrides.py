@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtgpt.console import say
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown, shown_name
 
 LARGEST = 1 << 53  # far beyond any sensible size, and far from where products of sizes overflow
 NEITHER = ("yes", "no", "true", "false", "1", "0", "y", "n")  # what others write for on and off
@@ -72,7 +72,7 @@ def read_words(
         if get_origin(known[name]) is tuple:
             values = [*options.get(name, []), *values]
         elif name in options:
-            say(f"--{typed} is given twice: {values[0]!r} counts, not {options[name][0]!r}", warning=True)
+            say(f"--{typed} is given twice: {shown(values[0])} counts, not {shown(options[name][0])}", warning=True)
         options[name] = values
     return alone, options
 
@@ -126,9 +126,11 @@ def _until_option(words: list[str]) -> list[str]:
 
 def _stray(word: str, rest: list[str], values: list[str] | None, option: str | None) -> str:
     if values is None:
-        return f"{word!r} is not an option; options look like --steps 100 (see --help)"
+        return f"{shown(word)} is not an option; options look like --steps 100 (see --help)"
     whole = " ".join([*values, word, *_until_option(rest)])
-    return f"--{option} takes one value, but {word!r} follows it; put several words in quotes: --{option} {whole!r}"
+    return (
+        f"--{option} takes one value, but {shown(word)} follows it; put several words in quotes: --{option} {whole!r}"
+    )
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
@@ -152,17 +154,17 @@ def _parse(name: str, words: list[str], type_: Any) -> Any:
         (type_,) = (t for t in get_args(type_) if t is not type(None))
     if get_origin(type_) is Literal:
         if text not in get_args(type_):
-            raise UserError(f"--{name} {text}: not one of {', '.join(get_args(type_))}")
+            raise UserError(f"--{name} {shown_name(text)}: not one of {', '.join(get_args(type_))}")
         return text
     try:
         value = type_(text.replace("_", "")) if type_ in (int, float) else type_(text)
     except ValueError:
         kind = {int: "a whole number", float: "a number"}[type_]
-        raise UserError(f"--{name} {text[:60]}: not {kind}") from None
+        raise UserError(f"--{name} {shown_name(text)}: not {kind}") from None
     if type_ is float and not math.isfinite(value):
-        raise UserError(f"--{name} {text}: not a finite number")
+        raise UserError(f"--{name} {shown_name(text)}: not a finite number")
     if type_ is int and abs(value) > LARGEST:
-        raise UserError(f"--{name} {text}: too large; use {LARGEST} or less")
+        raise UserError(f"--{name} {shown_name(text)}: too large; use {LARGEST} or less")
     return value
 
 

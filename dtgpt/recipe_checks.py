@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.ops.attention import check_backend
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def check_recipe(recipe: "Recipe") -> None:
 def check_name(name: str) -> None:
     """Raise UserError where `name` cannot name a run."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-        raise UserError(f"name={name!r} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+        raise UserError(f"name={shown(name)} cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 
 
 def _check_rampup(recipe: "Recipe") -> None:
@@ -101,8 +101,8 @@ def _check_rampup(recipe: "Recipe") -> None:
     whole = recipe.global_batch_size
     if not 0 < start < whole or increment < 1 or (whole - start) % increment or samples < 0:
         raise UserError(
-            f"rampup_batch_size={recipe.rampup_batch_size!r} does not lead to global_batch_size={whole}; START must "
-            "be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
+            f"rampup_batch_size={shown(recipe.rampup_batch_size)} does not lead to global_batch_size={whole}; START "
+            "must be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
         )
 
 
@@ -168,7 +168,8 @@ def parse_rampup(text: str) -> tuple[int, int, int]:
         start, increment, samples = map(int, text.replace(",", " ").split())
     except ValueError:
         raise UserError(
-            f"rampup_batch_size={text!r} is not START INCREMENT SAMPLES; give three whole numbers, as '32 32 100000'"
+            f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
+            "'32 32 100000'"
         ) from None
     return start, increment, samples
 

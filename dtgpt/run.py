@@ -25,7 +25,7 @@ import torch
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.device import device_name
-from dtgpt.errors import UserError, remedy
+from dtgpt.errors import UserError, remedy, shown_name
 from dtgpt.overrides import leaves
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
@@ -177,7 +177,7 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
         if name == "optimizer.decay_steps" and before is None:
             before = saved_value(saved, "steps")
         if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
-            changes.append(f"{name} {before} -> {value}")
+            changes.append(f"{name} {shown_name(str(before))} -> {value}")
     return changes
 
 

@@ -67,7 +67,7 @@ def read_json(path: Path, remedy: str, largest: int = LARGEST_JSON) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
     except ValueError as error:
-        raise UserError(f"{path} cannot be read: it is not JSON ({error}); {remedy}") from None
+        raise UserError(f"{path} cannot be read (it is not JSON: {error}); {remedy}") from None
 
 
 def sync_path(path: Path) -> None:

@@ -127,7 +127,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["generate", "."], [". holds no model that dtgpt knows", "run folder"]),
         (["generate", "x" * 300], ["File name too long", "shorter"]),
         (["generate"], ["dtgpt generate needs"]),
-        (["generate", "nothing"], ["nothing holds no model that dtgpt knows"]),
+        (["generate", "nothing"], ["nothing does not exist; give a run folder"]),
     ],
 )
 def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):

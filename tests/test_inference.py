@@ -206,9 +206,9 @@ def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(folder, world, p
 @pytest.mark.parametrize("plan", ["single", "tp2"])
 def test_a_path_without_a_model_is_one_sentence_on_every_rank(tmp_path, plan):
     (tmp_path / "notes.txt").write_text("no model")
-    for path in (tmp_path / "nothing", tmp_path, tmp_path / "notes.txt"):
-        for said in pool().run(WORLDS[plan], bodies.refusal, path, plan):
-            check_sentence(said, f"{path} holds no model")
+    for name, words in (("nothing", "does not exist"), ("", "holds no model"), ("notes.txt", "holds no model")):
+        for said in pool().run(WORLDS[plan], bodies.refusal, tmp_path / name, plan):
+            check_sentence(said, f"{tmp_path / name} {words}")
 
 
 def test_a_damaged_checkpoint_is_named_on_every_rank(recipe):

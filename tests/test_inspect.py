@@ -213,7 +213,7 @@ def test_a_run_without_a_checkpoint_is_one_sentence(recipe, run, command):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["nothing"], ["nothing holds no model"]),
+        (["nothing"], ["nothing does not exist"]),
         ([], ["needs MODEL"]),
         (["--tensors", "on"], ["needs MODEL"]),
         (["nothing", "--tensors", "all"], ["all", "on, off"]),

@@ -23,7 +23,7 @@ from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.samples import Samples, check_samples, load_samples, part_name
 from dtgpt.data.token_shards import TokenSequences
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 
 SURPLUS = 0.005  # that every dataset has ready over its share
 MOST = 32766  # datasets, which are counted in 16 bits
@@ -44,7 +44,9 @@ def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float] | 
         return arguments, None
     if None in weights:
         wrong = arguments[2 * weights.index(None)]
-        raise UserError(f"{wrong!r} is no weight of a dataset; give weights and prefixes in turns, or prefixes only")
+        raise UserError(
+            f"{shown(wrong)} is no weight of a dataset; give weights and prefixes in turns, or prefixes only"
+        )
     return arguments[1::2], weights
 
 

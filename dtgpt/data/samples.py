@@ -20,7 +20,7 @@ from torch import Tensor
 from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.token_shards import TokenSequences
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
@@ -56,7 +56,7 @@ class Epochs:
 def split_fractions(split: str) -> list[tuple[float, float] | None]:
     """Where training, validation and test begin and end, as fractions of the documents; None: nowhere. `split` is up to
     three weights, as "949,50,1". Raises UserError."""
-    wrong = f"the split {split!r} is not one to three weights, such as 949,50,1"
+    wrong = f"the split {shown(split)} is not one to three weights, such as 949,50,1"
     try:
         weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
     except ValueError:
@@ -74,7 +74,7 @@ def split_range(split: str | None, which: str, num_sequences: int) -> range:
     """The sequences of `which` (train, valid or test); `split` None: all of them. Empty where it has no weight. Raises
     UserError."""
     if which not in SPLITS:
-        raise UserError(f"there is no part {which!r} of a dataset; use one of {', '.join(SPLITS)}")
+        raise UserError(f"there is no part {shown(which)} of a dataset; use one of {', '.join(SPLITS)}")
     fractions = (0.0, 1.0) if split is None else split_fractions(split)[SPLITS.index(which)]
     return range(*(round(f * float(num_sequences)) for f in fractions)) if fractions else range(0)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
 SUFFIXES = (".txt", ".jsonl")
@@ -66,7 +66,9 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
             reason = getattr(error, "msg", error)
             raise UserError(f"{path}, line {number}: not JSON ({reason}); each line must be one JSON object") from None
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
-            raise UserError(f"{path}, line {number}: no text under {key!r}; name the right field with --data.json_key")
+            raise UserError(
+                f"{path}, line {number}: no text under {shown(key)}; name the right field with --data.json_key"
+            )
         yield paired(document[key])
 
 

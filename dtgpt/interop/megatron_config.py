@@ -203,13 +203,9 @@ def _refuse_widths(args: Namespace, heads: int, hidden: int, path: Path) -> None
 def _refuse(lacks: Mapping[str, str], args: Namespace, path: Path) -> None:
     """Raise UserError that tells what dtgpt's model lacks, by the names in args."""
     if lacks:
-        words = ", ".join(f"{lack} ({name}={_text(getattr(args, name))})" for name, lack in lacks.items())
+        words = ", ".join(f"{lack} ({name}={shown_name(getattr(args, name))})" for name, lack in lacks.items())
         raise UserError(
             f"{path} is of a model with {words}, which dtgpt does not have: its model is GPT-2, with learned "
             "positions, LayerNorm, biases, plain attention, a tanh-GELU MLP of 4 times the hidden size and tied "
             "embeddings; give a checkpoint of a GPT-2"
         )
-
-
-def _text(value: Any) -> str:
-    return shown_name(value) if isinstance(value, str) else shown(value)

@@ -24,8 +24,9 @@ KNOWN = (
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
     """The weights at `path`, whatever wrote them; raises UserError where nothing here is known, or it is damaged. The
     processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM tree."""
-    if not os.path.lexists(path):
-        raise UserError(f"{path} does not exist; give {KNOWN}")
+    if not path.exists():
+        where = f"leads to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+        raise UserError(f"{path} {where}; give {KNOWN}")
     mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
     if (path / STATE).is_file():
         return Saved(find_checkpoint(mesh, path, path, weights_alone=True))

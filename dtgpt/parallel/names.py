@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.parallel.plan import SCHEDULES, Plan
 
 SINGLE = "single"
@@ -31,46 +31,46 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
         return own[name]
     if name == SINGLE:
         return Plan(dp=1)
-    shown = f"plan={name[:60]!r}"
+    said = f"plan={shown(name)}"
     values: dict[str, Any] = {}
     for part in name.split("_"):
         given = _read_part(part)
         if given is None:
-            raise UserError(f"{shown}: {_what_is_wrong(part, own)}")
+            raise UserError(f"{said}: {_what_is_wrong(part, own)}")
         for key, value in given.items():
             if key in values:
-                raise UserError(f"{shown} says {part!r} and something else of the same kind; say one of them")
+                raise UserError(f"{said} says {shown(part)} and something else of the same kind; say one of them")
             values[key] = value
     try:
         return Plan(**values)
     except UserError as error:
-        raise UserError(f"{shown}: {error}") from None
+        raise UserError(f"{said}: {error}") from None
 
 
 def check_own_plans(own: Mapping[str, Plan]) -> None:
     """Raise UserError where a recipe's plans are no plans, or take names that mean something else."""
     if not isinstance(own, Mapping):
-        raise UserError(f"plans={own!r} is no dict; give one such as plans={{'wide': Plan(tp=4)}}")
+        raise UserError(f"plans={shown(own)} is no dict; give one such as plans={{'wide': Plan(tp=4)}}")
     for name, plan in own.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_ -]{1,60}", name):
-            raise UserError(f"plans has the name {name!r}; use up to 60 letters, digits, '_', '-' and spaces")
+            raise UserError(f"plans has the name {shown(name)}; use up to 60 letters, digits, '_', '-' and spaces")
         if name == SINGLE or all(_read_part(part) is not None for part in name.split("_")):
-            raise UserError(f"plans defines {name!r}, which is a standard plan; give it another name")
+            raise UserError(f"plans defines {shown(name)}, which is a standard plan; give it another name")
         if not isinstance(plan, Plan):
-            raise UserError(f"plans[{name!r}] is {plan!r}; give a Plan, such as Plan(tp=2)")
+            raise UserError(f"plans[{shown(name)}] is {shown(plan)}; give a Plan, such as Plan(tp=2)")
 
 
 def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
     if not part:
         return "there is an '_' too many; write parts such as tp2_pp2"
     if part == SINGLE or part in own:
-        return f"{part!r} is a whole plan; use it alone"
+        return f"{shown(part)} is a whole plan; use it alone"
     known = ["dp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
     if re.search(r"[^A-Za-z0-9]", part) and not own:
-        return f"{part[:60]!r} is no part of a plan; join parts by '_', as in tp2_pp2"
+        return f"{shown(part)} is no part of a plan; join parts by '_', as in tp2_pp2"
     near = difflib.get_close_matches(part.lower(), [*known, SINGLE, *own], n=1, cutoff=0.6)
     listed = ", ".join([*own, SINGLE, *known])
-    return f"{part[:60]!r} is no part of a plan; " + (
+    return f"{shown(part)} is no part of a plan; " + (
         f"did you mean {near[0]}?" if near else f"use {listed}, joined by '_'"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dtgpt.console import counted
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.model import GPTConfig
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
@@ -36,19 +36,21 @@ class Plan:
             value = getattr(self, name)
             free = value is None and name in ("dp", "stages_per_rank")
             if not free and (type(value) is not int or not 1 <= value <= LARGEST):
-                raise UserError(f"{name}={value!r} is no number of ranks or stages; use 1 to {LARGEST}")
+                raise UserError(f"{name}={shown(value)} is no number of ranks or stages; use 1 to {LARGEST}")
         if type(self.zero) is not int or self.zero not in range(4):
-            raise UserError(f"zero={self.zero!r} is no level of ZeRO; use 0, 1, 2 or 3")
+            raise UserError(f"zero={shown(self.zero)} is no level of ZeRO; use 0, 1, 2 or 3")
         if type(self.sequence_parallel) is not bool:
-            raise UserError(f"sequence_parallel={self.sequence_parallel!r} is neither; use True or False")
+            raise UserError(f"sequence_parallel={shown(self.sequence_parallel)} is neither; use True or False")
         if self.schedule not in SCHEDULES.values():
-            raise UserError(f"schedule={self.schedule!r} is not known; use {_listed(list(SCHEDULES.values()), 'or')}")
+            raise UserError(
+                f"schedule={shown(self.schedule)} is not known; use {_listed(list(SCHEDULES.values()), 'or')}"
+            )
         cut = self.blocks_per_stage
         if cut is not None and not (isinstance(cut, tuple | list) and all(type(n) is int for n in cut)):
-            raise UserError(f"blocks_per_stage={cut!r} is no list of whole numbers; use one such as (14, 10)")
+            raise UserError(f"blocks_per_stage={shown(cut)} is no list of whole numbers; use one such as (14, 10)")
         if not isinstance(self.table, Mapping) or not all(isinstance(key, str) for key in self.table):
             raise UserError(
-                f"table={self.table!r} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
+                f"table={shown(self.table)} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
             )
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.console import say
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.help import help_text, wants_help
 from dtgpt.overrides import read_words, take
 from dtgpt.prepare.documents import Broken
@@ -73,7 +73,9 @@ def tokenizer_command(words: list[str]) -> int:
         say(with_dashes(help_text(TrainTokenizerConfig(), TRAIN_HELP, "dtgpt tokenizer train INPUT ...")))
         return 0
     if words[0] != "train":
-        raise UserError(f"dtgpt tokenizer has no command {words[0]!r}; it has train, as in dtgpt tokenizer train a.txt")
+        raise UserError(
+            f"dtgpt tokenizer has no command {shown(words[0])}; it has train, as in dtgpt tokenizer train a.txt"
+        )
     config = parse_config(TrainTokenizerConfig(), words[1:])
     tokenizer = train_tokenizer(config)
     say(f"{config.output}: {tokenizer.vocab_size:,} tokens; use it with dtgpt prepare --tokenizer {config.output}")

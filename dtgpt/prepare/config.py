@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.tokenizers.open import check_named_once
 
 OnOff = Literal["on", "off"]
@@ -85,7 +85,7 @@ def _check_types(config: PrepareConfig) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
-                raise UserError(f"{name}={value!r} is none of {', '.join(get_args(hint))}")
+                raise UserError(f"{name}={shown(value)} is none of {', '.join(get_args(hint))}")
             continue
         wanted = hint if hint in TYPES else str  # the others may be None as well
         if value is None and wanted is not hint:
@@ -95,7 +95,7 @@ def _check_types(config: PrepareConfig) -> None:
         else:
             right = isinstance(value, wanted) and not isinstance(value, bool)
         if not right:
-            raise UserError(f"{name}={value!r} is of a wrong type; give {TYPES[wanted]}")
+            raise UserError(f"{name}={shown(value)} is of a wrong type; give {TYPES[wanted]}")
 
 
 def _check_merge(config: PrepareConfig) -> None:

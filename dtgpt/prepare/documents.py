@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dtgpt.data.text import paired
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
@@ -98,10 +98,10 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
 
 def _texts(fields: dict, key: str) -> list[str]:
     if key not in fields:
-        raise Unreadable(f"no key {key!r}")
+        raise Unreadable(f"no key {shown(key)}")
     texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
     if not all(isinstance(text, str) for text in texts):
-        raise Unreadable(f"{key!r} holds neither text nor a list of texts")
+        raise Unreadable(f"{shown(key)} holds neither text nor a list of texts")
     return texts
 
 
@@ -146,8 +146,8 @@ def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]
         missing = [key for key in keys if key not in header]
         if missing:
             raise UserError(
-                f"{source.name} has no column {missing[0]!r}, only {', '.join(header)[:200] or 'none'}; name the right "
-                "one with --json-keys"
+                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200] or 'none'}; name the "
+                "right one with --json-keys"
             )
         columns = [header.index(key) for key in keys]
         yield from _records(source, reader, dict(zip(keys, columns, strict=True)))

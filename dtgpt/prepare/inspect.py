@@ -105,8 +105,11 @@ def _means_tokens(word: str) -> bool:
 
 
 def _begins_as_model(path: Path) -> bool:
-    with open_regular(path) as file:
-        return file.read(4) in MODELS
+    try:
+        with open_regular(path) as file:
+            return file.read(4) in MODELS
+    except OSError:
+        return True  # whoever opens a model says what is wrong with the file
 
 
 def _inspect_data(config: InspectWords, options: set[str]) -> None:

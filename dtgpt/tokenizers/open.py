@@ -159,7 +159,7 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
-        raise UserError(f"{merges} holds {wrong[:60]!r}, which is no pair of tokens; give GPT-2's merges.txt")
+        raise UserError(f"{merges} holds {shown(wrong)}, which is no pair of tokens; give GPT-2's merges.txt")
     named = _end_named_beside(vocab)
     end = named if named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
