@@ -7,12 +7,15 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import dtgpt
 from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError
-from dtgpt.signals import follow_launcher
+from dtgpt.signals import follow_launcher, interrupt_imports, say_interrupted
+
+interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -100,8 +103,10 @@ def _exit(work: Callable[[], int]) -> None:
         place = f"{error.filename}: " if error.filename else ""
         sentence = f"{place}{error.strerror}; {REMEDIES[error.errno]}"
     except KeyboardInterrupt:
+        say_interrupted()
         _leave(130)
-    _say_once(sentence)
+    with suppress(KeyboardInterrupt):  # who cannot wait for rank 0
+        _say_once(sentence)
     _leave(2)
 
 
