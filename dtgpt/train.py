@@ -19,7 +19,7 @@ from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.data.ahead import Ahead
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.end_of_document import EndOfDocument, Marks
@@ -50,7 +50,7 @@ def train(recipe: Recipe) -> int:
         recipe, mesh, process = start(recipe, stack)
         run, checkpoint = find_run(recipe, mesh, stack)
         if run and recipe.resume == AUTO and checkpoint.state["step"] >= recipe.steps:
-            say(f"{run} has done its {checkpoint.state['step']} steps; nothing is left to do")
+            say(f"{run} has done its {counted(checkpoint.state['step'], 'step')}; nothing is left to do")
             return 0
         dataset = read_on_every_node(recipe, mesh, process)
         stack.enter_context(stop)
@@ -290,7 +290,7 @@ class Training:
         if state["data_digest"] != self.dataset.digest:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
         if self.step >= self.recipe.steps:
-            raise UserError(f"{run} has already done {self.step} steps; raise --steps to go on")
+            raise UserError(f"{run} has already done {counted(self.step, 'step')}; raise --steps to go on")
 
 
 def due(step: int, interval: int) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.console import counted
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
@@ -93,8 +94,8 @@ class TextDataset(Dataset):
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 raise UserError(
-                    f"the {name} text has {len(tokens)} tokens, but model.seq_length={seq_length} needs at least "
-                    f"{seq_length + 1}; use more text, a shorter --model.seq_length"
+                    f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
+                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length"
                     + (", or another --data.held_out (0 for none)" if name == "held-out" else "")
                 )
 
@@ -144,7 +145,13 @@ def load_dataset(
 def default_cache() -> Path:
     """`$DTGPT_CACHE`, or a folder in the user's cache directory (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
+    try:
+        return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"no home folder is known for the user {os.getuid()} (HOME is not set); set DTGPT_CACHE to a "
+            "folder for tokens"
+        ) from None
 
 
 def _write_cache(folder: Path, tokenizer: Tokenizer, train: np.ndarray, valid: np.ndarray) -> None:
