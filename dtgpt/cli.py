@@ -1,10 +1,12 @@
 """The `dtgpt` command and the entry point of recipe files."""
 
 import difflib
+import getpass
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
@@ -15,7 +17,9 @@ from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError, remedy, shown
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.overrides import read_words, take
-from dtgpt.signals import follow_launcher
+from dtgpt.signals import follow_launcher, interrupt_imports, say_interrupted
+
+interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -96,6 +100,7 @@ def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
     prepare_streams()
     follow_launcher()
+    _name_user()
     try:
         _leave(work())
     except UserError as error:
@@ -107,9 +112,19 @@ def _exit(work: Callable[[], int]) -> None:
         place = f"{name if len(name) <= LONGEST_PATH else shown(name)}: " if name else ""
         sentence = f"{place}{error.strerror}; {remedy(error)}"
     except KeyboardInterrupt:
+        say_interrupted()
         _leave(130)
-    _say_once(sentence)
+    with suppress(KeyboardInterrupt):  # who cannot wait for rank 0
+        _say_once(sentence)
     _leave(2)
+
+
+def _name_user() -> None:
+    """torch.compile and others name their folders by the user, who has no name in some containers."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid{os.getuid()}"
 
 
 def _leave(code: int) -> None:
