@@ -6,13 +6,28 @@ the samples that the run has seen, so that a resumed run goes on with the same o
 """
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING
 
 from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import parse_rampup
+
+if TYPE_CHECKING:
+    from dtgpt.parallel.plan import Plan
+    from dtgpt.recipe import Recipe
 
 
-def batch_size(consumed: int, recipe: Recipe) -> int:
+def parse_rampup(text: str) -> tuple[int, int, int]:
+    """Return (START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
+    try:
+        start, increment, samples = map(int, text.replace(",", " ").split())
+    except ValueError:
+        raise UserError(
+            f"rampup_batch_size={text[:60]!r} is not START INCREMENT SAMPLES; give three whole numbers, as "
+            "'32 32 100000'"
+        ) from None
+    return start, increment, samples
+
+
+def batch_size(consumed: int, recipe: "Recipe") -> int:
     """Samples of the step that begins after `consumed` samples."""
     whole = recipe.global_batch_size
     if recipe.rampup_batch_size is None:
@@ -27,7 +42,7 @@ def batch_size(consumed: int, recipe: Recipe) -> int:
 class BatchSizes:
     """Of every step of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
 
-    def __init__(self, recipe: Recipe, first_step: int = 0, first_sample: int = 0):
+    def __init__(self, recipe: "Recipe", first_step: int = 0, first_sample: int = 0):
         # (samples seen, step) at which each size begins.
         self._samples, self._steps, self._sizes = [first_sample], [first_step], [batch_size(first_sample, recipe)]
         consumed, step = first_sample, first_step
@@ -47,6 +62,11 @@ class BatchSizes:
         i = self._piece(step)
         return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
 
+    def steps_within(self, samples: int) -> int:
+        """How many whole steps the first `samples` of the run fill."""
+        i = max(0, bisect_right(self._samples, samples) - 1)
+        return self._steps[i] + (samples - self._samples[i]) // self._sizes[i]
+
     def told(self, step: int) -> dict[str, int]:
         """What a progress line says of `step`: its samples, where they change."""
         return {"batch_size": self.at(step)} if len(self._sizes) > 1 else {}
@@ -55,16 +75,32 @@ class BatchSizes:
         return max(0, bisect_right(self._steps, step) - 1)
 
 
-def check_rampup(recipe: Recipe, world: int) -> None:
-    """Raise UserError where a size of the ramp cannot be split as the plan wants it."""
+def check_rampup(recipe: "Recipe", plan: "Plan") -> None:
+    """Raise UserError where the plan cannot split a size of the ramp."""
     if recipe.rampup_batch_size is None:
         return
-    start, increment, _ = parse_rampup(recipe.rampup_batch_size)
-    plan = recipe.named_plan().for_world(world)
-    for size in range(start, recipe.global_batch_size, increment):
+    start, increment, samples = parse_rampup(recipe.rampup_batch_size)
+    whole, micro = recipe.global_batch_size, recipe.micro_batch_size
+
+    def fits(size: int) -> bool:
         try:
-            plan.validate(recipe.model, recipe.micro_batch_size, size)
-        except UserError as error:
-            raise UserError(
-                f"rampup_batch_size={recipe.rampup_batch_size!r} passes {size} samples a step: {error}"
-            ) from None
+            plan.validate(recipe.model, micro, size)
+        except UserError:
+            return False
+        return True
+
+    wrong = next((size for size in range(start, whole, increment) if not fits(size)), None)
+    if wrong is None:
+        return
+    # A ramp over sizes that all fit: from the smallest one in steps of one share, or of a multiple that divides.
+    share = micro * plan.dp
+    first = next((size for size in range(share, whole, share) if size >= start and fits(size)), None)
+    steps = [n for n in range(share, whole, share) if first and (whole - first) % n == 0]
+    good = next((n for n in steps if n >= increment and all(map(fits, range(first, whole, n)))), None)
+    good = good or next((n for n in steps if all(map(fits, range(first, whole, n)))), None)
+    remedy = f"--rampup_batch_size '{first} {good} {samples}'" if good else "--rampup_batch_size none"
+    raise UserError(
+        f"rampup_batch_size={recipe.rampup_batch_size!r} passes {wrong} samples a step, which micro_batch_size={micro} "
+        f"and the plan {plan.name} (dp={plan.dp}) cannot split; use START and INCREMENT whose sums they can, as in "
+        f"{remedy}"
+    )
