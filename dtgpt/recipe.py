@@ -206,7 +206,10 @@ class Recipe:
     def resolved(self) -> "Recipe":
         """The same run with the defaults that depend on other fields written out, as `recipe.json` keeps it."""
         if self.train_samples is not None:
-            return self.counted().resolved()
+            counted, data = self.counted(), self.data
+            if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
+                counted = replace(counted, data=replace(data, train_samples=self.train_samples))
+            return counted.resolved()
         tokenizer = self.data.tokenizer
         if tokenizer == "auto":
             own = "auto" if is_prepared(self.data.path) else "bpe"  # token files were made by another one already

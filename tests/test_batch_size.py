@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from dtgpt.batch_size import BatchSizes, batch_size
+from dtgpt.compare import compare
+from dtgpt.dryrun import describe_plan
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
+from dtgpt.recipe_file import override
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
@@ -93,10 +96,38 @@ def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
         ({"rampup_batch_size": "4 4"}, ["START INCREMENT SAMPLES"]),
         ({"rampup_batch_size": "4 5 40"}, ["does not lead to global_batch_size=16"]),
         ({"rampup_batch_size": "16 4 40"}, ["does not lead to global_batch_size=16"]),
-        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2"]),
+        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2", "START and INCREMENT"]),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused(recipe, changes, words):
     with pytest.raises(UserError) as error:
         train(change(recipe, **changes))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "ramp, world, plan, options, example",
+    [
+        ("3 1 40", 1, "single", {}, "4 2 40"),
+        ("2 2 40", 2, "dp2", {}, "4 4 40"),
+        ("4 4 40", 4, "dp2_pp2", {}, "8 4 40"),
+        ("8 8 40", 2, "dp2", {"micro_batch_size": 8}, "none"),
+    ],
+)
+def test_the_remedy_of_a_ramp_that_a_plan_cannot_split_works(recipe, ramp, world, plan, options, example):
+    recipe = change(recipe, plan=plan, rampup_batch_size=ramp, **options)
+    with pytest.raises(UserError, match=f"--rampup_batch_size '?{example}'?") as error:
+        recipe.validate()
+        recipe.plan_for(world)
+    if "passes" in str(error.value):
+        assert "global_batch_size" not in str(error.value)
+        override(recipe, ["--rampup_batch_size", example]).plan_for(world)
+
+
+def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
+    recipe = change(recipe, rampup_batch_size="2 2 40")
+    monkeypatch.setattr("dtgpt.compare.run_plan", None)
+    with pytest.raises(UserError, match="passes 2 samples a step"):
+        describe_plan(replace(recipe, plan="dp2"), 2, None)
+    with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):
+        compare(recipe, None, ["dp2"], 2, None, [])

@@ -32,32 +32,32 @@ WRONG = {
     "recurses": ("return recipe()", "RecursionError"),
     "exits": ("import sys; sys.exit(3)", "line 12: SystemExit: 3"),
     "nothing": ("pass", "recipe() returns NoneType"),
-    "text for a number": ("return tiny(steps='ten')", "steps='ten' is of a wrong type; it must be a whole number"),
-    "bool for a number": ("return tiny(steps=True)", "steps=True is of a wrong type; it must be a whole number"),
+    "text for a number": ("return tiny(steps='ten')", "steps='ten': a whole number"),
+    "bool for a number": ("return tiny(steps=True)", "steps=True: a whole number"),
     "float for a number": (
         "return tiny(micro_batch_size=8.0)",
-        "micro_batch_size=8.0 is of a wrong type; it must be a whole number",
+        "micro_batch_size=8.0: a whole number",
     ),
-    "no model": ("return tiny(model=None)", "model=None is of a wrong type; it must be GPTConfig(...)"),
+    "no model": ("return tiny(model=None)", "model=None: GPTConfig(...)"),
     "a dict": (
         "return tiny(optimizer={'lr': 1})",
-        "optimizer={'lr': 1} is of a wrong type; it must be OptimizerConfig(...)",
+        "optimizer={'lr': 1}: OptimizerConfig(...)",
     ),
     "inside": (
         "return tiny(optimizer=OptimizerConfig(lr='1e-3'))",
-        "optimizer.lr='1e-3' is of a wrong type; it must be a finite number",
+        "optimizer.lr='1e-3': a finite number",
     ),
     "nan": (
         "return tiny(optimizer=OptimizerConfig(lr=float('nan')))",
-        "optimizer.lr=nan is of a wrong type; it must be a finite number",
+        "optimizer.lr=nan: a finite number",
     ),
-    "choice": ("return tiny(device='tpu')", "device='tpu' is of a wrong type; it must be one of auto, cpu, cuda"),
+    "choice": ("return tiny(device='tpu')", "device='tpu': one of auto, cpu, cuda"),
     "choice of a list": (
         "return tiny(graph=['on'])",
-        "graph=['on'] is of a wrong type; it must be one of auto, on, off",
+        "graph=['on']: one of auto, on, off",
     ),
-    "number for a text": ("return tiny(plan=2)", "plan=2 is of a wrong type; it must be text"),
-    "long": ("return tiny(runs=[0] * 10**6)", "runs=[0, 0, 0, 0, 0, 0, ...] is of a wrong type; it must be text"),
+    "number for a text": ("return tiny(plan=2)", "plan=2: text"),
+    "long": ("return tiny(runs=[0] * 10**6)", "runs=[0, 0, 0, 0, 0, 0, ...]: text"),
     "missing": ("return Recipe(name='x')", "TypeError: Recipe.__init__() missing"),
     "several lines": ("raise ValueError('a\\n' * 1000)", "ValueError: a a a"),
 }
@@ -77,7 +77,7 @@ def test_every_command_says_the_same_of_a_wrong_recipe(tmp_path, monkeypatch, ca
             main([command[0], str(path), *command[1:]])
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.startswith("dtgpt: ") and err.count("\n") == 1 and len(err) < 600
-        assert words in err
+        assert words in err.replace(" is of a wrong type; it must be ", ": ")
     assert [p.name for p in tmp_path.iterdir() if p.suffix != ".pyc" and p.name != "__pycache__"] == ["mine.py"]
 
 
