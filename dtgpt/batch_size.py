@@ -5,6 +5,7 @@ so that the whole batch is reached after SAMPLES samples (megatron/microbatches.
 the samples that the run has seen, so that a resumed run goes on with the same one.
 """
 
+import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -76,13 +77,13 @@ class BatchSizes:
 
 
 def check_rampup(recipe: "Recipe", plan: "Plan") -> None:
-    """Raise UserError where the plan cannot split a size of the ramp."""
+    """Raise UserError, with a remedy that works, where the plan cannot split a size of the ramp."""
     if recipe.rampup_batch_size is None:
         return
     start, increment, samples = parse_rampup(recipe.rampup_batch_size)
     whole, micro = recipe.global_batch_size, recipe.micro_batch_size
 
-    def fits(size: int) -> bool:
+    def fits(size: int, micro: int = micro) -> bool:
         try:
             plan.validate(recipe.model, micro, size)
         except UserError:
@@ -92,15 +93,21 @@ def check_rampup(recipe: "Recipe", plan: "Plan") -> None:
     wrong = next((size for size in range(start, whole, increment) if not fits(size)), None)
     if wrong is None:
         return
-    # A ramp over sizes that all fit: from the smallest one in steps of one share, or of a multiple that divides.
+    remedies = []
+    common = math.gcd(start, increment, whole)
+    smaller = (m for m in range(micro - 1, 0, -1) if common % (m * plan.dp) == 0)
+    if found := next((m for m in smaller if all(fits(size, m) for size in range(start, whole, increment))), None):
+        remedies.append(f"--micro_batch_size {found} (the curve stays the same)")
+    # Ramps over multiples of a share, from the first one that fits.
     share = micro * plan.dp
-    first = next((size for size in range(share, whole, share) if size >= start and fits(size)), None)
-    steps = [n for n in range(share, whole, share) if first and (whole - first) % n == 0]
-    good = next((n for n in steps if n >= increment and all(map(fits, range(first, whole, n)))), None)
-    good = good or next((n for n in steps if all(map(fits, range(first, whole, n)))), None)
-    remedy = f"--rampup_batch_size '{first} {good} {samples}'" if good else "--rampup_batch_size none"
+    multiples = range(share, whole, share)
+    first = next((size for size in multiples if size >= start and fits(size)), None)
+    steps = [n for n in multiples if first and (whole - first) % n == 0 and all(map(fits, range(first, whole, n)))]
+    if steps:
+        nearest = min(steps, key=lambda n: (n < increment, abs(n - increment)))
+        remedies.append(f"another START and INCREMENT, as in --rampup_batch_size '{first} {nearest} {samples}'")
     raise UserError(
         f"rampup_batch_size={recipe.rampup_batch_size!r} passes {wrong} samples a step, which micro_batch_size={micro} "
-        f"and the plan {plan.name} (dp={plan.dp}) cannot split; use START and INCREMENT whose sums they can, as in "
-        f"{remedy}"
+        f"and the plan {plan.name} (dp={plan.dp}) cannot split; use "
+        + ", or ".join(remedies or ["--rampup_batch_size none"])
     )

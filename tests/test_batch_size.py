@@ -1,6 +1,8 @@
 """The batch ramps up as Megatron-LM's does, and every plan follows the same ramp."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -96,7 +98,7 @@ def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
         ({"rampup_batch_size": "4 4"}, ["START INCREMENT SAMPLES"]),
         ({"rampup_batch_size": "4 5 40"}, ["does not lead to global_batch_size=16"]),
         ({"rampup_batch_size": "16 4 40"}, ["does not lead to global_batch_size=16"]),
-        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2", "START and INCREMENT"]),
+        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2", "another START"]),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused(recipe, changes, words):
@@ -106,22 +108,25 @@ def test_a_ramp_that_cannot_be_is_refused(recipe, changes, words):
 
 
 @pytest.mark.parametrize(
-    "ramp, world, plan, options, example",
+    "ramp, world, plan, micro, remedies",
     [
-        ("3 1 40", 1, "single", {}, "4 2 40"),
-        ("2 2 40", 2, "dp2", {}, "4 4 40"),
-        ("4 4 40", 4, "dp2_pp2", {}, "8 4 40"),
-        ("8 8 40", 2, "dp2", {"micro_batch_size": 8}, "none"),
+        ("3 1 40", 1, "single", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 2 40'"]),
+        ("2 2 40", 2, "dp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 4 40'"]),
+        ("4 4 40", 4, "dp2_pp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '8 4 40'"]),
+        ("8 8 40", 2, "dp2", 8, ["--micro_batch_size 4"]),
+        ("3 1 40", 2, "dp2", 1, ["--rampup_batch_size '4 2 40'"]),
+        ("3 1 40", 8, "dp8", 2, ["--rampup_batch_size none"]),
     ],
 )
-def test_the_remedy_of_a_ramp_that_a_plan_cannot_split_works(recipe, ramp, world, plan, options, example):
-    recipe = change(recipe, plan=plan, rampup_batch_size=ramp, **options)
-    with pytest.raises(UserError, match=f"--rampup_batch_size '?{example}'?") as error:
-        recipe.validate()
+def test_remedies_of_a_ramp_that_a_plan_cannot_split_work(recipe, ramp, world, plan, micro, remedies):
+    recipe = change(recipe, plan=plan, rampup_batch_size=ramp, micro_batch_size=micro)
+    recipe.validate()
+    with pytest.raises(UserError, match=r"passes \d samples a step") as error:
         recipe.plan_for(world)
-    if "passes" in str(error.value):
-        assert "global_batch_size" not in str(error.value)
-        override(recipe, ["--rampup_batch_size", example]).plan_for(world)
+    assert "--global_batch_size" not in str(error.value)
+    assert re.findall(r"--\w+ (?:'[^']*'|\w+)", str(error.value)) == remedies
+    for remedy in remedies:
+        override(recipe, shlex.split(remedy)).plan_for(world)
 
 
 def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
