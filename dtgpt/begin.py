@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from dtgpt.batch_size import BatchSizes, check_rampup
+from dtgpt.batch_size import BatchSizes
 from dtgpt.checkpoint.folder import Checkpoint, set_aside
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.console import say
@@ -21,6 +21,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import Recipe
+from dtgpt.recipe_checks import notes
 from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -30,11 +31,12 @@ def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
     them again."""
     process = Process.from_environment()
     recipe.validate()
-    recipe = recipe.with_tokenizer()
+    recipe = recipe.counted().with_tokenizer()
     plan = recipe.plan_for(process.world)
-    check_rampup(recipe, process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe, process.local_rank)
+    for note in notes(recipe, plan.dp, device.type):
+        say(note, warning=True)
     width = choose_dtype(recipe, device).itemsize
     check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
     stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
@@ -95,7 +97,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
     """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
     if is_prepared(data.path):
-        samples = data.train_samples or BatchSizes(recipe).before(recipe.steps)
+        samples = data.train_samples or BatchSizes(recipe).before(recipe.counted().steps)
         seed, length = recipe.seed, recipe.model.seq_length
         dataset: Dataset = load_prepared(data, length, samples, recipe.log.eval_samples, seed, default_cache())
     else:

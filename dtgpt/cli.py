@@ -252,11 +252,11 @@ def _paths_and_config(words: list[str], usage: str, config: type) -> list | None
         return None
     paths, options = read_words(words, config, free=True)
     command, *wanted = usage.split()
-    several = wanted[-1] == "..."
-    if not paths or (not several and len(paths) != len(wanted)):
-        needs, example = NEEDS[command]
-        given = f", not {len(paths)} paths" if len(paths) > len(wanted) else ""
-        raise UserError(f"dtgpt {command} needs {needs}{given}, such as dtgpt {command} {example}")
+    several, (needs, example) = wanted[-1] == "...", NEEDS[command]
+    if not paths or (not several and len(paths) < len(wanted)):
+        raise UserError(f"dtgpt {command} needs {needs}, such as dtgpt {command} {example}")
+    if not several and len(paths) > len(wanted):
+        raise UserError(f"{paths[len(wanted)]!r} is not an option, and dtgpt {command} takes {needs} alone")
     return [*map(Path, paths), take(config(), options)]
 
 

@@ -152,9 +152,10 @@ def compare(
 ) -> int:
     """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
     is further from the reference than `tolerance` (None: by precision)."""
-    if not 1 <= steps <= recipe.steps:
-        raise UserError(f"--steps {steps} is outside of the recipe; use 1 to {recipe.steps}")
     recipe.validate()
+    most = recipe.counted().steps
+    if not 1 <= steps <= most:
+        raise UserError(f"--steps {steps} is outside of the recipe; use 1 to {most}")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UserError(f"--tolerance {tolerance} is no bound; use 0 or more, such as 1e-5")
     if recipe.resume:

@@ -14,6 +14,7 @@ from dtgpt.parallel.pipeline import block_ranges
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.traffic import bubble, collectives_of
 from dtgpt.recipe import Recipe
+from dtgpt.recipe_checks import notes
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
@@ -34,6 +35,7 @@ def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     lines += [*_traffic(recipe, plan, list(memories), dtype), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
+    lines += [f"note: {note}" for note in notes(recipe, plan.dp, kind.type)]
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
     return "\n".join(lines)
 

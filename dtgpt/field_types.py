@@ -2,6 +2,7 @@
 
 import math
 import types
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtgpt.errors import UserError, shown
@@ -11,13 +12,16 @@ KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "Tr
 
 def check_fields(config: Any, prefix: str = "") -> None:
     """Raise UserError for the first field whose value is not of its annotated type: one of KINDS, a Literal, or None
-    beside one of these. True and False are no numbers. Fields of other types are left out."""
+    beside one of these. True and False are no numbers. Fields that are dataclasses themselves are looked into, those of
+    other types left out."""
     for name, hint in get_type_hints(type(config)).items():
         choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         value = getattr(config, name)
         if not any(_fits(value, choice) for choice in choices):
             wanted = " or ".join(_words(choice) for choice in choices)
             raise UserError(f"{prefix}{name}={shown(value)} is of a wrong type; it must be {wanted}")
+        if is_dataclass(hint):
+            check_fields(value, f"{prefix}{name}.")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -27,8 +31,10 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (str, bool, types.NoneType) else True
+    return isinstance(value, kind) if kind in (str, bool, types.NoneType) or is_dataclass(kind) else True
 
 
 def _words(kind: Any) -> str:
-    return ", ".join(get_args(kind)) if get_origin(kind) is Literal else KINDS.get(kind, "none")
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return f"{kind.__name__}(...)" if is_dataclass(kind) else KINDS.get(kind, "none")

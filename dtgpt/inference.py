@@ -36,6 +36,7 @@ from dtgpt.parallel.passes import whole_row
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.recipe import DataConfig, OptimizerConfig, Recipe
+from dtgpt.recipe_checks import one_replica
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others
@@ -125,6 +126,9 @@ def load(
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     given = given.for_world(process.world)
+    if given.zero and given.dp == 1:
+        say(one_replica(given.zero), warning=True)
+    given = given.without_idle_zero()
     asked = _recipe(given, device, precision)
     place = choose_device(asked, process.local_rank)
     dtype = choose_dtype(asked, place)

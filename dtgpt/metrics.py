@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -97,29 +98,47 @@ def check_wandb(mode: str) -> None:
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:
-    """`step 120/1000  loss 3.214  ...` from a record; what is not known is left out."""
-    digits = len(str(steps))
-    parts = [
-        f"step {record['step']:>{digits}}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"bits/byte {record['bits_per_byte']:.3f}",
-        f"gnorm {record['grad_norm']:.2f}",
-        f"lr {record['lr']:.2e}",
-    ]
-    if record.get("batch_size"):
-        parts.insert(1, f"batch {record['batch_size']}")
-    if record.get("loss_scale"):
-        parts.append(f"scale {record['loss_scale']:g}, {record['skipped_steps']} skipped")
-    if record.get("tokens_per_second"):
-        each = record.get("tokens_per_second_per_device")
-        parts.append(f"{record['tokens_per_second']:,.0f} tok/s" + (f" ({each:,.0f}/device)" if each else ""))
-    if record.get("mfu"):
-        parts.append(f"mfu {record['mfu']:.1%}")
-    total = record.get("memory_total_gib")
-    parts.append(f"mem {record['memory_gib']:.1f}" + (f"/{total:.0f}" if total else "") + " GiB")
-    if record.get("eta_seconds") is not None:
-        parts.append(f"eta {duration(record['eta_seconds'])}")
-    return "  ".join(parts)
+    """`step 120/1000  loss 3.2141  ...` from a record, no wider than the terminal (80 columns where there is none):
+    what is not known, and what matters least, is left out."""
+    digits, get = len(str(steps)), record.get
+    each = get("tokens_per_second_per_device")
+    total = f"/{get('memory_total_gib'):.0f}" if get("memory_total_gib") else ""
+    parts = {  # in the order of the line
+        "step": f"step {record['step']:>{digits}}/{steps}",
+        "batch": f"batch {get('batch_size')}" if get("batch_size") else "",
+        "loss": f"loss {record['loss']:.4f}",
+        "bits": f"bits/byte {record['bits_per_byte']:.3f}",
+        "norm": f"gnorm {record['grad_norm']:.2f}",
+        "lr": f"lr {record['lr']:.1e}".replace("e-0", "e-"),
+        "scale": f"scale {_power(get('loss_scale'))}, {get('skipped_steps')} skipped" if get("loss_scale") else "",
+        "rate": f"{_rounded(get('tokens_per_second'))} tok/s" if get("tokens_per_second") else "",
+        "each": f"{_rounded(each)}/device" if each else "",
+        "mfu": f"mfu {get('mfu'):.0%}" if get("mfu") else "",
+        "memory": f"mem {record['memory_gib']:.1f}{total} GiB",
+        "eta": f"eta {duration(get('eta_seconds'))}" if get("eta_seconds") is not None else "",
+    }
+    width = shutil.get_terminal_size().columns
+    for least in ("memory", "bits", "each", "mfu", "norm", "eta"):
+        if len(_joined(parts)) > width:
+            parts[least] = ""
+    return _joined(parts)
+
+
+def _joined(parts: dict[str, str]) -> str:
+    return "  ".join(part for part in parts.values() if part)
+
+
+def _power(scale: float) -> str:
+    """`2^16`, or the number itself where it is no power of two."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _rounded(number: float) -> str:
+    """`950`, `412k`, `1.23M`."""
+    if number < 1e4:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
 
 
 def duration(seconds: float) -> str:

@@ -37,12 +37,12 @@ BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention 
 class GPTConfig:
     """The shape of a GPT-2. The named sizes are `GPT2_124M` ... `GPT3_175B` below."""
 
-    num_layers: Annotated[int, "transformer blocks"]
+    num_layers: Annotated[int, "number of transformer blocks"]
     hidden_size: Annotated[int, "width of the residual stream"]
-    num_heads: Annotated[int, "attention heads; divides hidden_size"]
-    seq_length: Annotated[int, "positions of the model and length T of a training sample, in tokens"] = 1024
-    vocab_size: Annotated[int, "tokens that the model can tell apart; padded to a multiple of 128 in memory"] = 50257
-    dropout: Annotated[float, "probability at GPT-2's three sites, in [0, 1)"] = 0.0
+    num_heads: Annotated[int, "number of attention heads; divides hidden_size"]
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample"] = 1024
+    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128"] = 50257
+    dropout: Annotated[float, "dropout probability of embeddings, attention and residual branches"] = 0.0
     init_std: Annotated[float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)"] = 0.02
     layer_norm_eps: Annotated[float, "added to the variance in LayerNorm"] = 1e-5
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtgpt.batch_size import BatchSizes
 from dtgpt.errors import UserError
 from dtgpt.loss_scale import LossScaler
 from dtgpt.ops.adamw import AdamW, Slot
@@ -28,22 +30,39 @@ def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Of optimizer step `step`, counted from 0: linear warmup to `lr`, then the schedule down to `min_lr`.
+    """Return the rate of optimizer step `step`, counted from 0: linear warmup to `lr`, then the schedule down to
+    `min_lr`."""
+    sizes = BatchSizes(recipe)
+    seen = (sizes.before(step), sizes.before(step + 1)) if recipe.counts_samples else (step, step + 1)
+    return _rate(*seen, recipe.optimizer, recipe.warmup_steps, recipe.decay_steps)
+
+
+def learning_rates(recipe: Recipe, sizes: BatchSizes) -> Tensor:
+    """Return the rate of every step, fp32. A schedule in samples takes those that the run has seen, by its batch
+    `sizes`."""
+    seen: Iterable[int] = range(recipe.steps + 1)
+    if recipe.counts_samples:
+        seen = map(sizes.before, seen)
+    ends = recipe.optimizer, recipe.warmup_steps, recipe.decay_steps
+    return torch.tensor([_rate(before, after, *ends) for before, after in pairwise(seen)])
+
+
+def _rate(before: int, after: int, config: OptimizerConfig, warmup: int, decay: int) -> float:
+    """Return the rate of a step by what was done, in steps or samples, before and after it.
 
     cosine: Loshchilov and Hutter 2017; wsd (warmup, stable, decay): Hu et al. 2024, MiniCPM.
     """
-    config, warmup, decay = recipe.optimizer, recipe.warmup_steps, recipe.decay_steps
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    done = min((step - warmup) / max(decay - warmup, 1), 1.0)
+    if before < warmup:
+        return config.lr * min(after / warmup, 1.0)
+    done = min((before - warmup) / max(decay - warmup, 1), 1.0)
     if config.schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * done))
     elif config.schedule == "linear":
         share = 1 - done
     elif config.schedule == "wsd":
-        share = min(1.0, (decay - step) / max(config.wsd_decay * decay, 1))
+        share = min(1.0, (decay - before) / max(config.wsd_decay * decay, 1))
     else:
-        share = 1.0
+        return config.lr
     return config.min_lr + max(share, 0.0) * (config.lr - config.min_lr)
 
 
@@ -68,7 +87,7 @@ class Update:
         device, scale = shards.mesh.device, recipe.loss_scale
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.adamw = make_optimizer(shards, recipe.optimizer)
-        self.schedule = torch.tensor([learning_rate(step, recipe) for step in range(recipe.steps)], device=device)
+        self.schedule = learning_rates(recipe, BatchSizes(recipe)).to(device)
         self.lr = torch.zeros((), device=device)
         self.gradient_scale = torch.empty((), device=device)
         self.scaler = None

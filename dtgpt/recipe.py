@@ -5,8 +5,9 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
+from dtgpt.batch_size import BatchSizes, check_rampup
 from dtgpt.data.prepared import is_prepared
 from dtgpt.data.samples import DEFAULT_SPLIT
 from dtgpt.errors import UserError
@@ -21,28 +22,28 @@ from dtgpt.recipe_checks import check_recipe
 class DataConfig:
     path: Annotated[
         str | None,
-        ".txt or .jsonl file; prefix of a prepared .bin and .idx, or weights and prefixes: '0.3 A 0.7 B'; none: the "
-        "text that Python carries",
+        "text file (.txt or .jsonl), prefix of a prepared .bin and .idx, or weights and prefixes as in '0.3 A 0.7 B'; "
+        "none: the text that Python carries",
     ] = None
-    valid_path: Annotated[str | None, "prepared data for validation; path and this are then used whole"] = None
-    test_path: Annotated[str | None, "prepared data for a loss at the end; path and this are then used whole"] = None
-    split: Annotated[str, "weights of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
-    train_samples: Annotated[
-        int | None, "for how many the order of prepared data is made; none: steps x global_batch_size"
-    ] = None
-    json_key: Annotated[str, "field of a .jsonl line that holds the text"] = "text"
+    valid_path: Annotated[str | None, "prepared validation dataset; split is then ignored, path used entirely"] = None
+    test_path: Annotated[str | None, "prepared test dataset, evaluated once at the end; split is then ignored"] = None
+    split: Annotated[str, "relative sizes of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
+    train_samples: Annotated[int | None, "number of samples to build the shuffle index for; none: those of the run"] = (
+        None
+    )
+    json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
     tokenizer: Annotated[
         Literal["auto", "gpt2", "bpe", "bytes"],
         "auto: gpt2 for a path where the model has its 50257 tokens, else a bpe trained on the text",
     ] = "auto"
-    tokenizer_file: Annotated[str | None, "of prepared data: what prepare --tokenizer took"] = None
-    vocab_file: Annotated[str | None, "vocab.json for gpt2, with merge_file; none: as tiktoken carries it"] = None
-    merge_file: Annotated[str | None, "merges.txt for gpt2, with vocab_file"] = None
-    bpe_vocab_size: Annotated[int, "tokens of a trained BPE, <|endoftext|> included"] = 1024
-    reset_position_ids: Annotated[Literal["on", "off"], "positions begin at 0 in every document"] = "off"
-    reset_attention_mask: Annotated[Literal["on", "off"], "tokens see no other document than theirs"] = "off"
-    eod_mask_loss: Annotated[Literal["on", "off"], "what follows an end of text need not be predicted"] = "off"
-    held_out: Annotated[float, "share of the text kept for validation, in [0, 1)"] = 0.05
+    tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as dtgpt prepare --tokenizer took it"] = None
+    vocab_file: Annotated[str | None, "vocab.json of the tokenizer gpt2, with merge_file; none: tiktoken's"] = None
+    merge_file: Annotated[str | None, "merges.txt of the tokenizer gpt2, with vocab_file"] = None
+    bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024
+    reset_position_ids: Annotated[Literal["on", "off"], "count positions from 0 in each document"] = "off"
+    reset_attention_mask: Annotated[Literal["on", "off"], "let each token attend to its own document only"] = "off"
+    eod_mask_loss: Annotated[Literal["on", "off"], "leave the token after an end of text out of the loss"] = "off"
+    held_out: Annotated[float, "fraction of the text kept for validation, 0 to less than 1"] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,103 +52,137 @@ class OptimizerConfig:
 
     lr: Annotated[float, "peak learning rate"]
     min_lr: Annotated[float, "learning rate at the end of the schedule"] = 0.0
-    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "shape after the warmup"] = "cosine"
-    warmup: Annotated[float, "warmup steps; below 1, a share of decay_steps"] = 0.01
-    decay_steps: Annotated[int | None, "step at which min_lr is reached; none: steps"] = None
-    wsd_decay: Annotated[float, "share of decay_steps over which wsd falls, linearly"] = 0.2
-    weight_decay: Annotated[float, "decoupled weight decay"] = 0.1
-    beta1: Annotated[float, "decay of the first moment"] = 0.9
-    beta2: Annotated[float, "decay of the second moment"] = 0.95
-    eps: Annotated[float, "added to the root of the second moment"] = 1e-8
-    clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
+    warmup: Annotated[float, "number of warmup steps; below 1: a fraction of the schedule"] = 0.01
+    decay_steps: Annotated[int | None, "step at which the schedule reaches min_lr; none: the last step"] = None
+    decay_samples: Annotated[
+        int | None, "sample at which the schedule reaches min_lr, in place of decay_steps: the schedule counts samples"
+    ] = None
+    warmup_samples: Annotated[int | None, "number of warmup samples, in place of warmup, with decay_samples"] = None
+    wsd_decay: Annotated[float, "fraction of the schedule over which wsd decays, linearly"] = 0.2
+    weight_decay: Annotated[float, "decoupled weight decay of matrices"] = 0.1
+    beta1: Annotated[float, "decay rate of the first moment"] = 0.9
+    beta2: Annotated[float, "decay rate of the second moment"] = 0.95
+    eps: Annotated[float, "added to the square root of the second moment"] = 1e-8
+    clip: Annotated[float, "largest global norm of the gradient; 0: no clipping"] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
 
-    initial: Annotated[float, "first factor"] = 2.0**32
-    window: Annotated[int, "steps without an overflow before the factor doubles"] = 1000
-    hysteresis: Annotated[int, "overflows before the factor halves"] = 2
-    minimum: Annotated[float, "smallest factor"] = 1.0
+    initial: Annotated[float, "initial loss scale"] = 2.0**32
+    window: Annotated[int, "number of steps without overflow before the scale doubles"] = 1000
+    hysteresis: Annotated[int, "number of overflows before the scale halves"] = 2
+    minimum: Annotated[float, "smallest loss scale"] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    interval: Annotated[int, "steps between progress lines"] = 10
-    eval_interval: Annotated[int, "steps between evaluations on held-out text; 0: at the end only"] = 250
-    eval_samples: Annotated[int, "held-out windows per evaluation, at most"] = 512
-    sample_interval: Annotated[int, "steps between generated samples; 0: at the end only"] = 0
-    sample_tokens: Annotated[int, "tokens of a generated sample; 0: no samples"] = 200
-    prompt: Annotated[str, "beginning of the samples; empty: the model begins a document"] = ""
-    temperature: Annotated[float, "of the samples; 0: always the likeliest token"] = 0.8
-    top_k: Annotated[int, "samples choose among this many likeliest tokens; 0: all"] = 50
-    wandb: Annotated[Literal["off", "online", "offline"], "Weights & Biases (extra `wandb`)"] = "off"
-    wandb_project: Annotated[str, "project name there"] = "dtgpt"
+    interval: Annotated[int, "number of steps between progress lines"] = 10
+    eval_interval: Annotated[int, "number of steps between evaluations on held-out text; 0: at the end only"] = 250
+    eval_samples: Annotated[int, "largest number of held-out samples per evaluation"] = 512
+    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only"] = 0
+    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts"] = 200
+    prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token"] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all"] = 50
+    wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
+    wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    interval: Annotated[int, "steps between checkpoints; 0: at the end only"] = 1000
-    keep_last: Annotated[int, "newest checkpoints kept; 0: all"] = 2
-    keep_every: Annotated[int, "checkpoints of steps that this divides are kept for ever; 0: none"] = 0
+    interval: Annotated[int, "number of steps between checkpoints; 0: at the end only"] = 1000
+    keep_last: Annotated[int, "number of newest checkpoints to keep; 0: all"] = 2
+    keep_every: Annotated[int, "keep every checkpoint whose step is a multiple of this; 0: none"] = 0
     background: Annotated[
-        Literal["on", "off"], "written beside training, from a copy in the host's memory; off: training waits"
+        Literal["on", "off"], "write while training goes on, from a copy in host memory; off: training waits"
     ] = "on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    name: Annotated[str, "names the run folder"]
+    headings: ClassVar[dict[str, str]] = {  # of `--help`: each begins with the field that it names
+        "name": "experiment", "plan": "execution", "runs": "run folder",
+    }  # fmt: skip
+
+    name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ..."]
     model: GPTConfig
     optimizer: OptimizerConfig
-    steps: Annotated[int, "optimizer steps"]
-    micro_batch_size: Annotated[int, "samples per forward and backward pass on a device"]
-    global_batch_size: Annotated[int, "samples per optimizer step"]
+    micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device"]
+    global_batch_size: Annotated[int, "number of samples in an optimizer step"]
+    steps: Annotated[int | None, "number of optimizer steps; none: as many as train_samples fill"] = None
+    train_samples: Annotated[int | None, "number of samples to train on, in place of steps"] = None
     rampup_batch_size: Annotated[
-        str | None, "'START INCREMENT SAMPLES': fewer samples a step at first; none: global_batch_size from the start"
+        str | None,
+        "'START INCREMENT SAMPLES': begin with START samples in a step and add INCREMENT at equal distances, up to "
+        "global_batch_size after SAMPLES; none: no ramp-up",
     ] = None
-    plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica on each process"] = "dp"
+    seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts"] = 1234
+    plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process"] = "dp"
     plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
-    seed: Annotated[int, "of weights, batches, dropout masks and samples"] = 1234
-    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: cuda where there is one"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda where there is one"] = "auto"
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
-        "of weights and activations, masters stay fp32; auto: bf16 on cuda, else fp32",
+        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
     ] = "auto"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    attention: Annotated[Backend, "back end of the attention core; auto: the fastest"] = "auto"
+    attention: Annotated[Backend, "implementation of the attention core; auto: the fastest"] = "auto"
     recompute: Annotated[
-        Literal["none", "selective", "full"], "activations computed again in backward: of attention's core, of blocks"
+        Literal["none", "selective", "full"],
+        "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
     ] = "none"
     compile: Annotated[
-        Literal["auto", "on", "off"], "torch.compile of each block; auto: on cuda where graph is off"
+        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda where graph is off"
     ] = "auto"
-    graph: Annotated[Literal["auto", "on", "off"], "steps replayed as CUDA graphs; auto: on cuda"] = "auto"
-    timeout: Annotated[float, "seconds after which a rank that waits for others ends the run"] = 600.0
-    runs: Annotated[str, "folder in which the run folder is made"] = "runs"
+    graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
+    timeout: Annotated[float, "seconds that a process waits for others before it ends the run"] = 600.0
+    runs: Annotated[str, "folder in which run folders are made"] = "runs"
     resume: Annotated[
-        str | None, "run folder or checkpoint to go on with; auto: the newest run of this name, or a new one"
+        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one"
     ] = None
     init_from: Annotated[
-        str | None, "weights that a new run begins with: run, checkpoint, Hugging Face folder, ... (see dtgpt convert)"
+        str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads"
     ] = None
-    exit_after: Annotated[float | None, "minutes after which the run ends with a checkpoint; none: no limit"] = None
+    exit_after: Annotated[float | None, "minutes after which the run saves and ends; none: no limit"] = None
     exit_interval: Annotated[
-        int | None, "end the run with a checkpoint after a step that this divides; 0 or none: no such end"
+        int | None, "the run saves and ends after a step that this divides; 0 or none: no such end"
     ] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether the learning rate is a function of the samples seen, and not of the steps taken."""
+        own = self.optimizer
+        return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
+
+    @property
     def decay_steps(self) -> int:
-        return self.steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
+        """Where the schedule ends, in steps, or in samples where it counts those."""
+        own = self.optimizer
+        if self.counts_samples:
+            return self.train_samples if own.decay_samples is None else own.decay_samples
+        return self.counted().steps if own.decay_steps is None else own.decay_steps
 
     @property
     def warmup_steps(self) -> int:
-        warmup = self.optimizer.warmup
+        """Where the warmup ends, in the unit of `decay_steps`."""
+        warmup = self.optimizer.warmup if self.optimizer.warmup_samples is None else self.optimizer.warmup_samples
         return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
+
+    def counted(self) -> "Recipe":
+        """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill."""
+        if self.train_samples is None:
+            return self
+        steps, data = BatchSizes(self).steps_within(self.train_samples), self.data
+        decay = self.decay_steps if self.counts_samples else None
+        if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
+            data = replace(data, train_samples=self.train_samples)
+        optimizer = replace(self.optimizer, decay_samples=decay)
+        return replace(self, steps=steps, train_samples=None, data=data, optimizer=optimizer)
 
     def captures(self, device_type: str) -> bool:
         """Whether a step on this kind of device is replayed as CUDA graphs."""
@@ -164,8 +199,9 @@ class Recipe:
     def plan_for(self, world: int, started: bool = True) -> Plan:
         """The plan for `world` processes, checked against the model and the batch; raises UserError, one sentence.
         started: as of `Plan.for_world`."""
-        plan = self.named_plan().for_world(world, started)
+        plan = self.named_plan().for_world(world, started).without_idle_zero()
         plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
+        check_rampup(self, plan)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -184,7 +220,9 @@ class Recipe:
 
     def resolved(self) -> "Recipe":
         """Return the same run with all defaults that depend on other fields written out."""
-        recipe = self.with_tokenizer()
+        recipe = self.counted().with_tokenizer()
+        if recipe.counts_samples:
+            return recipe
         return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.decay_steps))
 
     def validate(self) -> None:

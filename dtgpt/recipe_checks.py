@@ -1,13 +1,16 @@
 """What no run can be trained with, in one sentence each; a plan is checked by itself (`dtgpt.parallel.plan`)."""
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtgpt.batch_size import BatchSizes, parse_rampup
 from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
 from dtgpt.errors import UserError, shown
+from dtgpt.field_types import check_fields
 from dtgpt.ops.attention import check_backend
 
 if TYPE_CHECKING:
@@ -16,14 +19,14 @@ if TYPE_CHECKING:
 LARGEST_SCALE = 2.0**64
 MOST_STEPS = 10_000_000  # the learning rate of each lies on the device
 POSITIVE = (
-    "steps", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps", "log.interval",
-    "optimizer.wsd_decay", "log.eval_samples", "loss_scale.initial", "loss_scale.window",
-    "loss_scale.hysteresis", "loss_scale.minimum",
+    "steps", "train_samples", "micro_batch_size", "global_batch_size", "timeout", "optimizer.lr", "optimizer.eps",
+    "log.interval", "optimizer.wsd_decay", "log.eval_samples", "loss_scale.initial", "loss_scale.window",
+    "loss_scale.hysteresis", "loss_scale.minimum", "optimizer.decay_samples",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip",
     "log.eval_interval", "log.sample_interval", "log.sample_tokens", "log.temperature", "log.top_k",
-    "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
+    "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every", "optimizer.warmup_samples",
 )  # fmt: skip
 PATHS = (
     "data.path",
@@ -41,12 +44,18 @@ SHARES = ("data.held_out", "optimizer.beta1", "optimizer.beta2")
 
 def check_recipe(recipe: "Recipe") -> None:
     """Raise UserError, one sentence, on the first value that cannot be trained with."""
+    check_fields(recipe)
     recipe.model.validate()
+    if (recipe.steps is None) == (recipe.train_samples is None):
+        raise UserError(
+            f"steps={recipe.steps} and train_samples={recipe.train_samples}: give one of them, which says how long to "
+            "train, and the other as none"
+        )
     for name in POSITIVE:
-        if not value_of(recipe, name) > 0:
+        if value_of(recipe, name) is not None and not value_of(recipe, name) > 0:
             raise UserError(f"{name}={value_of(recipe, name)} is not positive; use more than 0")
     for name in NOT_NEGATIVE:
-        if not value_of(recipe, name) >= 0:
+        if value_of(recipe, name) is not None and not value_of(recipe, name) >= 0:
             raise UserError(f"{name}={value_of(recipe, name)} is negative; use 0 or more")
     for name in SHARES:
         if not 0 <= value_of(recipe, name) < 1:
@@ -55,8 +64,6 @@ def check_recipe(recipe: "Recipe") -> None:
         if value_of(recipe, name) == "":
             raise UserError(f"{name} is empty; give a path, or leave it out")
     check_name(recipe.name)
-    if recipe.steps > MOST_STEPS:
-        raise UserError(f"steps={recipe.steps} is more than a schedule holds; use {MOST_STEPS} or less")
     if recipe.exit_after is not None and recipe.exit_after <= 0:
         raise UserError(f"exit_after={recipe.exit_after} is not positive; give minutes, or leave it out")
     if recipe.exit_interval is not None and recipe.exit_interval < 0:
@@ -77,9 +84,10 @@ def check_recipe(recipe: "Recipe") -> None:
             f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
         )
     _check_batch(recipe)
+    _check_rampup(recipe)
+    _check_length(recipe)
     _check_schedule(recipe)
     _check_data(recipe)
-    _check_rampup(recipe)
     vocab_size, bpe_size = recipe.model.vocab_size, recipe.data.bpe_vocab_size
     if recipe.with_tokenizer().data.tokenizer == "bpe" and bpe_size > vocab_size:
         raise UserError(
@@ -104,6 +112,21 @@ def _check_rampup(recipe: "Recipe") -> None:
             f"rampup_batch_size={shown(recipe.rampup_batch_size)} does not lead to global_batch_size={whole}; START "
             "must be below it, and INCREMENT divide the difference, as in '32 32 100000' for 256"
         )
+    if 2 * samples // (start + whole) > MOST_STEPS:
+        raise UserError(
+            f"rampup_batch_size={shown(recipe.rampup_batch_size)} takes more than {MOST_STEPS} steps to reach "
+            f"global_batch_size={whole}; use fewer SAMPLES"
+        )
+
+
+def _check_length(recipe: "Recipe") -> None:
+    steps = recipe.counted().steps
+    if steps < 1:
+        raise UserError(
+            f"train_samples={recipe.train_samples} does not fill one step; use {recipe.global_batch_size} or more"
+        )
+    if steps > MOST_STEPS:
+        raise UserError(f"steps={steps} is more than a schedule holds; use {MOST_STEPS} or less")
 
 
 def _check_data(recipe: "Recipe") -> None:
@@ -154,24 +177,77 @@ def _check_batch(recipe: "Recipe") -> None:
 
 def _check_schedule(recipe: "Recipe") -> None:
     config = recipe.optimizer
+    _check_units(recipe)
     if recipe.decay_steps < 1:
         raise UserError(f"optimizer.decay_steps={recipe.decay_steps} is not positive; use 1 or more, or none for steps")
-    if config.min_lr > config.lr:
-        raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
     if config.wsd_decay > 1:
         raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
-
-
-def parse_rampup(text: str) -> tuple[int, int, int]:
-    """(START, INCREMENT, SAMPLES) of `rampup_batch_size`; raises UserError."""
-    try:
-        start, increment, samples = map(int, text.replace(",", " ").split())
-    except ValueError:
+    if config.schedule == "constant":  # which has no end
+        return
+    if config.min_lr > config.lr:
+        raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
+    unit = "samples" if recipe.counts_samples else "steps"
+    warmup, decay = recipe.warmup_steps, recipe.decay_steps
+    given = config.decay_samples or (not recipe.counts_samples and decay != recipe.counted().steps)
+    if warmup >= decay and given:
         raise UserError(
-            f"rampup_batch_size={shown(text)} is not START INCREMENT SAMPLES; give three whole numbers, as "
-            "'32 32 100000'"
-        ) from None
-    return start, increment, samples
+            f"the warmup of {warmup} {unit} leaves nothing of the schedule, which ends at {decay} (optimizer.decay_"
+            f"{unit}), so the learning rate would jump; warm up for fewer than {decay}, or raise decay_{unit}"
+        )
+    begin = decay - config.wsd_decay * decay
+    if config.schedule == "wsd" and begin < warmup < decay:
+        largest = math.floor(100 * (1 - warmup / decay)) / 100
+        raise UserError(
+            f"the warmup of {warmup} {unit} ends inside the decay of wsd, which begins at {begin:g} of {decay} "
+            f"(optimizer.wsd_decay={config.wsd_decay}), so the learning rate would jump; warm up for "
+            f"{math.floor(begin)} or fewer"
+            + (f", or use --optimizer.wsd_decay {largest:g} or less" if largest > 0 else "")
+        )
+
+
+def _check_units(recipe: "Recipe") -> None:
+    """Raise UserError where some of the schedule counts steps and some counts samples."""
+    config = recipe.optimizer
+    if config.decay_steps is not None and config.decay_samples is not None:
+        raise UserError(
+            f"optimizer.decay_steps={config.decay_steps} and optimizer.decay_samples={config.decay_samples} both end "
+            "the schedule; give one of them, the other as none"
+        )
+    if config.warmup_samples is not None and not recipe.counts_samples:
+        raise UserError(
+            f"optimizer.warmup_samples={config.warmup_samples} counts samples, but the schedule counts steps; give "
+            "optimizer.decay_samples, or optimizer.warmup in place of it"
+        )
+    if recipe.counts_samples and config.warmup_samples is None and config.warmup >= 1:
+        raise UserError(
+            f"optimizer.warmup={config.warmup:g} counts steps, but the schedule counts samples; give "
+            "optimizer.warmup_samples, or a fraction below 1"
+        )
+
+
+def notes(recipe: "Recipe", dp: int, device_type: str) -> list[str]:
+    """What a user should know of a valid recipe, with `dp` replicas on this kind of device."""
+    found, unit = [], "samples" if recipe.counts_samples else "steps"
+    counted = recipe.counted()
+    length = recipe.train_samples if recipe.train_samples is not None else counted.steps
+    if recipe.counts_samples and recipe.train_samples is None:
+        length = BatchSizes(recipe).before(counted.steps)
+    if recipe.warmup_steps > length:
+        found.append(
+            f"the run ends within its warmup: {length} of {recipe.warmup_steps} {unit}, so the learning rate never "
+            f"reaches optimizer.lr={recipe.optimizer.lr:g}"
+        )
+    if (level := recipe.named_plan().zero) and dp == 1:
+        found.append(one_replica(level))
+    if recipe.attention in ("flash", "fused_softmax") and device_type == "cpu":
+        found.append(
+            f"attention={recipe.attention} has no kernel for a CPU: its reference in plain PyTorch computes the same"
+        )
+    return found
+
+
+def one_replica(level: int) -> str:
+    return f"ZeRO-{level} cuts over replicas, and there is one: the plan is the same as without it"
 
 
 def value_of(config: Any, name: str) -> Any:

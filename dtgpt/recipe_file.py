@@ -1,6 +1,7 @@
 """Recipe files: Python, with a function `recipe()`."""
 
 import importlib.util
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dtgpt.errors import UserError
+from dtgpt.field_types import check_fields
 from dtgpt.megatron_options import explain
 from dtgpt.overrides import Options, read_words, take
 from dtgpt.recipe import Recipe
@@ -16,10 +18,7 @@ from dtgpt.settle import settle
 
 def load_recipe(path: Path, options: list[str]) -> Recipe:
     """The recipe of a file with the overrides `options`."""
-    module = _load_module(path)
-    with _errors_of(path):
-        recipe = call_recipe(module.recipe)
-    return override(recipe, options)
+    return override(call_recipe(_load_module(path).recipe), options)
 
 
 def override(recipe: Recipe, words: list[str]) -> Recipe:
@@ -34,9 +33,13 @@ def with_options(recipe: Recipe, options: Options) -> Recipe:
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
-    recipe = recipe_function()
+    """Return what the function of a recipe file returns; raises UserError where it fails, or returns something else."""
+    code = getattr(recipe_function, "__code__", None)
+    with _errors_of(Path(code.co_filename if code else "recipe")):
+        recipe = recipe_function()
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe() returns {type(recipe).__name__}; let it return a dtgpt.recipe.Recipe")
+    check_fields(recipe)
     return recipe
 
 
@@ -67,8 +70,14 @@ def _errors_of(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except SyntaxError as error:
-        raise UserError(f"{path} line {error.lineno}: {error.msg}; mend the recipe") from None
-    except Exception as error:
+        where = f" line {error.lineno}" if error.lineno else ""
+        raise UserError(f"{path}{where}: {_short(error.msg)}; mend the recipe") from None
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")
-        raise UserError(f"{path}{line}: {type(error).__name__}: {error}; mend the recipe") from None
+        raise UserError(f"{path}{line}: {type(error).__name__}: {_short(error)}; mend the recipe") from None
+
+
+def _short(message: object) -> str:
+    """The words of an error in one line."""
+    return textwrap.shorten(str(message), 300, placeholder=" ...")

@@ -72,6 +72,10 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
         kept["optimizer.decay_steps"] = None
     if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
         kept["data.tokenizer"] = "auto"
+    if "train_samples" in given:  # in place of what those of the run became: see `Recipe.counted`
+        for name in {"steps", "optimizer.decay_samples"} - set(given):
+            kept.pop(name, None)
+        asked = asked if "steps" in given else replace(asked, steps=None)
     if unknown:
         say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
     _tell_kept(file, kept)
@@ -81,7 +85,11 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
 
 
 def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
-    """Say in one line where the recipe file says something else than the run."""
+    """Say in one line where the recipe file says something else than the run. Raises UserError where it cannot be
+    trained with."""
+    if file.train_samples is not None:
+        file.validate()
+        file = file.counted()
     differing = [
         n for n in kept if kept[n] != value_of(file, n) and (n, value_of(file, n)) != ("data.tokenizer", "auto")
     ]

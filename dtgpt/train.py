@@ -27,7 +27,7 @@ from dtgpt.errors import UserError
 from dtgpt.losses import IntervalLoss, check_finite
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
-from dtgpt.optim import Update
+from dtgpt.optim import Update, learning_rates
 from dtgpt.parallel.build import build_stages, gradient_share, make_passes, scale_gradients, try_table
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.launch import lost_peers_as_sentences
@@ -318,6 +318,7 @@ class Training:
         self.interval.restore(state)
         self.step = state["step"]
         self.sizes = BatchSizes(self.recipe, self.step, state["consumed_samples"])
+        self.optimizer.schedule.copy_(learning_rates(self.recipe, self.sizes))
         if state["data_digest"] != self.dataset.digest:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 

@@ -4,12 +4,13 @@ hardware   16 nodes of 8 GPUs of 80 GB with fast links inside a node, or a multi
 look first dtgpt plan recipes/gpt3_175b.py --world 128
 command    sbatch --nodes 16 recipes/slurm.sbatch recipes/gpt3_175b.py --data.path your.jsonl
 expect     of the look: 16 stages of 6 blocks, under 80 GB on each rank. Neither the full run nor one step of this
-           size was done here. To save, rank 0 needs 1.4 TB of main memory, 8 bytes for each parameter.
+           size was done here. Each rank writes its own part of a checkpoint, from a copy in main memory.
 
-The script leaves dropout at Megatron-LM's defaults, 0.1 for hidden states and attention, and so does this recipe. Where
-it differs from the script: bf16 with fp32 master weights (there: fp16 with loss scaling, which is --precision fp16
-here), sequence parallelism, which changes no result, and the whole global batch from the first step (there: from 16
-samples up to 1536 over the first 5,859,375; dtgpt has no --rampup-batch-size).
+The script leaves dropout at Megatron-LM's defaults, 0.1 for hidden states and attention, and so does this recipe. The
+batch grows as in the script, from 16 samples to 1536 over the first 5,859,375; with more than one replica the pipeline
+needs 16 for each at first, as in --rampup_batch_size '32 16 5859375' on 32 nodes. Where the recipe differs: bf16 with
+fp32 master weights (there: fp16 with loss scaling, --precision fp16 here), and sequence parallelism, which changes no
+result.
 """
 
 from dataclasses import replace
@@ -38,6 +39,7 @@ def recipe() -> Recipe:
         steps=500_000,
         micro_batch_size=1,
         global_batch_size=1536,  # of 2048 tokens each: 3,145,728 tokens
+        rampup_batch_size="16 16 5859375",
         log=LogConfig(interval=100, eval_interval=1000, eval_samples=10 * 1536),
         checkpoint=CheckpointConfig(interval=10_000),
     )

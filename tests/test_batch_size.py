@@ -1,13 +1,18 @@
 """The batch ramps up as Megatron-LM's does, and every plan follows the same ramp."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
 
 from dtgpt.batch_size import BatchSizes, batch_size
+from dtgpt.compare import compare
+from dtgpt.dryrun import describe_plan
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
+from dtgpt.recipe_file import override
 from dtgpt.train import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
@@ -93,10 +98,41 @@ def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
         ({"rampup_batch_size": "4 4"}, ["START INCREMENT SAMPLES"]),
         ({"rampup_batch_size": "4 5 40"}, ["does not lead to global_batch_size=16"]),
         ({"rampup_batch_size": "16 4 40"}, ["does not lead to global_batch_size=16"]),
-        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2"]),
+        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2", "another START"]),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused(recipe, changes, words):
     with pytest.raises(UserError) as error:
         train(change(recipe, **changes))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "ramp, world, plan, micro, remedies",
+    [
+        ("3 1 40", 1, "single", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 2 40'"]),
+        ("2 2 40", 2, "dp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 4 40'"]),
+        ("4 4 40", 4, "dp2_pp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '8 4 40'"]),
+        ("8 8 40", 2, "dp2", 8, ["--micro_batch_size 4"]),
+        ("3 1 40", 2, "dp2", 1, ["--rampup_batch_size '4 2 40'"]),
+        ("3 1 40", 8, "dp8", 2, ["--rampup_batch_size none"]),
+    ],
+)
+def test_remedies_of_a_ramp_that_a_plan_cannot_split_work(recipe, ramp, world, plan, micro, remedies):
+    recipe = change(recipe, plan=plan, rampup_batch_size=ramp, micro_batch_size=micro)
+    recipe.validate()
+    with pytest.raises(UserError, match=r"passes \d samples a step") as error:
+        recipe.plan_for(world)
+    assert "--global_batch_size" not in str(error.value)
+    assert re.findall(r"--\w+ (?:'[^']*'|\w+)", str(error.value)) == remedies
+    for remedy in remedies:
+        override(recipe, shlex.split(remedy)).plan_for(world)
+
+
+def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
+    recipe = change(recipe, rampup_batch_size="2 2 40")
+    monkeypatch.setattr("dtgpt.compare.run_plan", None)
+    with pytest.raises(UserError, match="passes 2 samples a step"):
+        describe_plan(replace(recipe, plan="dp2"), 2, None)
+    with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):
+        compare(recipe, None, ["dp2"], 2, None, [])

@@ -30,6 +30,8 @@ SCRIPTS = """
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
+SAME = ("--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
+
 
 def table() -> str:
     """The tables of docs/megatron.md. To write them anew, put what this returns behind the line `<!-- table -->`."""
@@ -52,7 +54,7 @@ def test_the_table_in_the_docs_is_the_one_that_explains():
 def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
     option, _, value = words.partition(" ")
     typed = "--" + option[2:].replace("-", dash)
-    if option.partition("=")[0] in ("--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size"):
+    if option.partition("=")[0] in SAME:
         override(recipe, [typed, *value.split()])
         return
     with pytest.raises(UserError, match=f"^{typed} of Megatron-LM does not exist here: ") as error:
@@ -88,11 +90,11 @@ def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
     known = {name: type_ for name, type_, *_ in leaves(Recipe)}
     for key, answer in ENTRIES.items():
         word = key.partition(" ")[2]
-        for name in re.findall(r"(?<!\S)--([a-z_.]+)", answer):
+        for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer):
             if name not in ("nproc", "nnodes", "node", "master"):  # of torchrun
                 assert name in known, (key, name)
         told = fill(answer, word, "1" if word.isupper() else word)
-        given = re.match(r"--([a-z_.]+) ([a-z0-9_.]+)$", told)
+        given = re.match(r"--([a-z_.0-9]+) ([a-z0-9_.]+)$", told)
         if given and word not in ("STYLE", "KIND"):
             override(recipe, [f"--{given[1]}", given[2]])
 

@@ -12,14 +12,36 @@ RECORD = {
 }  # fmt: skip
 
 
-def test_a_progress_line_names_all_that_is_known():
-    assert progress_line(RECORD, 1000) == (
-        "step  120/1000  loss 3.2141  bits/byte 1.234  gnorm 0.81  lr 5.90e-04  412,300 tok/s  mfu 48.1%  "
-        "mem 61.2/139 GiB  eta 14m"
-    )
+@pytest.mark.parametrize(
+    "columns, line",
+    [
+        (80, "step  120/1000  loss 3.2141  gnorm 0.81  lr 5.9e-4  412k tok/s  mfu 48%  eta 14m"),
+        (97, "step  120/1000  loss 3.2141  bits/byte 1.234  gnorm 0.81  lr 5.9e-4  412k tok/s  mfu 48%  eta 14m"),
+        (
+            200,
+            "step  120/1000  loss 3.2141  bits/byte 1.234  gnorm 0.81  lr 5.9e-4  412k tok/s  mfu 48%  "
+            "mem 61.2/139 GiB  eta 14m",
+        ),
+    ],
+)
+def test_a_progress_line_names_what_fits(monkeypatch, columns, line):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert progress_line(RECORD, 1000) == line and len(line) <= columns
+
+
+def test_a_progress_line_leaves_out_what_is_not_known(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     known = {k: v for k, v in RECORD.items() if k not in ("mfu", "tokens_per_second", "eta_seconds")}
     line = progress_line({**known, "memory_total_gib": None}, 1000)
-    assert line.endswith("lr 5.90e-04  mem 61.2 GiB")
+    assert line == "step  120/1000  loss 3.2141  bits/byte 1.234  gnorm 0.81  lr 5.9e-4"
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_size": 1536}, {"loss_scale": 65536.0, "skipped_steps": 12}])
+@pytest.mark.parametrize("steps", [1000, 500_000])
+def test_usual_progress_fits_80_columns(monkeypatch, more, steps):
+    monkeypatch.setenv("COLUMNS", "80")
+    rates = {"tokens_per_second": 12_412_300.0, "tokens_per_second_per_device": 97_000.0, "eta_seconds": 187_200}
+    assert len(progress_line(RECORD | rates | more, steps)) <= 80
 
 
 @pytest.mark.parametrize(

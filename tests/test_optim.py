@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.batch_size import BatchSizes
 from dtgpt.model import GPTConfig
-from dtgpt.optim import Update, clip_factor, learning_rate, make_optimizer
+from dtgpt.optim import Update, clip_factor, learning_rate, learning_rates, make_optimizer
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
@@ -53,6 +54,32 @@ def test_warmup_may_be_a_share_and_decay_may_end_before_the_run():
         steps=500_000, micro_batch_size=1, global_batch_size=1,
     )  # fmt: skip
     assert recipe.warmup_steps == 3200
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
+def test_a_schedule_in_samples_is_that_in_steps_where_batches_are_equal(recipe, kind):
+    recipe = change(recipe, steps=40, global_batch_size=8)
+    steps = change(recipe, optimizer={"schedule": kind, "warmup": 5, "decay_steps": 30})
+    samples = change(recipe, optimizer={"schedule": kind, "warmup_samples": 40, "decay_samples": 240})
+    assert samples.counts_samples and not steps.counts_samples
+    expected = [learning_rate(step, steps) for step in range(40)]
+    assert [learning_rate(step, samples) for step in range(40)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_schedule_in_samples_follows_a_ramp(recipe):
+    """4 samples a step up to 13 samples, 8 up to 26, 12 up to 40, then 16."""
+    recipe = change(
+        recipe, micro_batch_size=2, global_batch_size=16, rampup_batch_size="4 4 40", steps=None, train_samples=100,
+        optimizer={"schedule": "linear", "lr": 1.0, "warmup_samples": 20},
+    )  # fmt: skip
+    seen = [0, 4, 8, 12, 16, 24, 32, 44, 60, 76, 92]
+    assert recipe.counted().steps == 10 and recipe.resolved().steps == 10  # whole steps: 8 samples are left over
+    assert recipe.resolved().optimizer.decay_samples == 100 and recipe.resolved().train_samples is None
+    rates = update_of(recipe.resolved()).schedule.tolist()
+    for now, then, rate in zip(seen, seen[1:], rates, strict=False):
+        assert rate == pytest.approx(min(then / 20, 1) if now < 20 else 1 - (now - 20) / 80, rel=1e-6)
+    resumed = learning_rates(recipe.resolved(), BatchSizes(recipe, 4, 16))
+    assert resumed[4:].tolist() == rates[4:]
 
 
 def shards_of(recipe: Recipe, dtype=torch.float32) -> Shards:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.errors import UserError
 from dtgpt.model import GPTConfig
@@ -265,6 +265,12 @@ def test_a_value_that_no_plan_has_is_refused_when_the_plan_is_made(values):
 def test_own_plans_that_are_none_or_hide_a_standard_one_are_refused(own):
     with pytest.raises(UserError, match=r"^plans"):
         parse_plan("tp4", own)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_a_style_with_distributed_output_is_refused(style):
+    with pytest.raises(UserError, match=r"'blocks.\*.attn.qkv' a style with use_local_output=False.*; leave"):
+        Plan(tp=2, table={"blocks.*.attn.qkv": style(use_local_output=False)})
 
 
 def test_a_table_needs_tensor_parallelism_and_styles(recipe):

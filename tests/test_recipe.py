@@ -10,7 +10,7 @@ from dtgpt.errors import UserError
 from dtgpt.help import help_text
 from dtgpt.overrides import apply_overrides, leaves
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import NOT_NEGATIVE, POSITIVE, SHARES, value_of
+from dtgpt.recipe_checks import NOT_NEGATIVE, POSITIVE, SHARES, notes, value_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 
@@ -152,6 +152,21 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--loss_scale.minimum", "1e-30"], ["loss_scale.minimum=1e-30", "use 1"]),
         (["--loss_scale.initial", "1e30"], ["loss_scale.initial=1e+30", "use 2**32"]),
         (["--steps", "1000000000"], ["steps=1000000000", "10000000 or less"]),
+        (["--train_samples", "80"], ["steps=10 and train_samples=80", "none"]),
+        (["--steps", "none"], ["steps=None and train_samples=None"]),
+        (["--steps", "none", "--train_samples", "7"], ["train_samples=7", "one step", "use 8 or more"]),
+        (["--optimizer.warmup_samples", "8"], ["optimizer.warmup_samples=8", "optimizer.decay_samples"]),
+        (["--optimizer.decay_samples", "80"], ["optimizer.warmup=2 counts steps", "optimizer.warmup_samples"]),
+        (["--optimizer.decay_samples", "80", "--optimizer.decay_steps", "8"], ["decay_steps=8", "decay_samples=80"]),
+        (
+            ["--optimizer.decay_steps", "5", "--optimizer.warmup", "5"],
+            ["warmup of 5 steps", "ends at 5", "fewer than 5"],
+        ),
+        (
+            ["--optimizer.schedule", "wsd", "--optimizer.wsd_decay", "0.5", "--optimizer.warmup", "6"],
+            ["warmup of 6 steps", "begins at 5 of 10", "5 or fewer", "--optimizer.wsd_decay 0.4 or less"],
+        ),
+        (["--rampup_batch_size", "4 4 999999999999999"], ["10000000 steps", "fewer SAMPLES"]),
         (
             ["--loss_scale.minimum", "8", "--loss_scale.initial", "4"],
             ["loss_scale.minimum=8.0", "loss_scale.initial=4.0"],
@@ -173,6 +188,29 @@ def test_a_resolved_recipe_names_the_tokenizer_and_the_schedule(recipe):
     assert embedded.resolved().data.tokenizer == "bpe"
     assert recipe.resolved().data.tokenizer == "bytes"
     assert recipe.resolved().optimizer.decay_steps == recipe.steps
+
+
+def test_a_constant_schedule_has_no_end(recipe):
+    apply_overrides(recipe, ["--optimizer.schedule", "constant", "--optimizer.min_lr", "1"]).validate()
+
+
+@pytest.mark.parametrize(
+    "arguments, dp, words",
+    [
+        ([], 1, None),
+        (["--optimizer.warmup", "11"], 1, "the run ends within its warmup: 10 of 11 steps"),
+        (["--optimizer.decay_samples", "800", "--optimizer.warmup", "0.5"], 1, "80 of 400 samples"),
+        (["--plan", "tp2_zero3"], 1, "ZeRO-3 cuts over replicas, and there is one"),
+        (["--plan", "zero3"], 2, None),
+        (["--attention", "flash"], 1, "attention=flash has no kernel for a CPU"),
+    ],
+)
+def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
+    changed = apply_overrides(recipe, arguments)
+    changed.validate()
+    told = notes(changed, dp, "cpu")
+    assert told == [] if words is None else words in told[0]
+    assert not any("attention" in note for note in notes(changed, dp, "cuda"))
 
 
 def test_validation_accepts_a_good_recipe(recipe):

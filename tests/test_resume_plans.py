@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+import dtgpt
 from dtgpt.metrics import read_records
 from dtgpt.parallel.names import parse_plan
+from dtgpt.parallel.plan import Plan
+from dtgpt.recipe import CheckpointConfig
 from dtgpt.train import train
 from tests.bodies_train import train_until
 from tests.ranks import pool
@@ -49,3 +53,30 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, tmp
     assert len(held_out[0]) == 1 and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     samples = [(r / "samples" / "step_00000006.txt").read_bytes() for r in (run, whole)]
     assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("plan, world", [("zero1", 1), ("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
+def test_zero_with_one_replica_is_the_plan_without_it(recipe, tmp_path, capsys, plan, world):
+    """And goes on under it, from its own checkpoint."""
+    train(replace(recipe, plan="single"))
+    whole = losses(newest_run(recipe))
+    recipe = replace(recipe, runs=str(tmp_path / "zero"), plan=plan, checkpoint=CheckpointConfig(interval=3))
+    capsys.readouterr()
+    for part in (replace(recipe, steps=3, optimizer=replace(recipe.optimizer, decay_steps=6)), recipe):
+        part = replace(part, resume="auto" if part is recipe else None)
+        codes = [train(part)] if world == 1 else pool().run(world, train, part)
+        assert codes == [0] * world
+    assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
+    if world == 1:
+        told = capsys.readouterr()
+        assert told.err.count(f"ZeRO-{plan[-1]} cuts over replicas, and there is one") == 2
+        assert "plan    single\n" in told.out
+
+
+@pytest.mark.parametrize("plan", ["zero3", Plan(zero=2)])
+def test_a_model_is_loaded_under_zero_on_one_process(recipe, capsys, plan):
+    train(replace(recipe, steps=1))
+    tokens = torch.arange(8).view(1, 8)
+    logits = dtgpt.load(newest_run(recipe), plan=plan, device="cpu")(tokens)
+    assert torch.equal(logits, dtgpt.load(newest_run(recipe), device="cpu")(tokens))
+    assert "there is one" in capsys.readouterr().err

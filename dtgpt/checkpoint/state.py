@@ -22,6 +22,7 @@ def describe(recipe: Recipe, mesh: Mesh, step: int, samples: int, data_digest: s
         "data_digest": data_digest,
         "schedule": {
             "shape": optimizer.schedule,
+            "unit": "samples" if recipe.counts_samples else "steps",
             "lr": optimizer.lr,
             "min_lr": optimizer.min_lr,
             "warmup_steps": recipe.warmup_steps,

@@ -52,6 +52,12 @@ class Plan:
             raise UserError(
                 f"table={shown(self.table)} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
             )
+        for pattern, style in self.table.items():
+            if getattr(style, "use_local_output", True) is False:
+                raise UserError(
+                    f"table gives {pattern!r} a style with use_local_output=False, but the modules behind it take "
+                    "local tensors; leave use_local_output out"
+                )
 
     @property
     def world(self) -> int:
@@ -130,6 +136,10 @@ class Plan:
                 f"multiple; {remedy.format(near)}"
             )
         return replace(self, dp=world // one)
+
+    def without_idle_zero(self) -> "Plan":
+        """Return the plan without ZeRO where there is one replica, over which it cuts nothing."""
+        return replace(self, zero=0) if self.zero and self.dp == 1 else self
 
     def validate(self, model: GPTConfig, micro_batch_size: int, global_batch_size: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
