@@ -102,7 +102,7 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {record['step']:>{digits}}/{steps}",
         f"loss {record['loss']:.4f}",
-        f"bits/byte {record['bits_per_byte']:.3f}",
+        *([f"bits/byte {record['bits_per_byte']:.3f}"] if "bits_per_byte" in record else []),
         f"gnorm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
     ]

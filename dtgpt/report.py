@@ -34,11 +34,12 @@ class Report:
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
+        per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         say(
             f"model   {recipe.model.num_parameters / 1e6:,.1f} M parameters; {recipe.steps:,} steps of "
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
             f"data    {data.source}: {data.num_train_tokens:,} tokens to train on, {data.num_valid_tokens:,} held out, "
-            f"{self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
+            f"{per_token}({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
             f"plan    {mesh.plan.name}\n"
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
             f"{str(dtype).removeprefix('torch.')}\n"
@@ -56,7 +57,7 @@ class Report:
             "step": step,
             "loss": loss,
             "step_loss": step_loss,
-            "bits_per_byte": bits_per_byte(loss, self.bytes_per_token),
+            **_known({"bits_per_byte": bits_per_byte(loss, self.bytes_per_token)}),
             "grad_norm": norm,
             "lr": lr,
             "tokens": tokens,
@@ -69,9 +70,10 @@ class Report:
             self._write(record)
         say(progress_line(record, self.recipe.steps))
 
-    def held_out(self, step: int, part: Part, loss: float, bits: float) -> None:
-        self._write({"step": step, f"{part}_loss": loss, f"{part}_bits_per_byte": bits})
-        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}  bits/byte {bits:.3f}")
+    def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
+        self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
+        told = "" if bits is None else f"  bits/byte {bits:.3f}"
+        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{told}")
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
@@ -138,6 +140,10 @@ class Report:
 
 def sample_path(run: Path, step: int) -> Path:
     return run / "samples" / f"step_{step:08d}.txt"
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Silence:
