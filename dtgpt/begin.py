@@ -89,7 +89,7 @@ def begin_from(path: Path, config: GPTConfig, tokenizer: Tokenizer, shards: Shar
 def check_tokenizer(run: Path, ours: Tokenizer) -> None:
     """Raise UserError where `run` was trained with another tokenizer than `ours`."""
     theirs = load_tokenizer(run)
-    if (theirs.ranks, theirs.end_of_text) != (ours.ranks, ours.end_of_text):
+    if not theirs.is_same(ours):
         raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 
@@ -99,12 +99,28 @@ def read_dataset(recipe: Recipe) -> Dataset:
     if is_prepared(data.path):
         samples = data.train_samples or BatchSizes(recipe).before(recipe.counted().steps)
         seed, length = recipe.seed, recipe.model.seq_length
-        dataset: Dataset = load_prepared(data, length, samples, recipe.log.eval_samples, seed, default_cache())
+        wanted = length, samples, recipe.log.eval_samples, seed
+        dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
     else:
         settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
         dataset = load_dataset(*settings, default_cache(), data.vocab_file, data.merge_file)
     dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
+    check_options(recipe, dataset.tokenizer)
     return dataset
+
+
+def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Raise UserError where the recipe asks for what the tokenizer cannot do, before steps are spent."""
+    if recipe.log.sample_tokens:
+        tokenizer.encode(recipe.log.prompt)
+    asked = [
+        n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n) == "on"
+    ]
+    if asked and tokenizer.end_of_text is None:
+        raise UserError(
+            f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} has not; "
+            "leave it out"
+        )
 
 
 def read_on_every_node(recipe: Recipe, mesh: Mesh, process: Process) -> Dataset:

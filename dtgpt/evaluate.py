@@ -19,9 +19,9 @@ from dtgpt.tokenizers.tokenizer import Tokenizer
 def held_out_loss(
     passes: Passes, mesh: Mesh, recipe: Recipe, dataset: Dataset, ends: EndOfDocument, interrupted: Callable[[], bool],
     part: Part = "valid",
-) -> tuple[float, float] | None:  # fmt: skip
-    """(mean loss in nats per token, bits per byte) over the fixed windows of a part, the same on every rank; None where
-    there are none, or when `interrupted` became true in between."""
+) -> tuple[float, float | None] | None:  # fmt: skip
+    """(mean loss in nats per token, bits per byte where bytes are known) over the fixed windows of a part, the same on
+    every rank; None where there are none, or when `interrupted` became true in between."""
     dp = mesh.plan.dp
     token_bytes = torch.from_numpy(dataset.tokenizer.token_bytes())
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
@@ -49,7 +49,7 @@ def sample(
 ) -> str | None:
     """A text as `recipe.log` wants it; None where it wants none, or when `interrupted` cut it short. `key [2]`."""
     log = recipe.log
-    if not log.sample_tokens or interrupted():
+    if not log.sample_tokens or not tokenizer.spells or interrupted():
         return None
 
     def logits_at(window: Tensor, position: int) -> Tensor:

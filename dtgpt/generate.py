@@ -75,7 +75,7 @@ def sample_text(
 ) -> str:  # fmt: skip
     """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
     end = tokenizer.end_of_text
-    ids = tokenizer.encode(prompt) or [end]
+    ids = tokenizer.encode(prompt) or [tokenizer.opening]
     if ids == [None]:
         raise UserError(f"the tokenizer {tokenizer.name} names no end of text to begin a document with; give --prompt")
     if max(ids) >= config.vocab_size:

@@ -107,7 +107,7 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         "step": f"step {record['step']:>{digits}}/{steps}",
         "batch": f"batch {get('batch_size')}" if get("batch_size") else "",
         "loss": f"loss {record['loss']:.4f}",
-        "bits": f"bits/byte {record['bits_per_byte']:.3f}",
+        "bits": f"bits/byte {record['bits_per_byte']:.3f}" if "bits_per_byte" in record else "",
         "norm": f"gnorm {record['grad_norm']:.2f}",
         "lr": f"lr {record['lr']:.1e}".replace("e-0", "e-"),
         "scale": f"scale {_power(get('loss_scale'))}, {get('skipped_steps')} skipped" if get("loss_scale") else "",

@@ -33,8 +33,10 @@ class DataConfig:
     )
     json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
     tokenizer: Annotated[
-        Literal["auto", "gpt2", "bpe", "bytes"],
-        "auto: gpt2 for a path where the model has its 50257 tokens, else a bpe trained on the text",
+        Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
+        "auto: what lies beside prepared data, else gpt2 for a path where the model has its 50257 tokens, else a bpe "
+        "trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; ids: none, so neither bits/byte "
+        "nor generated texts",
     ] = "auto"
     tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as dtgpt prepare --tokenizer took it"] = None
     vocab_file: Annotated[str | None, "vocab.json of the tokenizer gpt2, with merge_file; none: tiktoken's"] = None
@@ -214,8 +216,9 @@ class Recipe:
         data = self.data
         if data.tokenizer != "auto" or data.tokenizer_file is not None:
             return self
-        own = "auto" if is_prepared(data.path) else "bpe"  # token files were made by another one already
-        tokenizer = "gpt2" if data.path and self.model.vocab_size >= GPT2_124M.vocab_size else own
+        tokenizer = "gpt2" if data.path and self.model.vocab_size >= GPT2_124M.vocab_size else "bpe"
+        if is_prepared(data.path):  # what lies beside the token files decides, when they are opened
+            tokenizer = "gpt2" if data.vocab_file else "auto"
         return replace(self, data=replace(data, tokenizer=tokenizer))
 
     def resolved(self) -> "Recipe":

@@ -1,8 +1,8 @@
 """What no run can be trained with, in one sentence each; a plan is checked by itself (`dtgpt.parallel.plan`)."""
 
 import math
+import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtgpt.batch_size import BatchSizes, parse_rampup
@@ -140,6 +140,11 @@ def _check_data(recipe: "Recipe") -> None:
             f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
             "leave one out"
         )
+    if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
+        given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
+        raise UserError(
+            f"data.tokenizer=ids takes token files as they are, which does not go with {given}; leave it out"
+        )
     split_fractions(data.split)
     if data.train_samples is not None and data.train_samples < 1:
         raise UserError(f"data.train_samples={data.train_samples} is not positive; use 1 or more, or leave it out")
@@ -152,7 +157,7 @@ def _check_data(recipe: "Recipe") -> None:
             )
         return
     given = [n for n in ("valid_path", "test_path", "train_samples", "tokenizer_file") if getattr(data, n) is not None]
-    if data.path is not None and not Path(data.path).exists() and (given or _near(data.path)):
+    if data.path is not None and not os.path.exists(data.path) and (given or _near(data.path)):
         raise no_dataset(data.path)
     if given:
         raise UserError(
@@ -163,7 +168,7 @@ def _check_data(recipe: "Recipe") -> None:
 
 def _near(path: str) -> bool:
     """Whether token files are there that `path` may have meant."""
-    return bool(prefixes_near(path)) or bin_path(path).is_file()
+    return bool(prefixes_near(path)) or os.path.isfile(bin_path(path))
 
 
 def _check_batch(recipe: "Recipe") -> None:

@@ -34,11 +34,12 @@ class Report:
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
+        per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         say(
             f"model   {parameters(recipe.model.num_parameters)}; {counted(recipe.steps, 'step')} of "
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
-            f"{data.num_valid_tokens:,} held out, {self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, "
+            f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})\n"
             f"plan    {mesh.plan.name}\n"
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
@@ -57,7 +58,7 @@ class Report:
             "step": step,
             "loss": loss,
             "step_loss": step_loss,
-            "bits_per_byte": bits_per_byte(loss, self.bytes_per_token),
+            **_known({"bits_per_byte": bits_per_byte(loss, self.bytes_per_token)}),
             "grad_norm": norm,
             "lr": lr,
             "tokens": tokens,
@@ -70,9 +71,10 @@ class Report:
             self._write(record)
         say(progress_line(record, self.recipe.steps))
 
-    def held_out(self, step: int, part: Part, loss: float, bits: float) -> None:
-        self._write({"step": step, f"{part}_loss": loss, f"{part}_bits_per_byte": bits})
-        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}  bits/byte {bits:.3f}")
+    def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
+        self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
+        told = "" if bits is None else f"  bits/byte {bits:.3f}"
+        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{told}")
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
@@ -139,6 +141,10 @@ class Report:
 
 def sample_path(run: Path, step: int) -> Path:
     return run / "samples" / f"step_{step:08d}.txt"
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Silence:

@@ -289,7 +289,9 @@ class Training:
 
     def _report_held_out(self, report: Report | Silence, part: Part) -> None:
         if losses := self.held_out_loss(part):
-            check_finite(self.step, f"{'held-out' if part == 'valid' else part} loss and bits/byte", *losses)
+            known = [value for value in losses if value is not None]
+            names = f"{'held-out' if part == 'valid' else part} loss{' and bits/byte' * (len(known) - 1)}"
+            check_finite(self.step, names, *known)
             report.held_out(self.step, part, *losses)
 
     def sample(self) -> str | None:

@@ -45,7 +45,7 @@ def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
         expected[name] for name in ("tokens", "documents", "sequences")
     )
     assert (summary.empty, summary.broken, summary.longest) == (1, 0, max(expected["sequence_lengths"]))
-    assert len(os.listdir(tmp_path / "deep")) == 2
+    assert len(os.listdir(tmp_path / "deep")) == 3
 
 
 def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_dataset_is_not_replaced_by_mistake_nor_by_a_failure(tmp_path):
         run(tmp_path, [{"text": "new"}, {}], strict="on")
     assert words_of(IndexedDataset(tmp_path / "out_text_document")) == ["old"]
     _, dataset = run(tmp_path, [{"text": "new"}])
-    assert words_of(dataset) == ["new"] and len(leftovers(tmp_path)) == 2
+    assert words_of(dataset) == ["new"] and len(leftovers(tmp_path)) == 3
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_a_second_preparation_is_refused_at_its_start(tmp_path):
             run(tmp_path, [{"text": "a"}])
         assert leftovers(tmp_path) == [".out_text_document.lock"]
     _, dataset = run(tmp_path, [{"text": "a"}])
-    assert words_of(dataset) == ["a"] and len(leftovers(tmp_path)) == 2
+    assert words_of(dataset) == ["a"] and len(leftovers(tmp_path)) == 3
 
 
 def test_a_lock_that_its_holder_has_just_removed_does_not_count(tmp_path, monkeypatch):
@@ -67,12 +67,14 @@ def test_leftovers_of_killed_preparations_are_removed_and_others_kept(tmp_path, 
     for name in others:
         (tmp_path / name).write_bytes(b"other")
     run(tmp_path, [{"text": "a"}])
-    assert leftovers(tmp_path) == sorted([*others, "out_text_document.bin", "out_text_document.idx"])
+    assert leftovers(tmp_path) == sorted(
+        [*others, *(f"out_text_document.{suffix}" for suffix in ("bin", "idx", "tokenizer.json"))]
+    )
     assert capsys.readouterr().err.count("is removed") == 2
 
 
 @pytest.mark.parametrize("former", [False, True])
-@pytest.mark.parametrize("renames", [0, 1])
+@pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys, former, renames):
     if former:
         run(tmp_path, [{"text": "old"}])
@@ -83,7 +85,7 @@ def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys
     with pytest.raises(UserError, match="exists already"):
         run(tmp_path, [{"text": "third"}], overwrite="off")
     assert words_of(IndexedDataset(tmp_path / "out_text_document")) == ["new text"]
-    assert "it is in place now" in capsys.readouterr().err and len(leftovers(tmp_path)) == 2
+    assert "it is in place now" in capsys.readouterr().err and len(leftovers(tmp_path)) == 3
 
 
 def test_a_half_written_index_is_not_put_in_place(tmp_path):

@@ -119,7 +119,7 @@ def test_other_splits_are_refused(split):
         ({"seed": 2**32}, "is no seed of NumPy's RandomState; use one from 0 to 4294967295"),
         ({"num_samples": -1}, "num_samples=-1 is negative"),
         ({"documents": range(2, 2)}, "this part of the dataset has 0 documents with 0 tokens, too few .* more weight"),
-        ({"documents": range(2)}, "has 2 documents with 1 tokens, too few"),
+        ({"documents": range(2)}, "has 2 documents with 1 token, too few"),
         ({"num_samples": 10**13}, "takes [1-9][0-9,]{18,} bytes while its index is built, .* ask for fewer samples"),
     ],
 )

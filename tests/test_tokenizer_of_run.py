@@ -132,6 +132,7 @@ def test_a_run_is_not_resumed_with_another_end_of_text(recipe, tmp_path):
         input=write_lines(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS]), tokenizer=tmp_path / "one.json",
         output_prefix=tmp_path / "data", append_eod=True,
     )).files[0]  # fmt: skip
+    Path(f"{data}.tokenizer.json").unlink()  # as Megatron-LM's data have none
     options = {"path": str(data), "tokenizer": "auto", "tokenizer_file": str(tmp_path / "one.json")}
     recipe = change(recipe, steps=1, data=options, model={"vocab_size": 258})
     train(recipe)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.console import counted
+from dtgpt.console import counted, say
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
@@ -30,6 +30,7 @@ from dtgpt.tokenizers.tokenizer import Tokenizer
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
 BLOCK = 1 << 22  # tokens read together
+ROUNDING = 128  # to a multiple of which a vocabulary is often filled up, for speed
 
 
 class Dataset(ABC):
@@ -94,19 +95,28 @@ class TextDataset(Dataset):
         check_vocabulary(self.tokenizer, vocab_size)
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
+                remedies = ["use more text", "a shorter --model.seq_length", "another --data.held_out (0 for none)"]
+                remedies = remedies[: 2 if name == "training" else 3]
                 raise UserError(
                     f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
-                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length"
-                    + (", or another --data.held_out (0 for none)" if name == "held-out" else "")
+                    f"least {seq_length + 1}; {', '.join(remedies[:-1])} or {remedies[-1]}"
                 )
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
+    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer; warn where it has so many more
+    that it is not for rounding."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
             f"use --model.vocab_size {tokenizer.vocab_size} or more, or another --data.tokenizer"
+        )
+    unused = vocab_size - tokenizer.vocab_size
+    if unused >= ROUNDING and unused > tokenizer.vocab_size // 20:
+        say(
+            f"model.vocab_size={vocab_size}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens: "
+            f"{unused} rows of the embedding occur in no text; --model.vocab_size {tokenizer.vocab_size} has none",
+            warning=True,
         )
 
 
@@ -133,9 +143,13 @@ def load_dataset(
 
     def make() -> dict[str, np.ndarray | str]:
         train, valid = split_documents(documents, held_out)
-        made = open_tokenizer("gpt2", *files) if files else make_tokenizer(tokenizer, train, bpe_vocab_size)
+        made = (
+            open_tokenizer("gpt2", *files)
+            if files
+            else make_tokenizer(tokenizer, documents if tokenizer == "char" else train, bpe_vocab_size)
+        )
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
-        return {"tokenizer.json": json.dumps(made.to_json()), **tokens}
+        return {"tokenizer.json": made.dumps(), **tokens}
 
     tokens = load_or_make(folder, "the tokens", make)
     known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
@@ -185,6 +199,6 @@ def held_out_batches(tokens: Array, seq_length: int, batch_size: int, max_sample
         yield _windows(tokens, np.arange(first, min(first + batch_size, count)) * seq_length, seq_length)
 
 
-def bits_per_byte(nats: float, bytes_: float) -> float:
-    """Loss in a unit that does not depend on the tokenizer."""
-    return nats / math.log(2) / bytes_ if bytes_ else math.nan
+def bits_per_byte(nats: float, bytes_: float) -> float | None:
+    """Loss in a unit that does not depend on the tokenizer; None where no bytes are known."""
+    return nats / math.log(2) / bytes_ if bytes_ else None

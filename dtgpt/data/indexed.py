@@ -45,6 +45,11 @@ def idx_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def tokenizer_path(prefix: Path | str) -> Path:
+    """What the tokens are of, as `Tokenizer.save` writes it. Megatron-LM has no such file, and does not look for it."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
 class IndexedDataset(TokenSequences):
     """A .bin and its .idx: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents`
     int64 [D]. Raises UserError, with the byte that disagrees, where the two files are not whole and of one piece."""
@@ -150,13 +155,16 @@ class IndexedWriter:
     Raises UserError where a token does not fit `dtype` and where the files cannot be written.
     """
 
-    def __init__(self, prefix: Path | str, dtype: np.dtype | type):
+    def __init__(self, prefix: Path | str, dtype: np.dtype | type, tokenizer: str | None = None):
+        """`tokenizer`: as `Tokenizer.dumps` tells it, where it is known."""
+        self._tokenizer = tokenizer
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = next((c for c, name in CODES.items() if np.dtype(name) == self.dtype), None)
         if self._code is None:
             raise UserError(f"tokens cannot be stored as {np.dtype(dtype)}; use one of {', '.join(CODES.values())}")
         self._lengths, self._documents = array("i"), array("q", [0])  # of 4 and 8 bytes
-        self._partial = [p.with_name(f".{p.name}.{os.getpid()}.new") for p in (bin_path(prefix), idx_path(prefix))]
+        paths = bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)
+        self._partial = [p.with_name(f".{p.name}.{os.getpid()}.new") for p in paths]
 
     def __enter__(self) -> Self:
         try:
@@ -189,6 +197,11 @@ class IndexedWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            if self._tokenizer is not None:
+                with create_file(self._partial[2]) as file:
+                    file.write(self._tokenizer.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
             with create_file(self._partial[1]) as file:
                 self._write_index(file.write)
                 file.flush()
@@ -246,8 +259,11 @@ class IndexedWriter:
         return tokens.astype(self.dtype)
 
     def _put_in_place(self) -> None:
+        tokenizer_path(self.prefix).unlink(missing_ok=True)  # before the index: it never tells of another dataset
         idx_path(self.prefix).unlink(missing_ok=True)  # a former one would not fit the new .bin
         self._partial[0].rename(bin_path(self.prefix))
+        if self._tokenizer is not None:
+            self._partial[2].rename(tokenizer_path(self.prefix))
         self._partial[1].rename(idx_path(self.prefix))
         sync_path(self.prefix.parent)
 
@@ -268,11 +284,12 @@ class IndexedWriter:
         return UserError(f"{path} cannot be written ({error.strerror}); {remedy(error, 'choose another folder')}")
 
 
-def merge(prefixes: Iterable[Path | str], target: Path | str) -> None:
-    """Write the datasets `prefixes` one after another as `target`. Raises UserError where their token types differ."""
+def merge(prefixes: Iterable[Path | str], target: Path | str, tokenizer: str | None = None) -> None:
+    """Write the datasets `prefixes` one after another as `target`; `tokenizer` as of `IndexedWriter`. Raises UserError
+    where their token types differ."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError(f"no datasets are given of which {target} would consist; give the prefix of at least one")
-    with IndexedWriter(target, datasets[0].dtype) as writer:
+    with IndexedWriter(target, datasets[0].dtype, tokenizer) as writer:
         for dataset in datasets:
             writer.extend_from(dataset)

@@ -6,6 +6,7 @@ and number of samples (`dtgpt.data.samples`, `blend`).
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from glob import escape, glob
@@ -16,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.console import say
 from dtgpt.data.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
+from dtgpt.data.text import SUFFIXES
 from dtgpt.data.token_shards import TokenSequences, TokenShards
-from dtgpt.errors import UserError
-from dtgpt.tokenizers.open import OF_TRAINING, open_tokenizer
+from dtgpt.data.tokenizer_beside import tokenizer_of
+from dtgpt.errors import UserError, shown
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -80,14 +83,18 @@ def is_prepared(path: str | None) -> bool:
     """Whether a recipe's `data.path` names token files and not a text."""
     if path is None:
         return False
-    several = len(path.split()) > 1 and not Path(path).exists()
-    return idx_path(prefix_of(path)).is_file() or path.endswith(".bin") or several
+    several = len(path.split()) > 1 and not os.path.exists(path)
+    return _has_index(prefix_of(path)) or path.endswith(".bin") or several
 
 
 def prefix_of(path: str) -> str:
     """The prefix, where `path` names its .bin or .idx; anything else as it is."""
     stem = path[:-4] if path.endswith((".bin", ".idx")) else path
-    return path if idx_path(path).is_file() or not idx_path(stem).is_file() else stem
+    return path if _has_index(path) or not _has_index(stem) else stem
+
+
+def _has_index(prefix: str) -> bool:
+    return os.path.isfile(idx_path(prefix))  # which, unlike Path.is_file, takes names too long for a file
 
 
 def prefixes_near(path: str) -> list[str]:
@@ -98,9 +105,14 @@ def prefixes_near(path: str) -> list[str]:
 def no_dataset(path: str) -> UserError:
     """There is nothing at `path`; here is what lies near it."""
     near = prefixes_near(path)
+    if path.endswith(SUFFIXES) and os.path.isfile(path):
+        return UserError(
+            f"{path} is a text, and a run takes one text alone, as data.path; join several, as with cat, or make token "
+            f"files of them: dtgpt prepare {path} ... --output-prefix PREFIX"
+        )
     if near:
         remedy = f"did you mean {near[0]}?"
-    elif bin_path(path).is_file():
+    elif os.path.isfile(bin_path(path)):
         remedy = f"copy or build {path}.idx again, or give {path}.bin where it is a shard of llm.c or nanoGPT"
     else:
         remedy = "give the prefix of a .bin and .idx, or shards .bin of llm.c or nanoGPT"
@@ -109,18 +121,24 @@ def no_dataset(path: str) -> UserError:
 
 
 def load_prepared(
-    data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path
-) -> PreparedDataset:
+    data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
+    vocab_size: int = 0,
+) -> PreparedDataset:  # fmt: skip
     """`train_samples`: of how many the order is built, as Megatron-LM's --train-samples; `held_out_samples`: at most so
-    many for validation, and for test. Raises UserError where a file is missing or damaged, or the training or the
-    validation part of the split has no data; a test part without is left out."""
-    tokenizer = tokenizer_of(data)
+    many for validation, and for test; `vocab_size` of the model. Raises UserError where a file is missing or damaged,
+    or the training or the validation part of the split has no data; a test part without is left out."""
+    paths = {name: getattr(data, name) for name in ("path", "valid_path", "test_path")}
+    parsed = {path: parse_data_path(_words(name, path)) for name, path in paths.items() if path is not None}
+    prefixes = [prefix_of(prefix) for found, _ in parsed.values() for prefix in found]
+    if text := next((p for p in prefixes if p.endswith(SUFFIXES) and not _has_index(p)), None):
+        raise no_dataset(text)
+    tokenizer = tokenizer_of(data, prefixes, vocab_size)
     opened: dict[str, TokenSequences] = {}
 
     def samples(path: str | None, which: str, split: str | None, count: int) -> Samples | Blend | None:
         if path is None:
             return None
-        prefixes, weights = parse_data_path([path] if _is_one(path) else shlex.split(path))
+        prefixes, weights = parsed[path]
         for prefix in prefixes:
             if prefix not in opened:
                 opened[prefix] = open_sequences(prefix, tokenizer.end_of_text)
@@ -128,6 +146,8 @@ def load_prepared(
         alone = weights is not None or len(prefixes) == 1  # other blends take what there is, a sample at least
         if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
             return None
+        if split is not None and which == "valid":
+            _point_to_validation_data(prefixes, sequences, split)
         load = load_blend if which == "train" else load_each_once
         return load(sequences, weights, split, which, seq_length, count, seed, cache)
 
@@ -139,6 +159,39 @@ def load_prepared(
     valid = samples(valid_path, "valid", split, held_out_samples)
     test = samples(test_path, "test", split, held_out_samples)
     return PreparedDataset(tokenizer, train, valid, test, data.path)
+
+
+def _words(name: str, path: str) -> list[str]:
+    """The prefixes, and weights, in the value of the option data.`name`."""
+    if _has_index(prefix_of(path)) or os.path.exists(path) or len(path.split()) == 1:
+        return [path]
+    try:
+        return shlex.split(path)
+    except ValueError as error:
+        raise UserError(
+            f"data.{name}={shown(path)} cannot be cut into prefixes, or weights and prefixes ({error}); put a name "
+            f"""that has a quote or a blank into double quotes, as in '0.3 "it's A" 0.7 B'"""
+        ) from None
+
+
+def _point_to_validation_data(prefixes: Sequence[str], sequences: Sequence[TokenSequences], split: str) -> None:
+    """Shards of nanoGPT come with validation data of their own: say where they may be. Raises UserError where the
+    split leaves none of the documents for validation."""
+    shards = [Path(prefix) for prefix, s in zip(prefixes, sequences, strict=True) if isinstance(s, TokenShards)]
+    if not shards:
+        return
+    beside = next((path for path in (shard.with_name("val.bin") for shard in shards) if os.path.isfile(path)), None)
+    if beside in shards:
+        return
+    parts = [(s, split_range(split, "valid", len(s))) for s in sequences]
+    if not any(s.lengths[part.start : part.stop].sum(dtype=np.int64) for s, part in parts):
+        count = sum(map(len, sequences))
+        raise UserError(
+            f"{shards[0]} is cut into {count} document{'s' * (count != 1)}, of which data.split={split} leaves none "
+            f"for validation; give others as --data.valid_path {beside or 'val.bin'}, or --data.split 1 for none"
+        )
+    if beside:
+        say(f"validation takes a part of {shards[0]}; {beside} beside it is taken with --data.valid_path {beside}")
 
 
 def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, least: int) -> bool:
@@ -155,42 +208,13 @@ def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, leas
 def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
     """A prefix of `.bin` and `.idx`, or one of these, or shards `.bin` (a glob: several). Raises UserError."""
     prefix = prefix_of(path)
-    if idx_path(prefix).is_file():
+    if _has_index(prefix):
         return IndexedDataset(prefix)
     if path.endswith(".bin"):
         shards = sorted(glob(path))
         if shards:
             return TokenShards(shards, end_of_text)
     raise no_dataset(path)
-
-
-def tokenizer_of(data: "DataConfig") -> Tokenizer:
-    """With which token files were prepared. Raises UserError where nothing tells."""
-    if data.tokenizer_file is None and data.tokenizer in ("auto", "bpe"):
-        raise UserError(
-            f"{data.path} holds tokens, and nothing tells of which tokenizer; use --data.tokenizer gpt2 or bytes, or "
-            "--data.tokenizer_file with the file that dtgpt prepare --tokenizer took"
-        )
-    if data.tokenizer_file is not None and data.vocab_file is not None:
-        raise UserError(
-            f"data.tokenizer_file={data.tokenizer_file} and data.vocab_file={data.vocab_file} both name a tokenizer; "
-            "leave one out"
-        )
-    if data.tokenizer_file is not None:
-        tokenizer = open_tokenizer(data.tokenizer_file, options=OF_TRAINING)
-    else:
-        tokenizer = open_tokenizer(data.tokenizer, data.vocab_file, data.merge_file, options=OF_TRAINING)
-    if tokenizer.end_of_text is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
-            'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
-        )
-    return tokenizer
-
-
-def _is_one(path: str) -> bool:
-    """Whether `path`, though it may hold spaces, is one dataset."""
-    return idx_path(prefix_of(path)).is_file() or Path(path).exists()
 
 
 def _num_tokens(samples: Samples | Blend) -> int:

@@ -109,8 +109,8 @@ def build_sample_index(
     tokens = int(local.sum(dtype=np.int64))
     if tokens < 2:
         raise UserError(
-            f"{part} has {len(documents)} documents with {tokens} tokens, too few to draw samples from; give it more "
-            "documents, or in a split more weight, or none where it is not for training"
+            f"{part} has {_counted(len(documents), 'document')} with {_counted(tokens, 'token')}, too few to draw "
+            "samples from; add documents, or give the part more weight in the split, or none where it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
     total = epochs.count * tokens - 1  # that have a token before them
@@ -125,6 +125,10 @@ def build_sample_index(
     _fill_rows(rows, local, document_index, documents.start, seq_length)
     del local
     return SampleIndex(seq_length, document_index, rows, _shuffle_index(count, epochs.samples_apart, rng))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _check(lengths: Array, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:

@@ -1,6 +1,7 @@
 """Where text comes from: a file of the user's, or the text that every Python installation carries."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def _embedded() -> Iterator[str]:
 
 
 def _read_file(path: Path, json_key: str) -> Iterator[str]:
-    if not path.exists():
+    if not os.path.exists(path):  # which, unlike Path.exists, takes names too long for a file
         raise UserError(
             f"data.path={path} does not exist; give a {' or '.join(SUFFIXES)} file, or leave data.path out "
             f"to train on {EMBEDDED}"

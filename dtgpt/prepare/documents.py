@@ -143,10 +143,12 @@ def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]
             header = next(reader, [])
         except csv.Error as error:
             raise UserError(f"{source.name}, line 1: names of columns are no CSV ({error}); mend them") from None
+        if not header:
+            raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
         missing = [key for key in keys if key not in header]
         if missing:
             raise UserError(
-                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200] or 'none'}; name the "
+                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
                 "right one with --json-keys"
             )
         columns = [header.index(key) for key in keys]

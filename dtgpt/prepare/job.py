@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from dtgpt.console import say
-from dtgpt.data.indexed import IndexedWriter, idx_path, merge, token_dtype
+from dtgpt.data.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
+from dtgpt.data.tokenizer_beside import tokenizer_beside
 from dtgpt.errors import UserError
 from dtgpt.prepare.broken import BrokenLines
 from dtgpt.prepare.config import PrepareConfig
@@ -65,7 +66,7 @@ class Summary(Counts):
 
 
 def prepare(config: PrepareConfig) -> Summary:
-    """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`.
+    """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with the tokenizer beside them.
 
     Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
     `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
@@ -91,7 +92,8 @@ def prepare(config: PrepareConfig) -> Summary:
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
-        writers = {key: stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for key, prefix in prefixes.items()}
+        told = encoder.dtype, encoder.vocabulary.dumps()
+        writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
         with BrokenLines(listed, config.strict == "on", progress) as broken:
             for block in encoded(read_blocks(sources, config.json_keys)):
                 broken.add(block.broken)
@@ -116,8 +118,19 @@ def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
     with claimed(target):
         check_target(target, config.overwrite == "on")
-        merge(prefixes, target)
+        merge(prefixes, target, _common_tokenizer(prefixes))
     return target, len(prefixes)
+
+
+def _common_tokenizer(prefixes: list[str]) -> str | None:
+    """That of all datasets, None where one of them does not tell. Raises UserError where they differ."""
+    told = tokenizer_beside(prefixes)
+    silent = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
+    if told is None or silent:
+        if told:
+            say(f"{silent[0]} does not tell its tokenizer, so the joined dataset does not either", warning=True)
+        return None
+    return told[1].dumps()
 
 
 def _datasets(pattern: str, target: Path) -> list[str]:

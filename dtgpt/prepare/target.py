@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from dtgpt.console import say
-from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
+from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path
 from dtgpt.errors import UserError
 from dtgpt.storage import FileLock, Held
 
@@ -69,7 +69,7 @@ def _unwritable(path: Path, option: str, error: OSError) -> UserError:
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """A dataset is not replaced by mistake, and no folder by a dataset. Raises UserError."""
-    for path in (bin_path(prefix), idx_path(prefix)):
+    for path in (bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)):
         if path.is_dir():
             raise UserError(f"{path} is a folder; give another --output-prefix")
         if path.exists() and not overwrite:
@@ -100,9 +100,12 @@ def _mend(prefix: Path) -> None:
         data = data if data.exists() else bin_path(prefix)
         if not idx_path(prefix).exists() and _are_whole(data, index):
             data.rename(bin_path(prefix))
+            tokenizer = index.with_name(index.name.replace(f"{prefix.name}.idx", f"{prefix.name}.tokenizer.json"))
+            if tokenizer.is_file() and not tokenizer.is_symlink():
+                tokenizer.rename(tokenizer_path(prefix))
             index.rename(idx_path(prefix))
             say(f"{prefix}: a preparation that was killed had written all of it; it is in place now", warning=True)
-    _remove(_left(bin_path(prefix)) + _left(idx_path(prefix)))
+    _remove(_left(bin_path(prefix)) + _left(idx_path(prefix)) + _left(tokenizer_path(prefix)))
 
 
 def _remove(left: list[Path]) -> None:

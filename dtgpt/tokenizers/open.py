@@ -15,11 +15,19 @@ from dtgpt.errors import UserError, shown
 from dtgpt.storage import parse_json, read_json
 from dtgpt.tokenizers.bpe_files import LARGEST, BytePairs, check_merges, from_merges, read_text, tokenizer_json
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel, by_id
+from dtgpt.tokenizers.char import Char, Ids
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.tokenizers.nanogpt_meta import read_meta
 from dtgpt.tokenizers.tokenizer import CHECKSUM, END_OF_TEXT, ENDS, MOST, Tokenizer, checksum, panics_as_user_errors
 from dtgpt.tokenizers.training import train_ranks
 
-SAVED = ("ranks", "tokenizer_json", "sentencepiece")  # one of these is in what Tokenizer.save writes
+SAVED = (
+    "ranks",
+    "tokenizer_json",
+    "sentencepiece",
+    "characters",
+    "ids",
+)  # one of these is in what Tokenizer.save writes
 
 
 class OptionNames(NamedTuple):
@@ -81,9 +89,12 @@ def check_named_once(
 OWN = f"use --data.tokenizer bpe, or give {OF_TRAINING.vocab_file} and {OF_TRAINING.merge_file}"
 
 
-def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel:
-    """The tokenizer `kind`: "bpe", trained on the documents; "gpt2", as tiktoken carries it (from its cache, or fetched
-    by it once); or "bytes", the 256 bytes. Raises UserError where it cannot be made."""
+def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel | Char:
+    """The tokenizer `kind`: "bpe", trained on the documents; "char", the characters of the documents; "gpt2", as
+    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError where it
+    cannot be made."""
+    if kind == "char":
+        return Char.of_texts(documents)
     if kind == "gpt2":
         return from_tiktoken("gpt2", remedy)
     if kind == "bytes":
@@ -118,6 +129,10 @@ def read_saved(path: Path, remedy: str) -> Tokenizer:
 
 
 def _from_json(saved: dict[str, Any]) -> Tokenizer:
+    if "characters" in saved:
+        return Char(saved["characters"])
+    if "ids" in saved:
+        return Ids(saved["ids"])
     if "sentencepiece" in saved:
         return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"], validate=True), saved["begin"])
     if "tokenizer_json" in saved:
@@ -182,6 +197,10 @@ def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | Non
 
 
 def _from_file(path: Path, begin: bool) -> Tokenizer:
+    if path.name == "meta.pkl":
+        if (tokenizer := read_meta(path)) is None:
+            raise UserError(f"{path} names no characters (it has no stoi); give another tokenizer")
+        return tokenizer
     if path.suffix != ".json":
         try:
             return SentencePiece(str(path), path.read_bytes(), begin)

@@ -35,6 +35,16 @@ class Tokenizer(ABC):
     end_of_text: int | None
     begin_of_text: int | None = None
     ranks: list[bytes]
+    spells = True  # whether text becomes tokens at all, and tokens text
+
+    @property
+    def opening(self) -> int | None:
+        """The token that a generated text without a prompt follows: the end of the one before."""
+        return self.end_of_text
+
+    def is_same(self, other: "Tokenizer") -> bool:
+        """Whether ids mean the same."""
+        return (self.ranks, self.end_of_text) == (other.ranks, other.end_of_text)
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -45,8 +55,9 @@ class Tokenizer(ABC):
         return [np.array(self.encode(text, special), np.uint32) for text in texts]
 
     def encode_documents(self, documents: list[str]) -> np.ndarray:
-        """All documents, the end of text after each, as one uint16 or int32 array."""
-        ids = [np.array([*self.encode(d), self.end_of_text]) for d in documents]
+        """All documents, the end of text after each where there is one, as one uint16 or int32 array."""
+        end = [] if self.end_of_text is None else [self.end_of_text]
+        ids = [np.array([*self.encode(d), *end]) for d in documents]
         return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -72,10 +83,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> dict[str, Any]: ...
 
-    def save(self, path: Path) -> None:
-        """Write what `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
+    def dumps(self) -> str:
+        """Return the text that `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
         saved = self.to_json()
-        write_text(path, json.dumps({**saved, CHECKSUM: checksum(saved)}))
+        return json.dumps({**saved, CHECKSUM: checksum(saved)})
+
+    def save(self, path: Path) -> None:
+        write_text(path, self.dumps())
 
 
 def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
