@@ -163,9 +163,9 @@ def test_prepared_data_remember_their_tokenizer(prepared, vocab_size):
 def test_a_tokenizer_that_contradicts_or_is_damaged_is_told(prepared, damage):
     if damage == "broken":
         tokenizer_path(prepared.data.path).write_text("{")
-        with pytest.raises(UserError, match=r"tokenizer.json is not JSON .*prepare the data again, or remove it"):
+        with pytest.raises(UserError, match=r"tokenizer.json cannot be read .*prepare the data again, or remove it"):
             read_dataset(prepared)
-    with pytest.raises(UserError, match=r"tokenizer=bytes is not .*tokenizer.json says|tokenizer.json is not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer=bytes is not .*tokenizer.json says|tokenizer.json cannot be read"):
         read_dataset(change(prepared, data={"tokenizer": "bytes"}))
 
 

@@ -110,7 +110,7 @@ def build_sample_index(
     if tokens < 2:
         raise UserError(
             f"{part} has {_counted(len(documents), 'document')} with {_counted(tokens, 'token')}, too few to draw "
-            "samples from; add documents, or give the part more weight in the split, or none where it is not for training"
+            "samples from; add documents, or give the part more weight in the split, or none if it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
     total = epochs.count * tokens - 1  # that have a token before them
