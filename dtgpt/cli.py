@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
@@ -15,7 +16,9 @@ from dtgpt.console import close_streams, prepare_streams, say, say_error
 from dtgpt.errors import UserError, remedy, shown
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.overrides import read_words, take
-from dtgpt.signals import follow_launcher
+from dtgpt.signals import follow_launcher, interrupt_imports, say_interrupted
+
+interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 RANK_0_FIRST = 5.0  # seconds in which rank 0 may say why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -107,8 +110,10 @@ def _exit(work: Callable[[], int]) -> None:
         place = f"{name if len(name) <= LONGEST_PATH else shown(name)}: " if name else ""
         sentence = f"{place}{error.strerror}; {remedy(error)}"
     except KeyboardInterrupt:
+        say_interrupted()
         _leave(130)
-    _say_once(sentence)
+    with suppress(KeyboardInterrupt):  # who cannot wait for rank 0
+        _say_once(sentence)
     _leave(2)
 
 

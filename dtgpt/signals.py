@@ -54,6 +54,28 @@ class StopRequest:
             os._exit(128 + number)
 
 
+def interrupt_imports() -> None:
+    """From now on Ctrl-C is KeyboardInterrupt, as it was, except while a module is imported: there it ends the process
+    at once, since C++ code that torch runs then cannot pass the exception on."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            say_interrupted()
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def say_interrupted() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        say_error("dtgpt: interrupted")
+
+
 def follow_launcher() -> None:
     """Under torchrun, from now on: where torchrun is gone without having ended this process, SIGTERM as torchrun would
     have sent it, and the end of the process 120 s later, whatever it waits for."""

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from dtgpt.cli import main
 from dtgpt.run import lock_run
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training, train
@@ -126,6 +127,31 @@ def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
     assert len(ranks) == 2 and f"stopped at step {int(checkpoint.name.removeprefix('step_'))}/" in log
     with lock_run(run):  # which nobody holds
         pass
+
+
+@pytest.mark.parametrize("start", [[], ["-m", "dtgpt", "train"]])
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(tmp_path, start):
+    """Also where the import would catch it, as C++ code that runs Python does."""
+    module = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(9)\nexcept: pass\n"
+    (tmp_path / "slow.py").write_text(module)
+    (tmp_path / "mine.py").write_text("from dtgpt.cli import run_recipe\nimport slow\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, *start, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "dtgpt: interrupted\n")
+
+
+def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupt = mock.patch("dtgpt.begin.read_dataset", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        with interrupt, pytest.raises(SystemExit) as end:
+            main(["train", str(TINY), "--device", "cpu"])
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert end.value.code == 130 and capsys.readouterr() == ("", "dtgpt: interrupted\n")
+    assert not list(tmp_path.iterdir())
 
 
 def orphan(lines: str, **variables: str) -> subprocess.Popen:
