@@ -1,6 +1,7 @@
 """The `dtgpt` command and the entry point of recipe files."""
 
 import difflib
+import getpass
 import os
 import sys
 import time
@@ -99,6 +100,7 @@ def _exit(work: Callable[[], int]) -> None:
     """Exit with the code that `work` returns; what the user can mend is one sentence on stderr and exit code 2."""
     prepare_streams()
     follow_launcher()
+    _name_user()
     try:
         _leave(work())
     except UserError as error:
@@ -115,6 +117,14 @@ def _exit(work: Callable[[], int]) -> None:
     with suppress(KeyboardInterrupt):  # who cannot wait for rank 0
         _say_once(sentence)
     _leave(2)
+
+
+def _name_user() -> None:
+    """torch.compile and others name their folders by the user, who has no name in some containers."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid{os.getuid()}"
 
 
 def _leave(code: int) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.begin import read_on_every_node, start
-from dtgpt.console import say, say_error
+from dtgpt.console import counted, say, say_error
 from dtgpt.device import peak_memory
 from dtgpt.errors import UserError
 from dtgpt.parallel.memory import fullest, memory_by_rank
@@ -169,7 +169,7 @@ def compare(
         records: dict[str, Record] = {}
         differences: dict[str, Difference] = {}
         for name, plan in plans.items():
-            say(f"{name}: {plan.world} process{'es' if plan.world > 1 else ''}, {steps} steps")
+            say(f"{name}: {counted(plan.world, 'process', 'processes')}, {counted(steps, 'step')}")
             file = Path(folder) / f"{len(records)}.safetensors"
             records[name] = run_plan(path, name, plan.world, steps, options, file)
             if not all(map(math.isfinite, records[name].norms)) and recipe.precision == "fp16":

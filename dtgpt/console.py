@@ -25,6 +25,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def parameters(number: int) -> str:
+    """As `1 parameter`, `12,345 parameters`, `124.4 M parameters` or `175 B parameters`."""
+    for size, unit, digits in ((10**9, "B", ".3g"), (10**6, "M", ",.1f")):
+        if number >= size:
+            return f"{number / size:{digits}} {unit} parameters"
+    return counted(number, "parameter")
+
+
 def prepare_streams() -> None:
     """Characters that the terminal's encoding lacks are replaced, not refused. A stream that was closed before the
     start leads nowhere: its number must not become that of a file of the run."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.errors import UserError
 from dtgpt.parallel.plan import Plan
 from dtgpt.recipe import Recipe
@@ -44,7 +44,8 @@ def choose_device(recipe: Recipe, local_rank: int = 0) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{local_rank + 1} or more processes were started on this node, but PyTorch sees {count} CUDA devices; use "
+            f"{local_rank + 1} or more processes were started on this node, but PyTorch sees "
+            f"{counted(count, 'CUDA device')}; use "
             f"--nproc-per-node {count} or --device cpu"
         )
     return torch.device("cuda", local_rank)
@@ -58,7 +59,11 @@ def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

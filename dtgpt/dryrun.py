@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from dtgpt.console import counted, parameters
 from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
 from dtgpt.errors import UserError
 from dtgpt.parallel.cost import parameters_of
@@ -73,14 +74,14 @@ def _plain(name: str) -> str:
 def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> list[str]:
     config, passes = recipe.model, recipe.micro_batches(plan.dp)
     lines = [
-        f"recipe  {recipe.name}: {config.num_parameters / 1e9:.3g} B parameters, {config.num_layers} blocks of "
+        f"recipe  {recipe.name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
         f"{config.hidden_size}, T={config.seq_length}, {str(dtype).removeprefix('torch.')}"
         f"{', compiled' if compiled else ''}",
-        f"plan    {plan.name}: {plan.world} ranks = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
+        f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
-        f"batch   {recipe.global_batch_size} samples = {plan.dp} replicas x {passes} micro-batches x "
-        f"{recipe.micro_batch_size}",
+        f"batch   {counted(recipe.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
+        f"{counted(passes, 'micro-batch', 'micro-batches')} x {recipe.micro_batch_size}",
     ]
     if plan.pp > 1:
         cut = [len(blocks) for blocks in block_ranges(config, plan)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtgpt.console import say
+from dtgpt.console import counted, parameters, say
 from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.device import device_name, peak_flops, total_memory
 from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
@@ -35,10 +35,11 @@ class Report:
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
         say(
-            f"model   {recipe.model.num_parameters / 1e6:,.1f} M parameters; {recipe.steps:,} steps of "
+            f"model   {parameters(recipe.model.num_parameters)}; {counted(recipe.steps, 'step')} of "
             f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
-            f"data    {data.source}: {data.num_train_tokens:,} tokens to train on, {data.num_valid_tokens:,} held out, "
-            f"{self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, {tokenizer.vocab_size} tokens)\n"
+            f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
+            f"{data.num_valid_tokens:,} held out, {self.bytes_per_token:.2f} bytes per token ({tokenizer.name}, "
+            f"{counted(tokenizer.vocab_size, 'token')})\n"
             f"plan    {mesh.plan.name}\n"
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
             f"{str(dtype).removeprefix('torch.')}\n"

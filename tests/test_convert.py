@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def files_in(folder: Path):
 def test_round_trips_through_all_formats_are_bitwise(run, convert, tmp_path):
     hf, megatron, ours, again = (tmp_path / name for name in ("hf", "deep/megatron", "deep/er/ours", "again"))
     out, err = convert(run, hf, "--to", "hf")
-    assert out == f"{hf}: 0.0 M parameters, fp32\n" and err == ""
+    assert re.fullmatch(rf"{hf}: [0-9]+,[0-9]+ parameters, fp32\n", out) and err == ""
     sizes = "--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"
     convert(hf, megatron, "--to", "megatron", *sizes)
     assert sorted(p.name for p in (megatron / "release").iterdir()) == [

@@ -114,7 +114,7 @@ def test_statistics_of_shards(shards, capsys):
     assert "9 tokens (uint16) in 4 sequences, 2 shards of 0.0 MiB\n" in cut and "not told apart" not in cut
     assert r"  sequence 0: '<|endoftext|>Hi'" in cut
     one = shards.replace("*", "0")
-    assert "5 tokens (uint16) in 1 sequences, 1 shards" in said(capsys, one)
+    assert "5 tokens (uint16) in 1 sequence, 1 shard" in said(capsys, one)
     assert said(capsys, shards, "--eot", "256", "--samples", "0") == said(
         capsys, shards, "--samples", "0", "--tokenizer", "bytes"
     )

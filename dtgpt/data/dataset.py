@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.console import counted
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
@@ -94,8 +95,8 @@ class TextDataset(Dataset):
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 raise UserError(
-                    f"the {name} text has {len(tokens)} tokens, but model.seq_length={seq_length} needs at least "
-                    f"{seq_length + 1}; use more text, a shorter --model.seq_length"
+                    f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
+                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length"
                     + (", or another --data.held_out (0 for none)" if name == "held-out" else "")
                 )
 
@@ -155,7 +156,13 @@ def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
 def default_cache() -> Path:
     """`$DTGPT_CACHE`, or a folder in the user's cache directory (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
+    try:
+        return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"no home folder is known for the user {os.getuid()} (HOME is not set); set DTGPT_CACHE to a "
+            "folder for tokens"
+        ) from None
 
 
 def _windows(tokens: Array, starts: np.ndarray, seq_length: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
-from dtgpt.console import say
+from dtgpt.console import parameters, say
 from dtgpt.device import DTYPES
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
@@ -66,7 +66,7 @@ def convert(path: Path, target: Path, config: ConvertConfig) -> None:
         sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
         save_megatron(source, target, *sizes, dtype, state["step"] or None, state["consumed_samples"])
-    say(f"{target}: {source.config.num_parameters / 1e6:,.1f} M parameters, {config.dtype}")
+    say(f"{target}: {parameters(source.config.num_parameters)}, {config.dtype}")
 
 
 def _check(config: ConvertConfig) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.errors import UserError
 from dtgpt.prepare.documents import Broken
 from dtgpt.prepare.progress import Progress
@@ -68,7 +68,7 @@ class BrokenLines:
             return
         self._progress.clear()
         for source, count in self._counts.most_common(FILES):
-            say(f"{source}: {count:,} broken line{'s' * (count > 1)} left out", warning=True)
+            say(f"{source}: {counted(count, 'broken line')} left out", warning=True)
         if len(self._counts) > FILES:
             say(f"{len(self._counts) - FILES:,} more files have broken lines; --broken FILE lists all", warning=True)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.errors import UserError, shown
 from dtgpt.help import help_text, wants_help
 from dtgpt.overrides import read_words, take
@@ -61,7 +61,7 @@ def prepare_command(words: list[str]) -> int:
     with _SignalsAsExit():
         if config.merge:
             target, count = join_datasets(config)
-            say(f"{target}: {count} dataset{'' if count == 1 else 's'} joined")
+            say(f"{target}: {counted(count, 'dataset')} joined")
         else:
             say(str(prepare(config)))
     return 0
@@ -122,7 +122,7 @@ def _texts(config: TrainTokenizerConfig) -> Iterator[str]:
                 continue
             yield from (piece for pieces in found.values() for piece in pieces if piece)
     if broken:
-        say(f"{broken} broken lines were left out; dtgpt prepare names them", warning=True)
+        say(f"{counted(broken, 'broken line')} left out; dtgpt prepare names what is broken", warning=True)
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.data.blend import Blend, as_weight, blend_sizes, load_blend, normalised, parse_data_path
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
@@ -222,7 +222,10 @@ def _sha256(values: np.ndarray) -> str:
 def _statistics(sequences: TokenSequences, share: float | None, split: str) -> list[str]:
     lengths = np.asarray(sequences.lengths)
     total, count = int(lengths.sum(dtype=np.int64)), len(lengths)
-    lines = [f"{sequences.name}: {total:,} tokens ({sequences.dtype}) in {count:,} sequences, {_files(sequences)}"]
+    lines = [
+        f"{sequences.name}: {counted(total, 'token')} ({sequences.dtype}) in {counted(count, 'sequence')}, "
+        f"{_files(sequences)}"
+    ]
     lines += [f"  {share:.4g} of the samples of the blend"] if share is not None else []
     if count:
         middle = f"median {int(np.median(lengths)):,}, mean {total / count:,.1f}"
@@ -230,7 +233,7 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
         lines.append(f"  tokens of a sequence: {lengths.min():,} to {lengths.max():,}, {middle}; {empty:,} are empty")
     parts = {which: split_range(split, which, count) for which in SPLITS}
     sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
-    told = [f"{which} {len(parts[which]):,} sequences, {sums[which]:,} tokens" for which in SPLITS]
+    told = [f"{which} {counted(len(parts[which]), 'sequence')}, {counted(sums[which], 'token')}" for which in SPLITS]
     lines.append(f"  split {split}: {'; '.join(told)}")
     whole = all(len(tokens) <= PIECE * sequences.most_pieces for tokens in sequences.stored)
     lines.append(f"  digest of the lengths {sequences.digest}")
@@ -241,10 +244,10 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
 def _files(sequences: TokenSequences) -> str:
     if isinstance(sequences, IndexedDataset):
         size = sum(path(sequences.prefix).stat().st_size for path in (bin_path, idx_path))
-        return f"{len(sequences.documents) - 1:,} documents; .bin and .idx {size / 2**20:,.1f} MiB"
+        return f"{counted(len(sequences.documents) - 1, 'document')}; .bin and .idx {size / 2**20:,.1f} MiB"
     size = sum(path.stat().st_size for path in sequences.paths)
     told = "" if sequences.eot is not None else "; documents not told apart, for which --tokenizer or --eot is needed"
-    return f"{len(sequences.paths):,} shards of {size / 2**20:,.1f} MiB{told}"
+    return f"{counted(len(sequences.paths), 'shard')} of {size / 2**20:,.1f} MiB{told}"
 
 
 def _beginnings(sequences: TokenSequences, config: InspectDataConfig, vocabulary: Tokenizer | None) -> list[str]:
