@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dtgpt.checkpoint.folder import Checkpoint
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.data.dataset import Dataset
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
@@ -16,7 +16,7 @@ from dtgpt.run import AUTO
 from dtgpt.signals import StopRequest
 
 LEFT = {"valid": "held-out loss", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
-OVER = "{} has done its {} steps; nothing is left to do"
+OVER = "{} has done its {}; nothing is left to do"
 
 
 def is_over(run: Path, checkpoint: Checkpoint, recipe: Recipe) -> bool:
@@ -24,9 +24,9 @@ def is_over(run: Path, checkpoint: Checkpoint, recipe: Recipe) -> bool:
     the run."""
     done = checkpoint.state["step"]
     if done > recipe.steps and recipe.resume != AUTO:
-        raise UserError(f"{run} has already done {done} steps; raise --steps to go on")
+        raise UserError(f"{run} has already done {counted(done, 'step')}; raise --steps to go on")
     if done > recipe.steps:
-        say(OVER.format(run, done))
+        say(OVER.format(run, counted(done, "step")))
     return done > recipe.steps
 
 
@@ -48,7 +48,7 @@ def left_to_do(run: Path | None, checkpoint: Checkpoint | None, recipe: Recipe, 
     if left or (records and not drawn and find_spec("matplotlib")):
         left.append("plot")
     if not left:
-        say(OVER.format(run, recipe.steps))
+        say(OVER.format(run, counted(recipe.steps, "step")))
     return left
 
 
