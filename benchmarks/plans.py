@@ -18,7 +18,7 @@ from train_step import make_recipe, measured, result, table, timed
 
 from dtgpt.begin import read_on_every_node, start
 from dtgpt.device import choose_device
-from dtgpt.parallel.launch import start_process_group
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
 from dtgpt.signals import StopRequest
 from dtgpt.train import Training
@@ -67,7 +67,7 @@ def main() -> list[dict]:
         os._exit(1)  # peers may wait in a collective for ever
     show(results, process.rank)
     if started:
-        dist.destroy_process_group()
+        end_process_group()
     return results
 
 

@@ -29,7 +29,7 @@ from dtgpt.model import GPT2_124M
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.build import build_stages, make_passes
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.launch import start_process_group
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.passes import whole_row
@@ -156,4 +156,4 @@ def _recipe(plan: Plan, device: str, precision: str, model=GPT2_124M) -> Recipe:
 
 def _leave_group() -> None:
     with suppress(Exception):  # another rank may be gone
-        dist.destroy_process_group()
+        end_process_group()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtgpt.cli import main
 from dtgpt.metrics import read_records
@@ -95,3 +96,14 @@ def test_a_run_of_two_processes_is_one_run(tmp_path):
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["world"] == 2 and environment["plan"] == "tp2_sp"
     assert [r["step"] for r in read_records(folder / "metrics.jsonl") if "loss" in r] == [1, 2, 3]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_groups_on_gpus_are_made_without_a_warning(tmp_path):
+    """Two dimensions of the mesh are split from the group of all ranks, one with options of NCCL."""
+    world = "4" if torch.cuda.device_count() >= 4 else "2"
+    plan = "tp2_pp2" if world == "4" else "tp2"
+    done, _ = run([*TORCHRUN, world, TINY, "--plan", plan, "--steps", "2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ProcessGroupGloo" not in done.stderr

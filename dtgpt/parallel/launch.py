@@ -17,6 +17,7 @@ import dtgpt
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.overrides import leaves
+from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
@@ -56,26 +57,34 @@ def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process
         for let_go in mesh.before_end if mesh else []:
             let_go()
         if started:
-            dist.destroy_process_group()
+            end_process_group()
 
 
 def start_process_group(device: torch.device, timeout: float) -> None:
-    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`. Small messages between CPUs go through gloo."""
+    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`. Small messages between CPUs go through gloo, on GPUs
+    in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout)}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
-        settings |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        settings |= {"backend": "nccl", "device_id": device}
     global was_in_group
     was_in_group = True
     try:
         dist.init_process_group(**settings)
+        if device.type == "cuda":
+            mesh_module.messages = dist.new_group(backend="gloo", timeout=settings["timeout"])
     except (ValueError, dist.DistError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"the processes did not find each other ({reason}); start all of them with torchrun, at the same time"
         ) from None
+
+
+def end_process_group() -> None:
+    mesh_module.messages = None
+    dist.destroy_process_group()
 
 
 def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:

@@ -23,6 +23,8 @@ from dtgpt.parallel.torch_private import default_store, set_group_timeout
 Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard
 
+messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
+
 
 @dataclass(frozen=True)
 class Place:
@@ -118,6 +120,13 @@ class Mesh:
         for group in self._groups:
             set_group_timeout(timedelta(seconds=seconds), group)
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """A tensor of the CPU to another rank, which must `receive` one of that shape."""
+        dist.send(tensor, rank, group=messages)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        dist.recv(tensor, rank, group=messages)
+
     def sum(self, *values: float | Tensor) -> Tensor:
         """Sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
@@ -158,7 +167,7 @@ class Mesh:
         if self.world == 1:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=messages)
         return values
 
     def post(self, name: str, text: str) -> None:
@@ -202,7 +211,7 @@ class Mesh:
 def agree(values: dict[str, Any], remedy: str) -> None:
     """`Mesh.agree` of all processes, before there is a mesh."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values)
+    dist.all_gather_object(everyone, values, group=messages)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             ours, other = everyone[0].get(name), theirs.get(name)

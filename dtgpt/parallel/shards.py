@@ -160,14 +160,14 @@ class Shards:
     def _assemble(self, parts: list[tuple[int, Part]], mine: Tensor | None) -> Tensor | None:
         if self.mesh.rank != 0:
             if mine is not None and mine.numel():
-                dist.send(mine, 0)
+                self.mesh.send(mine, 0)
             return None
         whole = torch.empty([max(r.stop for r in dims) for dims in zip(*(p for _, p in parts), strict=True)])
         for rank, part in parts:
             if all(map(len, part)):
                 piece = mine if rank == 0 else torch.empty([len(r) for r in part])
                 if rank != 0:
-                    dist.recv(piece, rank)
+                    self.mesh.receive(piece, rank)
                 whole[slices(part)] = piece
         return whole
 
