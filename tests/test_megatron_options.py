@@ -7,7 +7,7 @@ import pytest
 
 from dtgpt.errors import UserError
 from dtgpt.megatron_options import ENTRIES, OPTIONS, explain, fill
-from dtgpt.overrides import leaves
+from dtgpt.overrides import leaves, read_words, take
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_file import override
 
@@ -96,7 +96,7 @@ def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
         told = fill(answer, word, "1" if word.isupper() else word)
         given = re.match(r"--([a-z_.0-9]+) ([a-z0-9_.]+)$", told)
         if given and word not in ("STYLE", "KIND"):
-            override(recipe, [f"--{given[1]}", given[2]])
+            take(recipe, read_words([f"--{given[1]}", given[2]], recipe)[1])
 
 
 def test_no_answer_is_hidden_by_an_earlier_one():

@@ -147,7 +147,6 @@ def test_a_tokenizer_file_and_large_vocabularies_can_be_resumed(recipe, tmp_path
         ({"steps": "10"}, ["steps='10'", "whole number", "give --steps"]),
         ({"steps": True}, ["steps=True", "whole number"]),
         ({"steps": 1.5}, ["steps=1.5", "whole number"]),
-        ({"steps": None}, ["steps=None", "whole number"]),
         ({"steps": 10**40}, ["too large"]),
         ({"plan": 5}, ["plan=5", "text", "give --plan"]),
         ({"plan": [["x"] * 100] * 100}, ["plan=[[", "text"]),

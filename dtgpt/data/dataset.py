@@ -92,7 +92,6 @@ class TextDataset(Dataset):
         return float(counts @ self.tokenizer.token_bytes()) / len(self.train)
 
     def check(self, seq_length: int, vocab_size: int) -> None:
-        check_vocabulary(self.tokenizer, vocab_size)
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 remedies = ["use more text", "a shorter --model.seq_length", "another --data.held_out (0 for none)"]
@@ -101,6 +100,7 @@ class TextDataset(Dataset):
                     f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
                     f"least {seq_length + 1}; {', '.join(remedies[:-1])} or {remedies[-1]}"
                 )
+        check_vocabulary(self.tokenizer, vocab_size)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.console import counted
 from dtgpt.data.file_array import Array
 from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.token_shards import TokenSequences
@@ -109,7 +110,7 @@ def build_sample_index(
     tokens = int(local.sum(dtype=np.int64))
     if tokens < 2:
         raise UserError(
-            f"{part} has {_counted(len(documents), 'document')} with {_counted(tokens, 'token')}, too few to draw "
+            f"{part} has {counted(len(documents), 'document')} with {counted(tokens, 'token')}, too few to draw "
             "samples from; add documents, or give the part more weight in the split, or none if it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
@@ -125,10 +126,6 @@ def build_sample_index(
     _fill_rows(rows, local, document_index, documents.start, seq_length)
     del local
     return SampleIndex(seq_length, document_index, rows, _shuffle_index(count, epochs.samples_apart, rng))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _check(lengths: Array, documents: range, seq_length: int, num_samples: int | None, seed: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.data.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.tokenizer_beside import tokenizer_beside
 from dtgpt.errors import UserError
@@ -58,10 +58,10 @@ class Summary(Counts):
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
         return (
-            f"{', '.join(map(str, self.files))}: {_counted(self.documents, 'document')} ({self.empty:,} empty, "
-            f"{_counted(self.broken, 'broken line')} left out), {_counted(self.tokens, 'token')}, "
+            f"{', '.join(map(str, self.files))}: {counted(self.documents, 'document')} ({self.empty:,} empty, "
+            f"{counted(self.broken, 'broken line')} left out), {counted(self.tokens, 'token')}, "
             f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
-            f"{_counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
+            f"{counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
         )
 
 
@@ -229,12 +229,8 @@ def _check_any(summary: Summary, sources: list[Source], first: Broken | None) ->
         return
     names = sources[0].name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
     if first is not None:
-        what = f"holds no document that can be read, but {_counted(summary.broken, 'broken line')} ({first})"
+        what = f"holds no document that can be read, but {counted(summary.broken, 'broken line')} ({first})"
     else:
-        empty = f"holds no text, only {_counted(summary.documents, 'empty document')}"
+        empty = f"holds no text, only {counted(summary.documents, 'empty document')}"
         what = empty if summary.documents else "is empty"
     raise UserError(f"{names} {what}, so nothing was written; check the input, --json-keys and --input-format")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
