@@ -30,13 +30,13 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(recipe, preci
 
 
 def test_copies_lie_in_pinned_memory(recipe, monkeypatch):
-    seen, finish = [], Saver._finish
+    seen, commit = [], Saver._commit
 
     def look(self, *args):
         seen.extend(file.data.is_pinned() for file in self._files)
-        finish(self, *args)
+        commit(self, *args)
 
-    monkeypatch.setattr(Saver, "_finish", look)
+    monkeypatch.setattr(Saver, "_commit", look)
     assert train(on_cuda(recipe, steps=4)) == 0
     assert seen and all(seen)
 
