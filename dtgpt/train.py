@@ -321,7 +321,7 @@ class Training:
         self.step = state["step"]
         self.sizes = BatchSizes(self.recipe, self.step, state["consumed_samples"])
         self.optimizer.schedule.copy_(learning_rates(self.recipe, self.sizes))
-        if state["data_digest"] != self.dataset.digest:
+        if state["data_digest"] not in (self.dataset.digest, self.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 
 

@@ -1,5 +1,6 @@
 """What a run leaves on the disk, and going on from it."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -87,6 +88,19 @@ def test_a_resume_says_what_has_changed(recipe, capsys):
     train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
     out = capsys.readouterr().out
     assert "resuming; optimizer.decay_steps 5 -> 6; steps 5 -> 6; seed 1234 -> 7\n" in out
+
+
+@pytest.mark.parametrize("held_out, told", [(0.05, False), (0.06, True)])
+def test_a_run_of_an_older_version_goes_on_with_its_text(recipe, text, held_out, told, capsys):
+    """Whose digest of a text was that of its settings and documents, and not that of its tokens."""
+    recipe = change(recipe, steps=5, data={"held_out": 0.05})
+    train(recipe)
+    run = newest_run(recipe)
+    settings = {"format": 1, "tokenizer": "bytes", "bpe_vocab_size": recipe.data.bpe_vocab_size, "held_out": held_out}
+    former = hashlib.sha256(json.dumps([settings, [text.read_text()]]).encode()).hexdigest()
+    change_state(run / "checkpoints" / "step_00000005", {"data_digest": former})
+    train(change(recipe, steps=6, resume=str(run)))
+    assert ("is not the one that" in capsys.readouterr().err) is told
 
 
 def test_a_file_system_without_locks_is_no_obstacle(recipe, monkeypatch, capsys):

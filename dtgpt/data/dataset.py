@@ -29,17 +29,19 @@ from dtgpt.tokenizers.tokenizer import Tokenizer
 
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
+FORMER_FORMAT = 1  # in whose time the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together
 ROUNDING = 128  # to a multiple of which a vocabulary is often filled up, for speed
 
 
 class Dataset(ABC):
     """What a run trains on and is judged by. `source`: for people; `digest`: of all that decides which tokens a sample
-    has."""
+    has; `former_digest`: what older versions called it, where that was something else."""
 
     tokenizer: Tokenizer
     source: str
     digest: str
+    former_digest: str | None = None
     num_train_tokens: int
     num_valid_tokens: int
 
@@ -71,6 +73,7 @@ class TextDataset(Dataset):
     valid: Array
     source: str
     digest: str
+    former_digest: str | None = None
 
     @property
     def num_train_tokens(self) -> int:
@@ -138,7 +141,7 @@ def load_dataset(
     if tokenizer == "gpt2" and vocab_file is not None:
         files = [vocab_file, merge_file]
         settings["files"] = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
-    content = hashlib.sha256(json.dumps([settings, documents]).encode()).hexdigest()
+    content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 
     def make() -> dict[str, np.ndarray | str]:
@@ -154,7 +157,14 @@ def load_dataset(
     tokens = load_or_make(folder, "the tokens", make)
     known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
     digest = _digest(known, tokens["train"], tokens["valid"])
-    return TextDataset(known, tokens["train"], tokens["valid"], path or EMBEDDED, digest)
+    return TextDataset(known, tokens["train"], tokens["valid"], path or EMBEDDED, digest, former)
+
+
+def _contents(settings: dict[str, object], documents: list[str]) -> list[str]:
+    """Return the digests of what decides the tokens of a text, in this format and in the former one."""
+    whole = json.dumps(documents)
+    texts = (f"[{json.dumps({**settings, 'format': number})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
+    return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
 def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
