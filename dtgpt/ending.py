@@ -65,8 +65,8 @@ def stopped(where: str, stop: StopRequest, leaving: bool, recipe: Recipe, mesh: 
     return code
 
 
-def folder_lost(step: int) -> UserError:
+def folder_lost(run: Path, step: int) -> UserError:
     return UserError(
-        f"the run folder was moved, removed or replaced while the run was at step {step}; nothing more is written: put "
-        "the folder back and go on with --resume, or begin again"
+        f"the run folder {run} was moved, removed or replaced while the run was at step {step}; nothing more is "
+        "written: put the folder back and go on with --resume, or begin again"
     )

@@ -186,7 +186,7 @@ class Training:
         gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
         loss, mean, lost = self.interval.read(on_device.loss, self.claim.lost(at_once=True))
         if lost:
-            raise folder_lost(self.step)
+            raise folder_lost(self.saver.checkpoints.parent, self.step)
         norm = on_device.norm.item()
         if self.optimizer.scaler is None:
             check_finite(self.step, "loss and gradient norm", loss, norm)
@@ -215,7 +215,7 @@ class Training:
     def _check_folder(self) -> None:
         """Raise UserError, on all ranks, where the run folder is gone."""
         if self.mesh.any(self.claim.lost(at_once=True)):
-            raise folder_lost(self.step)
+            raise folder_lost(self.saver.checkpoints.parent, self.step)
 
     def train_step(self) -> Curve:
         """One optimizer step. Nothing here waits for the device."""

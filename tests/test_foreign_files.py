@@ -14,10 +14,12 @@ from dtgpt.begin import begin_from
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.files import Damaged
 from dtgpt.checkpoint.folder import Checkpoint
+from dtgpt.data.dataset import load_dataset
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.open import open_source
+from dtgpt.tokenizers.open import open_tokenizer
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.sources import Reference, refused
@@ -221,3 +223,19 @@ def test_foreign_configurations_have_these_types_too(models):
     with pytest.raises(UserError) as caught:
         open_source(path.parent)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "spm.model", "vocab.json", "merges.txt", "of a run"])
+def test_a_fifo_is_no_tokenizer(tmp_path, name):
+    fifo = tmp_path / name
+    os.mkfifo(fifo)
+    (tmp_path / "whole.json").write_text("{}")
+    with at_once(), pytest.raises(UserError, match="cannot be read: not a regular file"):
+        if name == "merges.txt":
+            open_tokenizer(vocab_file=str(tmp_path / "whole.json"), merge_file=str(fifo))
+        elif name == "vocab.json":
+            open_tokenizer(vocab_file=str(fifo), merge_file=str(tmp_path / "whole.json"))
+        elif name == "of a run":
+            load_dataset(None, "text", "gpt2", 0, 0.0, tmp_path, vocab_file=str(fifo), merge_file=str(fifo))
+        else:
+            open_tokenizer(str(fifo))

@@ -63,7 +63,7 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
         return result
 
     monkeypatch.setattr(Training, "train_step", step_then_move)
-    with pytest.raises(UserError, match="was moved, removed or replaced"):
+    with pytest.raises(UserError, match=r"the run folder .*test-001 was moved, removed or replaced"):
         train(recipe)
     assert not (Path(recipe.runs) / "test-001").exists()
 

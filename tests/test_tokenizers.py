@@ -310,7 +310,9 @@ def cut_lines(path, keep):
 def test_merges_that_were_cut_at_the_end_of_a_line_are_refused(tmp_path, keep):
     vocab, merges = gpt2_files(tmp_path)
     cut_lines(merges, keep)
-    with pytest.raises(UserError, match=r"merges\.txt lacks the merges of \d+ tokens of .*vocab\.json.*fetch it again"):
+    with pytest.raises(
+        UserError, match=r"merges\.txt lacks the merges of [\d,]+ tokens? of .*vocab\.json.*fetch it again"
+    ):
         from_files(vocab, merges)
 
 
@@ -323,7 +325,7 @@ def test_a_vocabulary_that_was_cut_under_its_merges_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (lambda model: model["merges"].pop(), "lacks the merges of 1 tokens"),
+    (lambda model: model["merges"].pop(), "lacks the merges of 1 token of"),
     (lambda model: model["merges"].clear(), "lacks the merges of"),
     (lambda model: model.update(merges=[" ".join(pair) for pair in model["merges"][:-3]]), "lacks the merges of 3"),
     (lambda model: model["vocab"].pop("".join(model["merges"][-1])), "has no token"),

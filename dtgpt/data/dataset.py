@@ -24,6 +24,7 @@ from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.errors import UserError
 from dtgpt.ops.random import fold
+from dtgpt.tokenizers.bpe_files import read_content
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -140,7 +141,7 @@ def load_dataset(
     files = []
     if tokenizer == "gpt2" and vocab_file is not None:
         files = [vocab_file, merge_file]
-        settings["files"] = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+        settings["files"] = [hashlib.sha256(read_content(Path(file))).hexdigest() for file in files]
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 

@@ -7,6 +7,7 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.errors import UserError, shown
+from dtgpt.storage import read_regular
 from dtgpt.tokenizers.tokenizer import special_token
 
 Piece = TypeVar("Piece", bytes, str)
@@ -31,16 +33,22 @@ class BytePairs(NamedTuple):
     specials: dict[str, int]
 
 
-def read_text(path: Path) -> str:
-    """Raises UserError where the file cannot be read or is not UTF-8."""
+def read_content(path: Path) -> bytes:
+    """Raises UserError where the file cannot be read, is not a regular one or is larger than any vocabulary."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise UserError(f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file")
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
+        return read_regular(path, LARGEST)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            large = f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file"
+            raise UserError(large) from None
         raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
+
+
+def read_text(path: Path) -> str:
+    """Raises UserError as `read_content` does, and where the file is not UTF-8."""
+    content = read_content(path)
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
 
@@ -101,14 +109,14 @@ def check_merges(
     ordinary = [token for token in lost if not LIKE_SPECIAL.fullmatch(token)]
     if ordinary and not model.get("ignore_merges"):
         raise UserError(
-            f"{source} lacks the merges of {len(ordinary)} tokens of {vocab}, such as {shown(ordinary[0])}, so that it "
-            "was cut off or is of another tokenizer; fetch it again"
+            f"{source} lacks the merges of {counted(len(ordinary), 'token')} of {vocab}, such as {shown(ordinary[0])}, "
+            "so that it was cut off or is of another tokenizer; fetch it again"
         )
     strange = lost or [token for token in unmade if not LIKE_SPECIAL.fullmatch(token)]
     if strange:
         say(
-            f"{vocab} has {len(strange)} tokens that no merge of {source} makes, such as {shown(strange[0])}; check "
-            "that both are whole",
+            f"{vocab} has {counted(len(strange), 'token')} that no merge of {source} makes, such as "
+            f"{shown(strange[0])}; check that both are whole",
             warning=True,
         )
 

@@ -13,7 +13,15 @@ import tiktoken
 
 from dtgpt.errors import UserError, shown
 from dtgpt.storage import parse_json, read_json
-from dtgpt.tokenizers.bpe_files import LARGEST, BytePairs, check_merges, from_merges, read_text, tokenizer_json
+from dtgpt.tokenizers.bpe_files import (
+    LARGEST,
+    BytePairs,
+    check_merges,
+    from_merges,
+    read_content,
+    read_text,
+    tokenizer_json,
+)
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel, by_id
 from dtgpt.tokenizers.char import Char, Ids
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
@@ -202,10 +210,7 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
             raise UserError(f"{path} names no characters (it has no stoi); give another tokenizer")
         return tokenizer
     if path.suffix != ".json":
-        try:
-            return SentencePiece(str(path), path.read_bytes(), begin)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
+        return SentencePiece(str(path), read_content(path), begin)
     content = read_text(path)
     try:
         saved = parse_json(content)
