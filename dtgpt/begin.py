@@ -80,17 +80,23 @@ def begin_from(path: Path, config: GPTConfig, tokenizer: Tokenizer, shards: Shar
         held = replace(held, seq_length=config.seq_length)
     check_same_model(path, held, config)
     if run := run_of(path):
-        check_tokenizer(run, tokenizer)
+        check_tokenizer(
+            run,
+            tokenizer,
+            "or prepare another text with its tokenizer: dtgpt prepare TEXT --tokenizer "
+            f"{run}/tokenizer.json --output-prefix PREFIX",
+        )
     for note in source.notes:
         say(note, warning=True)
     load_weights(source, shards)
 
 
-def check_tokenizer(run: Path, ours: Tokenizer) -> None:
-    """Raise UserError where `run` was trained with another tokenizer than `ours`."""
+def check_tokenizer(run: Path, ours: Tokenizer, otherwise: str = "") -> None:
+    """Raise UserError where `run` was trained with another tokenizer than `ours`; `otherwise`: what else may help."""
     theirs = load_tokenizer(run)
     if not theirs.is_same(ours):
-        raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
+        remedies = ", ".join(filter(None, ["give the --data values that it began with", otherwise]))
+        raise UserError(f"{run} was trained with another tokenizer; {remedies}")
 
 
 def read_dataset(recipe: Recipe) -> Dataset:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.begin import read_on_every_node, start
-from dtgpt.console import counted, say, say_error
+from dtgpt.console import counted, hanging, say, say_error
 from dtgpt.device import peak_memory
 from dtgpt.errors import UserError
 from dtgpt.parallel.memory import fullest, memory_by_rank
@@ -223,22 +224,21 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
 
 def report(records: dict[str, Record], differences: dict[str, Difference], limits: tuple[float, float]) -> str:
     """The losses by step, then the largest differences and the memory of the fullest rank."""
-    width = max(10, *(len(name) + 2 for name in records))
-    lines = ["", "loss".ljust(6) + "".join(name.rjust(width) for name in records)]
-    for step, losses in enumerate(zip(*(r.losses for r in records.values()), strict=True), start=1):
-        lines.append(f"{step:<6}" + "".join(f"{loss:{width}.6f}" for loss in losses))
-    title = "largest relative difference"
-    left = max(width, len(title) + 2)
-    lines += [
-        "",
-        f"{title:<{left}}{'loss':>9}{'gradient':>10}{'weight':>10}  {'initial weights':<17}{'GiB':>6}{'planned':>9}",
-    ]
+    names, width = list(records), max(10, *(len(name) + 2 for name in records))
+    beside = max(1, (shutil.get_terminal_size().columns - 6) // width)
+    lines = []
+    for first in range(0, len(names), beside):
+        some = names[first : first + beside]
+        lines += ["", "loss".ljust(6) + "".join(name.rjust(width) for name in some)]
+        for step, losses in enumerate(zip(*(records[name].losses for name in some), strict=True), start=1):
+            lines.append(f"{step:<6}" + "".join(f"{loss:{width}.6f}" for loss in losses))
+    lines += ["", "largest relative differences, initial weights bit by bit, memory in GiB"]
+    lines += [f"{'':<{width}}{'loss':>9}{'gradient':>10}{'weight':>10}{'initial':>9}{'GiB':>7}{'planned':>9}"]
     for name, d in differences.items():
-        same = "bitwise equal" if d.same_initial else "DIFFER"
-        verdict = "" if d.within(*limits) else f"  MORE THAN {limits[0]:g} (loss) or {limits[1]:g}"
-        figures = f"{d.loss:9.1e}{d.gradient:10.1e}{d.weight:10.1e}  {same:<17}{max(records[name].memory):6.2f}"
-        figures += f"{records[name].planned:9.2f}" if records[name].planned else f"{'-':>9}"
-        lines.append(f"{name:<{left}}{figures}{verdict}")
-        if verdict:
-            lines.append(f"  gradient in {d.gradient_in}, weight in {d.weight_in}")
+        figures = f"{d.loss:9.1e}{d.gradient:10.1e}{d.weight:10.1e}{'equal' if d.same_initial else 'DIFFER':>9}"
+        planned = f"{records[name].planned:9.2f}" if records[name].planned else f"{'-':>9}"
+        lines.append(f"{name:<{width}}{figures}{max(records[name].memory):7.2f}{planned}")
+        if not d.within(*limits):
+            worst = f"gradient in {d.gradient_in}, weight in {d.weight_in}"
+            lines.append(hanging(f"  MORE THAN {limits[0]:g} (loss) or {limits[1]:g} (tensors): {worst}", 4))
     return "\n".join(lines)

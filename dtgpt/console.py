@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import sys
+import textwrap
 from contextlib import suppress
 from typing import TextIO
 
@@ -23,6 +25,14 @@ def say_error(text: str) -> None:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """As `1 process` or `1,000 processes`. plural: the noun's, where it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def hanging(line: str, indent: int) -> str:
+    """Return a line in as many as the terminal's width needs (80 columns where there is none), each but the first with
+    an indent. A word that is wider, such as a path, stays whole."""
+    width = max(indent + 20, shutil.get_terminal_size().columns)
+    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, **options)
 
 
 def parameters(number: int) -> str:

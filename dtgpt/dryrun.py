@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from dtgpt.console import counted, parameters
+from dtgpt.console import counted, hanging, parameters
 from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
 from dtgpt.errors import UserError
 from dtgpt.parallel.cost import parameters_of
@@ -18,6 +18,7 @@ from dtgpt.recipe_checks import notes
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
+SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 columns
 HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 
 
@@ -35,7 +36,7 @@ def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     lines += [*_traffic(recipe, plan, list(memories), dtype), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
-    lines += [f"note: {note}" for note in notes(recipe, plan.dp, kind.type)]
+    lines += [hanging(f"note: {note}", 6) for note in notes(recipe, plan.dp, kind.type)]
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
     return "\n".join(lines)
 
@@ -94,21 +95,27 @@ def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> lis
             else f"bubble not known below {2 * plan.pp - 1} micro-batches"
         )
         lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {told}")
-    return lines
+    return [hanging(line, 8) for line in lines]
 
 
 def _memory(recipe: Recipe, plan: Plan, memories: dict[int, Memory]) -> list[str]:
-    columns = [*vars(memories[0]), "total"]
+    columns = [SHORT.get(name, name) for name in vars(memories[0])]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
-    lines.append(f"{'ranks':<12}{'parameters':>12}" + "".join(f"{column:>12}" for column in columns))
+    rows = [["ranks", "params", *columns, "total"]]
     for rank, memory in memories.items():
         group = plan.dp * plan.tp
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
-        count = sum(p.local for p in parameters_of(recipe.model, plan, rank))
-        figures = [*vars(memory).values(), memory.total]
-        lines.append(f"{label:<12}{count / 1e6:>10,.1f} M" + "".join(f"{n / unit:>12.2f}" for n in figures))
+        count = parameters(sum(p.local for p in parameters_of(recipe.model, plan, rank))).split(" param")[0]
+        rows.append([label, count, *(_figure(n / unit) for n in (*vars(memory).values(), memory.total))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for label, *cells in rows:  # one blank between columns: 80 of them are few
+        lines.append(" ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
     return lines
+
+
+def _figure(size: float) -> str:
+    return f"{size:.2f}" if size < 100 else f"{size:.1f}"
 
 
 def _traffic(recipe: Recipe, plan: Plan, ranks: list[int], dtype: torch.dtype) -> list[str]:
@@ -119,7 +126,8 @@ def _traffic(recipe: Recipe, plan: Plan, ranks: list[int], dtype: torch.dtype) -
         lines.append(f"messages of rank {rank} in one step")
         for c in collectives_of(recipe, plan, rank, dtype):
             each = f"{c.count:>8} x {_bytes(c.bytes / c.count):>10} = {_bytes(c.bytes):>10}"
-            lines.append(f"  {c.kind:<15}{c.over:<4}{each}  {c.what}")
+            left = f"  {c.kind:<15}{c.over:<4}{each}  "
+            lines.append(hanging(left + c.what, len(left)))
     return lines
 
 

@@ -3,7 +3,7 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from dtgpt.overrides import REQUIRED, describe_type, leaves
@@ -18,14 +18,18 @@ def wants_help(words: list[str]) -> bool:
     return any(word in HELP for word in words)
 
 
-def help_text(config: Any, doc: str, program: str, *more: Any) -> str:
+def help_text(config: Any, doc: str, program: str, *more: Any, without: Collection[str] = ()) -> str:
     """Return the usage, `doc`, and the options of `config` and `more` with type, description and default, as wide as
-    the terminal (80 columns where there is none). A config's class will do, whose defaults are then shown."""
+    the terminal (80 columns where there is none). A config's class will do, whose defaults are then shown. An option
+    that several have is the first one's; those in `without` are left out."""
     width = max(40, shutil.get_terminal_size().columns)
     usage = textwrap.wrap(f"usage: {program} [--option value ...]", width, subsequent_indent=" " * 7)
     lines = [*usage, "", *_wrap_text(doc.strip(), width)]  # which ends with an empty line
+    told = set(without)
     for each in (config, *more):
-        for heading, options in _groups(each).items():
+        groups = _groups(each, told)
+        told |= {option[0] for options in groups.values() for option in options}
+        for heading, options in groups.items():
             lines.append(f"{heading}:")
             for option in options:
                 lines += _row(*option, width)
@@ -33,14 +37,16 @@ def help_text(config: Any, doc: str, program: str, *more: Any) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _groups(config: Any) -> dict[str, list[tuple]]:
-    """Options by heading: their section, or what the config's `headings` say from a field on."""
+def _groups(config: Any, told: Collection[str]) -> dict[str, list[tuple]]:
+    """Options that are not yet `told` by heading: their section, or what the config's `headings` say from a field
+    on."""
     headings, groups = getattr(config, "headings", {}), {}
     top = "options"
     for option in leaves(config):
         section = option[0].rpartition(".")[0]
         top = headings.get(option[0], top)
-        groups.setdefault(section or top, []).append(option)
+        if option[0] not in told:
+            groups.setdefault(section or top, []).append(option)
     return groups
 
 

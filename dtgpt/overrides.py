@@ -92,6 +92,11 @@ def replace_values(config: Any, values: Mapping[str, Any]) -> Any:
     return config
 
 
+def value_text(value: Any) -> str:
+    """Return a value as a command line gives it."""
+    return "none" if value is None else str(value)
+
+
 def as_words(options: Options) -> list[str]:
     """Return the words of a command line that give these options."""
     return [word for name, values in options.items() for word in (f"--{name}={values[0]}", *values[1:])]

@@ -175,11 +175,12 @@ class Recipe:
         warmup = self.optimizer.warmup if self.optimizer.warmup_samples is None else self.optimizer.warmup_samples
         return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
 
-    def counted(self) -> "Recipe":
-        """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill."""
+    def counted(self, first_step: int = 0, first_sample: int = 0) -> "Recipe":
+        """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill. A run
+        that goes on does so with `first_step`, after `first_sample` samples."""
         if self.train_samples is None:
             return self
-        steps, data = BatchSizes(self).steps_within(self.train_samples), self.data
+        steps, data = BatchSizes(self, first_step, first_sample).steps_within(self.train_samples), self.data
         decay = self.decay_steps if self.counts_samples else None
         if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
             data = replace(data, train_samples=self.train_samples)

@@ -88,6 +88,7 @@ def recipe_help(command: str, words: list[str], own: type | None = None) -> int:
     """Print the command's `own` options and those of recipes: of the recipe file among `words`, if there is one."""
     files = [word for word in words if word.endswith(".py")]
     recipe = call_recipe(recipe_module(files, command).recipe) if files else Recipe
-    usage = f"dtgpt {command} RECIPE.py"
-    say(help_text(own, getdoc(own), usage, recipe) if own else help_text(recipe, TRAIN_HELP, usage))
+    usage, refused = f"dtgpt {command} RECIPE.py", ("plan", "resume") if command == "compare" else ()
+    text = help_text(own, getdoc(own), usage, recipe, without=refused) if own else help_text(recipe, TRAIN_HELP, usage)
+    say(text)
     return 0

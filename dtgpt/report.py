@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dtgpt.console import counted, parameters, say
+from dtgpt.batch_size import parse_rampup
+from dtgpt.console import counted, hanging, parameters, say
 from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.device import device_name, peak_flops, total_memory
 from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
@@ -17,6 +18,8 @@ from dtgpt.plot import plot_runs
 from dtgpt.recipe import Recipe
 from dtgpt.run import describe_run
 from dtgpt.storage import write_text
+
+HANG = 8  # the column in which the lines of the header begin
 
 
 class Report:
@@ -35,17 +38,23 @@ class Report:
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
-        say(
-            f"model   {parameters(recipe.model.num_parameters)}; {counted(recipe.steps, 'step')} of "
-            f"{recipe.global_batch_size} x {recipe.model.seq_length} tokens\n"
+        steps = f"{counted(recipe.steps, 'step')} of {self._batch()} x {recipe.model.seq_length} tokens"
+        header = [
+            f"model   {parameters(recipe.model.num_parameters)}; {steps}",
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
             f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
-            f"{counted(tokenizer.vocab_size, 'token')})\n"
-            f"plan    {mesh.plan.name}\n"
+            f"{counted(tokenizer.vocab_size, 'token')})",
+            f"plan    {mesh.plan.name}",
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
-            f"{str(dtype).removeprefix('torch.')}\n"
-            f"run     {run}" + (f", from step {step}" if step else "")
-        )
+            f"{str(dtype).removeprefix('torch.')}",
+            f"run     {run}" + (f", from step {step}" if step else ""),
+        ]
+        say("\n".join(hanging(line, HANG) for line in header))
+
+    def _batch(self) -> str:
+        """The samples of a step: `32`, or `8 to 32` where they ramp up."""
+        whole, ramp = self.recipe.global_batch_size, self.recipe.rampup_batch_size
+        return f"{whole}" if ramp is None else f"{parse_rampup(ramp)[0]} to {whole}"
 
     def step(
         self, step: int, tokens: int, loss: float, step_loss: float, norm: float, lr: float, memory: float,

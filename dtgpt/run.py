@@ -26,7 +26,7 @@ from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.device import device_name
 from dtgpt.errors import UserError, remedy, shown_name
-from dtgpt.overrides import leaves
+from dtgpt.overrides import leaves, value_text
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.recipe import Recipe
 from dtgpt.storage import FileLock, Held, read_json, remove_leftovers, write_json
@@ -61,6 +61,8 @@ def create_run(runs: Path, name: str) -> Path:
 
 def open_run(folder: Path) -> Path:
     """The run folder itself; raises UserError where it is none."""
+    if not os.path.lexists(folder):
+        raise UserError(f"{folder} does not exist; give a run folder such as runs/gpt2_tiny-001")
     if not (folder / "recipe.json").is_file():
         raise UserError(f"{folder} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
     return folder
@@ -174,10 +176,10 @@ def changes_since(folder: Path, recipe: Recipe) -> list[str]:
     changes = []
     for name, _, _, value in leaves(recipe.resolved()):
         before = saved_value(saved, name)
-        if name == "optimizer.decay_steps" and before is None:
+        if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
             before = saved_value(saved, "steps")
         if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
-            changes.append(f"{name} {shown_name(str(before))} -> {value}")
+            changes.append(f"{name} {shown_name(value_text(before))} -> {value_text(value)}")
     return changes
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from dtgpt.checkpoint.folder import list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.load import FREE
-from dtgpt.console import say
+from dtgpt.console import counted, say
 from dtgpt.errors import UserError, shown
 from dtgpt.interop.open import open_config
-from dtgpt.overrides import LARGEST, leaves, replace_values
+from dtgpt.overrides import LARGEST, leaves, replace_values, value_text
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import check_name, value_of
 from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
@@ -81,7 +82,24 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     _tell_kept(file, kept)
     init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
     resume = str(run) if asked.resume == AUTO else asked.resume
-    return replace(replace_values(asked, kept), resume=resume, init_from=init_from)
+    settled = replace(replace_values(asked, kept), resume=resume, init_from=init_from)
+    return settled if settled.train_samples is None else _counted_on(settled)
+
+
+def _counted_on(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
+    many as the samples after it fill, whatever sizes its steps had."""
+    recipe.validate()
+    run, chosen = run_to_resume(recipe)
+    found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
+    try:
+        state = read_state(found) if found else {}
+    except UserError:  # which is told where the run is resumed
+        state = {}
+    step, seen = state.get("step", 0), state.get("consumed_samples", 0)
+    if seen > recipe.train_samples:
+        raise UserError(f"{run} has already seen {counted(seen, 'sample')}; raise --train_samples to go on")
+    return recipe.counted(step, seen)
 
 
 def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
@@ -95,17 +113,17 @@ def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
     ]
     if not differing:
         return
-    says = ", ".join(f"{name}={_text(value_of(file, name))}" for name in differing)
-    keeps = ", ".join(_text(kept[name]) for name in differing)
-    options = " ".join(f"--{name} {shlex.quote(_text(value_of(file, name)))}" for name in differing)
-    say(
-        f"the recipe file says {says}; the run keeps {keeps}: "
-        f"give {options} to change {'them' if differing[1:] else 'it'}"
-    )
+    says = ", ".join(f"{name}={value_text(value_of(file, name))}" for name in differing)
+    keeps = ", ".join(value_text(kept[name]) for name in differing)
+    options = [f"--{n} {shlex.quote(value_text(value_of(file, n)))}" for n in differing if _can_change(n)]
+    remedy = f": give {' '.join(options)} to change {'them' if options[1:] else 'it'}" if options else ""
+    say(f"the recipe file says {says}; the run keeps {keeps}{remedy}")
 
 
-def _text(value: Any) -> str:
-    return "none" if value is None else str(value)
+def _can_change(name: str) -> bool:
+    """Whether a run can go on with another value of a field: not another model, nor tokens of another meaning."""
+    section, _, last = name.rpartition(".")
+    return last in FREE if section == "model" else name not in ("name", "data.tokenizer", "data.bpe_vocab_size")
 
 
 def _checked(value: Any, type_: Any) -> Any:

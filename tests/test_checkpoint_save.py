@@ -448,7 +448,10 @@ def test_the_first_loss_of_a_run_with_given_weights_is_theirs(recipe):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, ["another tokenizer", "--data"]),
+        (
+            {"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}},
+            ["another tokenizer", "--data", "dtgpt prepare TEXT --tokenizer "],
+        ),
         (
             {"model": {"num_layers": 3, "hidden_size": 64, "dropout": 0.0}},
             ["another model", "num_layers 2 there, 3 here; hidden_size 32 there, 64 here; give the same --model"],

@@ -70,7 +70,7 @@ def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
         (["--steps", "-3"], ["steps=-3", "more than 0"]),
         (["--model.num_heads", "5"], ["num_heads=5"]),
         (["--global_batch_size", "33"], ["global_batch_size=33", "--global_batch_size 32"]),
-        (["--resume", "runs/none"], ["runs/none is not a run folder"]),
+        (["--resume", "runs/none"], ["runs/none does not exist", "give a run folder"]),
         (["--runs", "short.txt/runs"], ["short.txt/runs", "--runs"]),
     ],
 )
@@ -245,3 +245,10 @@ def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path):
     resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(newest + 1), "--log.sample_tokens", "0"]
     done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_of_compare_has_each_option_once_and_none_that_it_refuses(capsys):
+    code, out, _ = in_process(["compare", TINY, "--help"], capsys)
+    options = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
+    assert code == 0 and len(options) == len(set(options)) and "--plans" in options
+    assert not {"--plan", "--resume"} & set(options)

@@ -5,7 +5,7 @@ import pwd
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.console import counted, parameters
+from dtgpt.console import counted, hanging, parameters
 from dtgpt.data.dataset import default_cache
 from dtgpt.errors import UserError
 
@@ -39,3 +39,11 @@ def test_a_user_without_home_and_name_is_told_to_name_a_cache(monkeypatch, capsy
     assert end.value.code == 0 and getpass.getuser().startswith("uid")
     monkeypatch.setenv("DTGPT_CACHE", str(tmp_path))
     assert default_cache() == tmp_path
+
+
+def test_a_long_line_of_a_header_hangs_and_a_path_stays_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/data/" + "long-name/" * 9
+    lines = hanging(f"data    {path}: 252,066 tokens to train on, 12,088 held out, {'words ' * 20}", 8).splitlines()
+    assert path in "".join(lines) and all(line.startswith(" " * 8) for line in lines[1:])
+    assert all(len(line) <= 80 for line in lines if path not in line)

@@ -17,6 +17,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.traffic import bubble, collectives_of
+from dtgpt.recipe_file import load_recipe
 from tests import bodies_dryrun
 from tests.ranks import pool
 
@@ -165,3 +166,16 @@ def test_a_plan_for_another_world_speaks_of_the_option(recipe, plan, world, word
         describe_plan(replace(recipe, plan=plan), world, None)
     assert all(word in str(error.value) for word in words), error.value
     assert "started" not in str(error.value) and "torchrun" not in str(error.value)
+
+
+@pytest.mark.parametrize("plan, world", [("tp8_pp16_sp", 128), ("dp16_tp8_pp16_sp_zero1", 2048)])
+def test_the_report_fits_80_columns(monkeypatch, plan, world):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = replace(load_recipe(RECIPES / "gpt3_175b.py", []), plan=plan, rampup_batch_size=None)
+    lines = describe_plan(recipe, world, "H200").splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith("ranks ") for line in lines)
+
+
+def test_small_models_are_counted_exactly(recipe):
+    report = describe_plan(planned(recipe, "single"), None, "H200")
+    assert f" {recipe.model.num_parameters:,} " in report and " 0.0 M" not in report

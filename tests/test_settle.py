@@ -66,7 +66,7 @@ def test_a_resume_has_every_value_of_its_run(recipe, capsys):
     assert settle(file, ["--resume", str(run)]) == replace(recipe, resume=str(run))
     out, _ = capsys.readouterr()
     assert out.count("\n") == 1 and "the recipe file says model.num_layers=9, optimizer.lr=1.0," in out
-    assert "--model.num_layers 9" in out and "--plan tp2" in out and "--log.prompt x to change them" in out
+    assert "--model.num_layers" not in out and "--plan tp2" in out and "--log.prompt x to change them" in out
 
 
 def test_one_value_of_the_file_that_the_run_does_not_take_is_told(recipe, capsys):
@@ -255,3 +255,40 @@ def test_a_shorter_context_takes_the_first_positions(recipe, tmp_path, plan):
         positions = "embedding.wpe.weight"
         assert torch.equal(whole[positions], source.read(positions)[:8])
         assert torch.equal(whole["blocks.1.mlp.fc.weight"], source.read("blocks.1.mlp.fc.weight"))
+
+
+def test_a_value_that_a_resume_cannot_change_is_not_offered(recipe, capsys):
+    run = saved(recipe)
+    file = change(recipe, name="other", steps=99, model={"num_layers": 9, "dropout": 0.5}, data={"bpe_vocab_size": 280})
+    settle(file, ["--resume", str(run)])
+    told, advice = capsys.readouterr().out.split(": give ")
+    assert all(f"{name}=" in told for name in ("name", "model.num_layers", "data.bpe_vocab_size"))
+    assert advice == "--model.dropout 0.5 --steps 99 to change them\n"
+    settle(change(recipe, model={"num_layers": 9}), ["--resume", str(run)])
+    assert (
+        capsys.readouterr().out == f"the recipe file says model.num_layers=9; the run keeps {recipe.model.num_layers}\n"
+    )
+
+
+def test_train_samples_of_a_run_that_goes_on_count_what_it_has_seen(recipe, capsys):
+    """Also where its steps had another size."""
+    recipe = replace(recipe, steps=2)
+    train(recipe)
+    run, size = newest_run(recipe), recipe.global_batch_size
+    half = ["--resume", str(run), "--global_batch_size", str(size // 2), "--micro_batch_size", "1", "--steps", "none"]
+    half += ["--optimizer.warmup", "0.1"]
+    assert settle(recipe, [*half, f"--train_samples={4 * size}"]).steps == 2 + 4
+    with pytest.raises(UserError, match=f"already seen {2 * size} samples; raise --train_samples"):
+        settle(recipe, [*half, f"--train_samples={2 * size - 1}"])
+    capsys.readouterr()
+    assert train(settle(recipe, [*half, f"--train_samples={3 * size}"])) == 0
+    newest = max((run / "checkpoints").iterdir())
+    assert json.loads((newest / "state.json").read_text())["consumed_samples"] == 3 * size
+    assert "-> None" not in capsys.readouterr().out
+    train(settle(recipe, ["--resume", str(run), "--steps", "5"]))
+    assert "resuming; steps 4 -> 5\n" in capsys.readouterr().out  # the schedule, in samples, is the same
+
+
+def test_a_run_to_resume_that_does_not_exist_is_told_so(recipe, tmp_path):
+    with pytest.raises(UserError, match=r"nope does not exist; give a run folder"):
+        settle(recipe, ["--resume", str(tmp_path / "nope")])

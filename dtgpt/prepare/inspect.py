@@ -32,11 +32,11 @@ SHOWN = 300  # characters of a decoded sequence
 MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # how a .bin of llm.c and one of PyTorch begin
 USAGE = """What a path holds. It may be
 
-  a model: a run, a checkpoint, or what another library wrote (dtgpt inspect MODEL [--tensors on]); each file of a
-    checkpoint is verified
-  token files: PREFIX of a .bin and .idx, or shards .bin of llm.c or nanoGPT (several: a glob in quotes); with --digest,
-    as JSON, the digests of their samples in Megatron-LM's order, and of a blend:
-    dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N ...
+  model         a run, a checkpoint, or what another library wrote; each file of
+                a checkpoint is verified
+  token files   PREFIX of a .bin and .idx, or shards .bin of llm.c or nanoGPT (several: a glob in quotes); with
+                --digest, as JSON, the digests of their samples in Megatron-LM's order, and of a blend, as in
+                dtgpt inspect 0.3 PREFIX1 0.7 PREFIX2 --digest --num-samples N
 
 Options may be anywhere; all but --tensors are of token files."""
 
@@ -68,7 +68,7 @@ class InspectWords(InspectDataConfig, InspectConfig):
 def inspect_command(words: list[str]) -> int:
     """`dtgpt inspect` of a model or of token files; returns the exit code. Raises UserError."""
     if wants_help(words):
-        say(with_dashes(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL, or PREFIX")))
+        say(with_dashes(help_text(InspectWords(), USAGE, "dtgpt inspect MODEL|PREFIX")))
         return 0
     config = parse_config(InspectWords(), words)
     names = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
