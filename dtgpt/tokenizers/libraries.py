@@ -52,8 +52,8 @@ class HuggingFace(Tokenizer):
                 return (self._special if special else self._plain).encode(text).ids
             except Exception as error:  # the package raises plain Exception
                 raise UserError(
-                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or another "
-                    "tokenizer"
+                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
+                    "another tokenizer"
                 ) from None
 
     def _decode(self, ids: list[int]) -> str:
