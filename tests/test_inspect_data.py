@@ -12,7 +12,10 @@ import pytest
 from dtgpt.cli import main
 from dtgpt.data.indexed import IndexedWriter
 from dtgpt.data.prepared import load_prepared
+from dtgpt.prepare.job import PrepareConfig, prepare
 from dtgpt.recipe import DataConfig
+from tests.prepared import write_lines
+from tests.test_tokenizer_beside import nanogpt
 
 FACTS = json.loads((Path(__file__).parent / "data" / "megatron_samples.json").read_text())
 
@@ -75,6 +78,21 @@ def test_statistics_and_beginnings(corpora, capsys):
     assert "tokens of a sequence: 2 to" in out
     assert "  sequence 0: 46463 5439 4008" in out
     assert re.search(r"  split 969,30,1: train 484 sequences, 14,\d+ tokens; valid 16 .*; test 0 sequences, 0 t", out)
+
+
+def test_the_tokenizer_beside_the_data_decodes(tmp_path, capsys):
+    chars = nanogpt(tmp_path / "chars", "to be\nor not " * 30) / "train.bin"
+    out = said(capsys, chars, "--samples", "1")
+    assert f"  tokenizer char, 8 tokens, of {chars.parent / 'meta.pkl'}" in out and "'to be\\nor not" in out
+    texts = write_lines(tmp_path / "in.jsonl", [{"text": "the quick brown fox"}])
+    prepare(PrepareConfig(input=texts, tokenizer="bytes", output_prefix=tmp_path / "out", append_eod=True, workers=1))
+    for ending in ("", ".bin", ".idx"):
+        out = said(capsys, str(tmp_path / "out_text_document") + ending)
+        assert "  tokenizer bytes, 257 tokens, of " in out and "'the quick brown fox<|endoftext|>'" in out
+    out = said(capsys, "0.5", chars, "0.5", tmp_path / "out_text_document")
+    assert "tokenizer char" in out and "tokenizer bytes" in out
+    (tmp_path / "out_text_document.tokenizer.json").unlink()
+    assert "  sequence 0: 116 104 101" in said(capsys, tmp_path / "out_text_document")
 
 
 @pytest.mark.parametrize("ending", ["", ".bin", ".idx"])

@@ -152,3 +152,30 @@ def test_weights_around_zero_under_both_names_of_the_argument(tmp_path, name):
     around_zero = {n: t - 1 if n in norms else t for n, t in weights.items()}
     source = Megatron(write_tree(tmp_path, around_zero, **{name: True}), true_vocab_size=131)
     check(source, {n: t + 1 if n in norms else t for n, t in around_zero.items()})
+
+
+@pytest.mark.parametrize("family", ["local", "mcore"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_table_in_place_of_the_tied_copy_is_told(tmp_path, family, rank):
+    def save(content, path):
+        copy = content["model"].get("output_layer.weight", content["model"].get("word_embeddings_for_head"))
+        if copy is not None and f"mp_rank_0{rank}" in str(path):
+            (copy["weight"] if family == "local" else copy).add_(1)
+        torch.save(content, path)
+
+    tied = {"untie_embeddings_and_output_weights": False}
+    assert Megatron(write_tree(tmp_path / "a", make_weights(), 2, 2, family=family, **tied), 131).notes == []
+    (told,) = Megatron(write_tree(tmp_path / "b", make_weights(), 2, 2, family=family, save=save, **tied), 131).notes
+    assert f"mp_rank_0{rank}_001" in told and "copy of the token table that differs" in told
+
+
+def test_modules_and_tensors_of_any_type_in_a_file_of_the_old_format(tmp_path):
+    """There a module's class has a persistent id, and every storage lies in the file whatever its type."""
+    extra = [torch.nn.Linear(2, 2), torch.ones(3, dtype=torch.complex64), torch.nn.Sequential(torch.nn.GELU())]
+
+    def save(content, path):
+        content["args"].extra = content["before"] = extra
+        torch.save(content, path, _use_new_zipfile_serialization=False)
+
+    weights = make_weights()
+    check(Megatron(write_tree(tmp_path, weights, 2, 2, save=save), true_vocab_size=131), weights)

@@ -64,6 +64,8 @@ def test_ids_need_no_tokenizer(chars):
     (Path(chars.data.path).parent / "meta.pkl").unlink()
     with pytest.raises(UserError, match=r"nothing tells of which tokenizer.*--data.tokenizer_file.*or ids for losses"):
         read_dataset(chars)
+    with pytest.raises(UserError, match=r"but the model has 20 tokens; give a larger --model.vocab_size: token 2\d is"):
+        read_dataset(change(chars, data={"tokenizer": "ids"}, model={"vocab_size": 20}))
     assert train(change(chars, data={"tokenizer": "ids"})) == 0
     run = newest_run(chars)
     assert isinstance(read_saved(run / "tokenizer.json", ""), Ids) and not (run / "samples").exists()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.checkpoint.export import save_weights
 from dtgpt.errors import UserError
 from dtgpt.generate import GenerateConfig, generate_from
 from dtgpt.interop.convert import ConvertConfig, convert
@@ -18,6 +19,7 @@ from dtgpt.model import GPTConfig, build_model
 from dtgpt.ops.random import root_key
 from dtgpt.storage import write_json
 from dtgpt.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
+from dtgpt.tokenizers.char import Char, Ids
 from dtgpt.tokenizers.export import export_note, first_token, transformers_files
 from dtgpt.tokenizers.libraries import SentencePiece
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer
@@ -144,8 +146,6 @@ def test_a_folder_without_a_tokenizer_gives_no_empty_one(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A model with a trained BPE, as a checkpoint of weights with its tokenizer."""
-    from dtgpt.checkpoint.export import save_weights
-
     config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=16, vocab_size=320, init_std=0.5)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
     folder = tmp_path_factory.mktemp("run") / "weights"
@@ -218,3 +218,55 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
             tmp_path / "bare", tmp_path / "x", ConvertConfig(to="hf", vocab_file=str(vocab), merge_file=str(merges))
         )
     assert not (tmp_path / "x").exists()
+
+
+def save_with(tokenizer, folder):
+    config = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, seq_length=16, vocab_size=64)
+    save_weights(InMemory(build_model(config, torch.device("cpu"), torch.float32, root_key(1))), folder, "", tokenizer)
+
+
+CHARACTERS = "\n\r \t\x00'abcdefghijZé\u0301日🎈▁\ufeff\ufffd\u2028"
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_characters_are_exported_and_come_back(tmp_path, capsys, unused):
+    known = Char([*CHARACTERS[:5], *[""] * unused, *CHARACTERS[5:]])
+    save_with(known, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertConfig(to="hf"))
+    assert capsys.readouterr().err == ""
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ["", "a", "\r\n\n\n  \r", *(CHARACTERS[i:] + CHARACTERS[:i] * 9 for i in range(len(CHARACTERS)))]:
+        assert theirs(text).input_ids == known.encode(text) and theirs.decode(known.encode(text)) == text
+        assert theirs.decode(known.encode(text), skip_special_tokens=True) == text
+    with pytest.raises(Exception, match="UNK"):
+        theirs("X")
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
+    for prompt in ("a b", ""):
+        (found,) = pipeline(prompt, max_new_tokens=4, do_sample=False)
+        assert found["generated_text"].startswith(prompt)
+    assert generate_from(tmp_path / "hf", GenerateConfig(tokens=4)) == generate_from(
+        tmp_path / "ours", GenerateConfig(tokens=4)
+    )
+    back = tokenizer_beside(tmp_path / "hf")
+    assert isinstance(back, Char) and back.is_same(known)
+    settings = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, None)
+    with pytest.raises(UserError, match="does not know the character 'X'"):
+        generate_from(tmp_path / "hf", GenerateConfig(prompt="X", tokens=1))
+
+
+def test_ids_alone_are_no_tokenizer_and_that_is_said(tmp_path, capsys):
+    save_with(Ids(64), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertConfig(to="hf"))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "token ids alone" in said and "written without a tokenizer" in said
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    with pytest.raises(ValueError, match="tokenizer"):
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+
+
+def test_what_a_foreign_tokenizer_cannot_encode_is_one_sentence(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    write_json(tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})
+    with pytest.raises(UserError, match=r"cannot encode 'xy' \(.*UNK.*; use other characters"):
+        open_tokenizer(str(tmp_path)).encode("xy")

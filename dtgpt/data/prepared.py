@@ -72,10 +72,11 @@ class PreparedDataset(Dataset):
         wrong = windows[(windows < 0) | (windows >= self.tokenizer.vocab_size)]
         if len(wrong):
             names = " or ".join(dict.fromkeys(part.sequences.name for part in samples.datasets))
-            raise UserError(
-                f"{names} holds token {int(wrong[0])}, but the tokenizer has {self.tokenizer.vocab_size} tokens; give "
-                "the tokenizer that the data were prepared with"
-            )
+            known, size = self.tokenizer, self.tokenizer.vocab_size
+            owner, remedy = "tokenizer", "give the tokenizer that the data were prepared with"
+            if not known.spells:
+                owner, remedy = "model", f"give a larger --model.vocab_size: token {int(wrong.max())} is among them"
+            raise UserError(f"{names} holds token {int(wrong[0])}, but the {owner} has {size} tokens; {remedy}")
         return windows
 
 

@@ -24,6 +24,8 @@ STORAGES = {
     "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
     "DoubleStorage": torch.float64, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
     "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "QInt8Storage": torch.int8,
+    "QUInt8Storage": torch.uint8, "QInt32Storage": torch.int32,
 }  # fmt: skip
 
 
@@ -125,7 +127,10 @@ def _read_old(file: BinaryIO) -> Any:
 
 def _find_storage(identity: Any, find: Callable[[str, torch.dtype, int], Storage]) -> Storage | StandIn:
     """Return the storage of a persistent id: ("storage", type, key, device, elements) and, before torch 1.6, the part
-    of it that is meant. One whose type is unknown is a stand-in."""
+    of it that is meant. One whose type is unknown is a stand-in, as is the class of a module, which has an id before
+    torch 1.6."""
+    if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
+        return identity[1] if isinstance(identity[1], StandIn) else StandIn("module", identity)
     word, kind, key, _, count, *view = identity
     if word != "storage" or not isinstance(kind, StandIn) or not isinstance(key, str):
         raise ValueError(f"it has the persistent id {shown(identity)}")

@@ -24,6 +24,7 @@ from dtgpt.interop.megatron_tree import RankFiles
 from dtgpt.interop.source import Part, Source, cut, pad_rows, parameter_shapes
 from dtgpt.model import TABLE, GPTConfig
 
+COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
 
 
@@ -47,6 +48,7 @@ class Megatron(Source):
         full, self.notes = self._read_config()
         self._rows = full.vocab_size
         self._check_tensors(full)
+        self.notes += self._compare_copies()
         vocabulary, notes = true_vocabulary(true_vocab_size, self._rows, first.args, self.tensor_parallel_size)
         self.config = replace(full, vocab_size=vocabulary)
         self.notes += notes
@@ -165,6 +167,18 @@ class Megatron(Source):
             for index, chunk in enumerate(file.chunks):
                 found = {name: tuple(tensor.shape) for name, tensor in chunk.items()}
                 _check_shapes(found, expected.get((stage, index), {}), file.path)
+
+    def _compare_copies(self) -> list[str]:
+        """Return a note on the first rank whose copy of the tied table is another table."""
+        for tensor_rank, stage in self._ranks:
+            table, file = self._tensor(tensor_rank, TABLE), self._ranks[tensor_rank, stage]
+            step = max(1, table.shape[0] // COMPARED)
+            if not all(c.shape == table.shape and torch.equal(c[::step], table[::step]) for c in file.copies):
+                return [
+                    f"{file.path} has a copy of the token table that differs from the table of the first stage, with "
+                    "which dtgpt computes logits; if the model's embeddings are not tied, its results will be wrong"
+                ]
+        return []
 
     def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         dim = cut_dimension(name)

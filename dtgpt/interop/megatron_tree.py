@@ -20,7 +20,7 @@ from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron_config import refuse_others
-from dtgpt.interop.megatron_names import QKV_ORDERS, is_mcore, our_name
+from dtgpt.interop.megatron_names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
 from dtgpt.storage import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -37,7 +37,7 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
 class RankFile:
     """What one rank wrote. `chunks`: its parts of the model, more than one in an interleaved pipeline, each dtgpt's
     names, with layers numbered from 0, to tensors that lie mapped in the file. `untied`: it has an output layer of its
-    own."""
+    own. `copies` of the tied table."""
 
     path: Path
     args: Namespace | None
@@ -46,6 +46,7 @@ class RankFile:
     qkv_order: str | None
     untied: bool
     chunks: list[dict[str, Tensor]]
+    copies: list[Tensor]
 
     def layers(self, chunk: int) -> int:
         """Raises UserError where the layers of the chunk are not numbered 0, 1, ..."""
@@ -166,6 +167,7 @@ def open_rank(path: Path) -> RankFile:
         qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
         untied=UNTIED in keys or ("output_layer.weight" in keys and _says_untied(args)),
         chunks=[_ours(chunk, path) for chunk in chunks],
+        copies=[tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES],
     )
 
 

@@ -17,6 +17,7 @@ from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, SPLITS, Samples, count_epochs, split_range
 from dtgpt.data.token_shards import PIECE, TokenSequences, TokenShards
+from dtgpt.data.tokenizer_beside import tokenizer_beside
 from dtgpt.errors import UserError
 from dtgpt.help import help_text, wants_help
 from dtgpt.interop.inspect import InspectConfig, inspect
@@ -45,7 +46,9 @@ Options may be anywhere; all but --tensors are of token files."""
 class InspectDataConfig:
     input: Annotated[tuple[str, ...], "prefixes, or weights and prefixes in turns; as before the options"] = ()
     split: Annotated[str, "weights of training, validation and test"] = DEFAULT_SPLIT
-    tokenizer: Annotated[str | None, "decodes, tells documents of shards apart; as dtgpt prepare takes it"] = None
+    tokenizer: Annotated[
+        str | None, "decodes, tells documents of shards apart; as dtgpt prepare takes it; none: the one beside the data"
+    ] = None
     vocab_file: Annotated[str | None, "vocab.json, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
     eot: Annotated[int | None, "of shards: the token between documents; none: that of the tokenizer"] = None
@@ -139,8 +142,12 @@ def _inspect_data(config: InspectWords, options: set[str]) -> None:
         say(json.dumps(digests(opened, weights, config, vocabulary), indent=1))
         return
     shares = [None] * len(opened) if weights is None else normalised(weights)
-    for sequences, share in zip(opened, shares, strict=True):
-        say("\n".join([*_statistics(sequences, share, config.split), *_beginnings(sequences, config, vocabulary)]))
+    for prefix, sequences, share in zip(prefixes, opened, shares, strict=True):
+        lines, known = _statistics(sequences, share, config.split), vocabulary
+        if vocabulary is None and (beside := tokenizer_beside([prefix_of(prefix)])):
+            path, known = beside
+            lines.append(f"  tokenizer {known.name}, {counted(known.num_tokens, 'token')}, of {path}")
+        say("\n".join([*lines, *_beginnings(sequences, config, known)]))
 
 
 def _refuse(options: set[str], why: str) -> None:

@@ -1,11 +1,20 @@
 """Characters as tokens, as nanoGPT's character data have them, and token ids of which no text is known."""
 
+import json
 from typing import Any
 
 import numpy as np
 
 from dtgpt.errors import UserError, shown
 from dtgpt.tokenizers.tokenizer import MOST, Tokenizer
+
+# Of a tokenizer.json whose tokens are the characters of a text.
+CHARACTERS = {
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+}
 
 
 class Char(Tokenizer):
@@ -48,6 +57,24 @@ class Char(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "characters": self._characters}
+
+    def knows(self, text: str) -> bool:
+        return self._ids.keys() >= set(text)
+
+    def tokenizer_json(self) -> str:
+        """Return it in Hugging Face's format, where another character is an error, too: no token stands for it."""
+        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": ""}
+        return json.dumps({"version": "1.0", "added_tokens": [], **CHARACTERS, "model": model})
+
+    @classmethod
+    def of_tokenizer_json(cls, saved: dict[str, Any]) -> "Char | None":
+        """The inverse of `tokenizer_json`; None where `saved`, whose ids are checked, is of another kind."""
+        ids = saved["model"].get("vocab")
+        same = all(saved.get(name) == value for name, value in CHARACTERS.items()) and not saved.get("added_tokens")
+        if not same or saved["model"].get("type") != "WordLevel" or not ids or any(len(c) != 1 for c in ids):
+            return None
+        names = {i: c for c, i in ids.items()}
+        return cls([names.get(i, "") for i in range(max(names) + 1)]) if len(names) == len(ids) else None
 
 
 class Ids(Tokenizer):

@@ -8,6 +8,7 @@ from dtgpt.errors import UserError, shown
 from dtgpt.storage import parse_json
 from dtgpt.tokenizers.bpe_files import letter_bytes, merges_of, tokenizer_json
 from dtgpt.tokenizers.byte_level import PATTERNS, ByteLevel
+from dtgpt.tokenizers.char import Char
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
 from dtgpt.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.tokenizers.tokenizer import Tokenizer
@@ -31,7 +32,8 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
     _compare(tokenizer, library)
-    names = {"bos_token": first_token(tokenizer), "eos_token": tokenizer.end_of_text}
+    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is no special token
+    names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
     config = {
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
         **{name: library.id_to_token(i) for name, i in names.items() if i is not None},
@@ -55,7 +57,7 @@ def first_token(tokenizer: Tokenizer) -> int | None:
         opening = tokenizer.encode("")
     except UserError:  # of a tokenizer that knows no text
         opening = []
-    return next(iter(opening), tokenizer.end_of_text)
+    return next(iter(opening), tokenizer.opening if tokenizer.spells else None)
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -66,7 +68,9 @@ def _tokenizer_json(tokenizer: Tokenizer) -> str:
         return json.dumps(parse_json(tokenizer.to_json()["tokenizer_json"]) | whole, ensure_ascii=False)
     if isinstance(tokenizer, SentencePiece):
         return sentencepiece_json(tokenizer)
-    raise UserError(f"the tokenizer {tokenizer.name} has no form that transformers reads")
+    if isinstance(tokenizer, Char):
+        return tokenizer.tokenizer_json()
+    raise UserError("the model was trained on token ids alone (data.tokenizer=ids), so that there is no tokenizer")
 
 
 def _byte_level_json(tokenizer: ByteLevel) -> str:
@@ -105,6 +109,8 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
     step = max(1, tokenizer.vocab_size // PROBED)
     tokens = [tokenizer.decode([i]) for i in range(0, tokenizer.vocab_size, step)]
     probes = [*PROBES, " ".join(tokens[:2000]), *tokens]
+    if isinstance(tokenizer, Char):
+        probes = ["", "".join(filter(tokenizer.knows, tokens)), *filter(tokenizer.knows, tokens)]
     try:
         expected = [ids.tolist() for ids in tokenizer.encode_batch(probes)]
         found = [encoding.ids for encoding in library.encode_batch(probes)]
@@ -114,7 +120,7 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
         if ours != theirs:
             raise _inexpressible(tokenizer, f"transformers would give other ids to {shown(probe)}")
     opening = len(tokenizer.encode("")) if isinstance(tokenizer, SentencePiece) else 0  # it decodes to no text there
-    for probe, ids in zip(PROBES, expected, strict=False):
+    for probe, ids in zip(probes[: len(PROBES)], expected, strict=False):
         if tokenizer.decode(ids) != library.decode(ids[opening:], skip_special_tokens=False):
             raise _inexpressible(tokenizer, f"transformers would decode the ids of {shown(probe)} to another text")
 

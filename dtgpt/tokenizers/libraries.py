@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dtgpt.errors import UserError
+from dtgpt.errors import UserError, shown
 from dtgpt.storage import parse_json
 from dtgpt.tokenizers.bpe_files import letter_bytes
 from dtgpt.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
@@ -48,7 +48,13 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with panics_as_user_errors(self.name):
-            return (self._special if special else self._plain).encode(text).ids
+            try:
+                return (self._special if special else self._plain).encode(text).ids
+            except Exception as error:  # the package raises plain Exception
+                raise UserError(
+                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
+                    "another tokenizer"
+                ) from None
 
     def _decode(self, ids: list[int]) -> str:
         return self._plain.decode(ids, skip_special_tokens=False)

@@ -221,6 +221,8 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path} is no tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
     _check_tokenizer_json(saved, path)
+    if characters := Char.of_tokenizer_json(saved):
+        return characters
     end = _end_named_beside(path)
     pairs = _plain_byte_pairs(saved)
     if pairs is None:
