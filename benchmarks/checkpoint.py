@@ -143,6 +143,8 @@ class Dcp:
             use_pinned_memory=cuda, use_shared_memory=cuda, use_async_staging=True, use_non_blocking_copy=cuda
         )
         self.stager = DefaultStager(options)
+        # torch 2.11 empties the stager after a save, so that the next one fails. Later versions keep its memory.
+        self.stager._state_dict_stager.close = lambda: None
 
     @property
     def tensors(self) -> dict[str, Tensor]:

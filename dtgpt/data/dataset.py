@@ -105,16 +105,21 @@ class TextDataset(Dataset):
                     f"least {seq_length + 1}; {', '.join(remedies[:-1])} or {remedies[-1]}"
                 )
         check_vocabulary(self.tokenizer, vocab_size)
+        if self.source != EMBEDDED:  # which is there for a first look at any model
+            warn_of_unused_rows(self.tokenizer, vocab_size)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer; warn where it has so many more
-    that it is not for rounding."""
+    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
             f"use --model.vocab_size {tokenizer.vocab_size} or more, or another --data.tokenizer"
         )
+
+
+def warn_of_unused_rows(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Warn where a model has more tokens than the tokenizer, and so many more that it is not for rounding."""
     unused = vocab_size - tokenizer.vocab_size
     if unused >= ROUNDING and unused > tokenizer.vocab_size // 20:
         say(

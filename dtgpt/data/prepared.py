@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtgpt.console import say
 from dtgpt.data.blend import Blend, load_blend, load_each_once, parse_data_path
-from dtgpt.data.dataset import Dataset, Part, check_vocabulary
+from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.samples import SPLITS, Samples, split_fractions, split_range
 from dtgpt.data.text import SUFFIXES
@@ -63,6 +63,7 @@ class PreparedDataset(Dataset):
 
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
+        warn_of_unused_rows(self.tokenizer, vocab_size)
         for samples in filter(None, (self.train, self.valid, self.test)):
             self._known(samples, np.arange(min(PROBED, len(samples))))
 

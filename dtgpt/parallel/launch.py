@@ -25,7 +25,11 @@ from dtgpt.parallel.tensor import make_table
 from dtgpt.recipe import Recipe
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
-NCCL_REPORTS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+NCCL_REPORTS = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # of held-out losses, which pass stages in turn
+}
 
 was_in_group = False  # this process, at any time
 LOST = (
