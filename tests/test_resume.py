@@ -148,7 +148,7 @@ def halve(path: Path) -> None:
 @pytest.mark.parametrize(
     "groups, damage, words",
     [
-        ({"resume": "nowhere"}, None, ["nowhere is not a run folder"]),
+        ({"resume": "nowhere"}, None, ["nowhere does not exist"]),
         ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
         ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
         ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
