@@ -114,7 +114,8 @@ def _write(folder: Path, contents: Contents) -> None:
     mark = f"{folder.name}-{platform.node()}-{os.getpid()}"
     partial, old = folder.with_name(f"partial-{mark}"), folder.with_name(f"damaged-{mark}")
     try:
-        partial.mkdir(exist_ok=True)
+        remove_tree(partial)  # of a killed process that had the same number, or planted there
+        partial.mkdir()
         for name, value in contents.items():
             if isinstance(value, str):
                 write_text(_file(partial, name), value)
