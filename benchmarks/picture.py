@@ -51,7 +51,7 @@ def main() -> None:
     axes["loss"].set(ylabel="loss (nats per token)", title=args.runs_title)
     axes["loss"].legend()
     first = args.runs[0][0]
-    axes["difference"].set(xlabel="optimizer step", ylabel=f"relative to\n{first}", yscale="log", ylim=(1e-7, 1e-1))
+    axes["difference"].set(xlabel="optimizer step", ylabel=f"relative to\n{first}", yscale="log", ylim=(1e-8, 1e-3))
     labels, rates = [label for label, _ in args.rates], [float(rate) for _, rate in args.rates]
     bars = axes["rate"].bar(labels, rates, color=["#9aa4b2", "#2f6fde", "#9aa4b2", "#2f6fde"][: len(rates)])
     axes["rate"].bar_label(bars, [f"{rate / 1e3:,.0f} k" for rate in rates])
