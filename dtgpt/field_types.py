@@ -15,13 +15,24 @@ def check_fields(config: Any, prefix: str = "") -> None:
     beside one of these. True and False are no numbers. Fields that are dataclasses themselves are looked into, those of
     other types left out."""
     for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         value = getattr(config, name)
-        if not any(_fits(value, choice) for choice in choices):
-            wanted = " or ".join(_words(choice) for choice in choices)
+        if wanted := misfit(value, hint):
             raise UserError(f"{prefix}{name}={shown(value)} is of a wrong type; it must be {wanted}")
         if is_dataclass(hint):
             check_fields(value, f"{prefix}{name}.")
+
+
+def misfit(value: Any, hint: Any) -> str | None:
+    """Return what `value` must be to fit the annotation `hint`, in words; None if it fits."""
+    choices = kinds_of(hint)
+    if any(_fits(value, choice) for choice in choices):
+        return None
+    return " or ".join(_words(choice) for choice in choices)
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the only kind that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _fits(value: Any, kind: Any) -> bool:

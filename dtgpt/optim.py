@@ -29,14 +29,6 @@ def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
     return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
 
 
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Return the rate of optimizer step `step`, counted from 0: linear warmup to `lr`, then the schedule down to
-    `min_lr`."""
-    sizes = BatchSizes(recipe)
-    seen = (sizes.before(step), sizes.before(step + 1)) if recipe.counts_samples else (step, step + 1)
-    return _rate(*seen, recipe.optimizer, recipe.warmup_steps, recipe.decay_steps)
-
-
 def learning_rates(recipe: Recipe, sizes: BatchSizes) -> Tensor:
     """Return the rate of every step, fp32. A schedule in samples takes those that the run has seen, by its batch
     `sizes`."""
@@ -44,10 +36,10 @@ def learning_rates(recipe: Recipe, sizes: BatchSizes) -> Tensor:
     if recipe.counts_samples:
         seen = map(sizes.before, seen)
     ends = recipe.optimizer, recipe.warmup_steps, recipe.decay_steps
-    return torch.tensor([_rate(before, after, *ends) for before, after in pairwise(seen)])
+    return torch.tensor([learning_rate(before, after, *ends) for before, after in pairwise(seen)])
 
 
-def _rate(before: int, after: int, config: OptimizerConfig, warmup: int, decay: int) -> float:
+def learning_rate(before: int, after: int, config: OptimizerConfig, warmup: int, decay: int) -> float:
     """Return the rate of a step by what was done, in steps or samples, before and after it.
 
     cosine: Loshchilov and Hutter 2017; wsd (warmup, stable, decay): Hu et al. 2024, MiniCPM.

@@ -151,10 +151,10 @@ class Claim:
 
 def read_recipe(folder: Path) -> dict[str, Any]:
     """Return what the run's recipe.json says, unchecked. Raises UserError where it cannot be read."""
-    path, remedy = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
-    saved = read_json(path, remedy, LARGEST_RECIPE)
+    path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
+    saved = read_json(path, advice, LARGEST_RECIPE)
     if not isinstance(saved, dict):
-        raise UserError(f"{path} holds no JSON object; {remedy}")
+        raise UserError(f"{path} holds no JSON object; {advice}")
     return saved
 
 

@@ -1,19 +1,18 @@
 """Which recipe a command works on: that of its file with the options of the command line, of which a run that goes on
 keeps its own values, and a run that begins with given weights takes the dimensions of their model."""
 
-import math
 import os
 import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from dtgpt.checkpoint.folder import list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.load import FREE
 from dtgpt.console import counted, say
 from dtgpt.errors import UserError, shown
+from dtgpt.field_types import kinds_of, misfit
 from dtgpt.interop.open import open_config
 from dtgpt.overrides import LARGEST, leaves, replace_values, value_text
 from dtgpt.recipe import Recipe
@@ -126,25 +125,22 @@ def _can_change(name: str) -> bool:
     return last in FREE if section == "model" else name not in ("name", "data.tokenizer", "data.bpe_vocab_size")
 
 
-def _checked(value: Any, type_: Any) -> Any:
-    """Return a value from JSON if it is of a field's type, else raise ValueError."""
-    optional = NoneType in get_args(type_)
-    if value is None and optional:
-        return None
-    if optional:
-        (type_,) = (t for t in get_args(type_) if t is not NoneType)
-    if get_origin(type_) is Literal:
-        if not isinstance(value, str) or value not in get_args(type_):
-            raise ValueError(f"which is not one of {', '.join(get_args(type_))}")
-    elif type_ is str:
-        if not isinstance(value, str):
-            raise ValueError("which is not a text")
-        os.fsencode(value)  # else no path: its UnicodeEncodeError is a ValueError
-    elif type(value) is not int and (type_ is int or type(value) is not float):
-        raise ValueError(f"which is not {'a whole number' if type_ is int else 'a number'}")
-    elif not math.isfinite(value) or (type_ is int and abs(value) > LARGEST):
-        raise ValueError("which is too large")
-    return type_(value) if type_ in (int, float) else value
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a value from JSON if it fits a field's annotation, else raise ValueError."""
+    if wanted := misfit(value, hint):
+        raise ValueError(f"which is not {wanted}")
+    if isinstance(value, str):
+        os.fsencode(value)  # else it cannot be a path: its UnicodeEncodeError is a ValueError
+    if type(value) is not int:
+        return value
+    try:
+        if float in kinds_of(hint):
+            return float(value)
+        if abs(value) <= LARGEST:
+            return value
+    except OverflowError:
+        pass
+    raise ValueError("which is too large")
 
 
 def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:

@@ -59,15 +59,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it has an integer of too many digits") from None
 
 
-def read_json(path: Path, remedy: str, largest: int = LARGEST_JSON) -> Any:
-    """Return the value in a JSON file. Raises UserError, with `remedy`, where the file cannot be read, is not a regular
+def read_json(path: Path, advice: str, largest: int = LARGEST_JSON) -> Any:
+    """Return the value in a JSON file. Raises UserError, with `advice`, where the file cannot be read, is not a regular
     one, has more than `largest` bytes or is not JSON."""
     try:
         return parse_json(read_regular(path, largest))
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}") from None
     except ValueError as error:
-        raise UserError(f"{path} cannot be read (it is not JSON: {error}); {remedy}") from None
+        raise UserError(f"{path} cannot be read (it is not JSON: {error}); {advice}") from None
 
 
 def sync_path(path: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from dtgpt.batch_size import BatchSizes
 from dtgpt.begin import read_dataset
 from dtgpt.metrics import read_records
+from dtgpt.optim import learning_rate
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.signals import StopRequest
@@ -43,3 +45,10 @@ def change(recipe, **groups):
     return replace(
         recipe, **{k: replace(getattr(recipe, k), **v) if isinstance(v, dict) else v for k, v in groups.items()}
     )
+
+
+def rate_of(step: int, recipe) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0."""
+    sizes = BatchSizes(recipe)
+    done = (sizes.before(step), sizes.before(step + 1)) if recipe.counts_samples else (step, step + 1)
+    return learning_rate(*done, recipe.optimizer, recipe.warmup_steps, recipe.decay_steps)

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from dtgpt.batch_size import BatchSizes
 from dtgpt.model import GPTConfig
-from dtgpt.optim import Update, clip_factor, learning_rate, learning_rates, make_optimizer
+from dtgpt.optim import Update, clip_factor, learning_rates, make_optimizer
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import OptimizerConfig, Recipe
 from tests.bodies_shards import CPU, KEY
-from tests.runs import change, constant
+from tests.runs import change, constant, rate_of
 
 
 def schedule(kind: str, steps=100, **changes) -> list[float]:
@@ -26,7 +26,7 @@ def schedule(kind: str, steps=100, **changes) -> list[float]:
         micro_batch_size=1,
         global_batch_size=1,
     )
-    return [learning_rate(step, recipe) for step in range(steps + 20)]
+    return [rate_of(step, recipe) for step in range(steps + 20)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
@@ -62,8 +62,8 @@ def test_a_schedule_in_samples_is_that_in_steps_where_batches_are_equal(recipe, 
     steps = change(recipe, optimizer={"schedule": kind, "warmup": 5, "decay_steps": 30})
     samples = change(recipe, optimizer={"schedule": kind, "warmup_samples": 40, "decay_samples": 240})
     assert samples.counts_samples and not steps.counts_samples
-    expected = [learning_rate(step, steps) for step in range(40)]
-    assert [learning_rate(step, samples) for step in range(40)] == pytest.approx(expected, rel=1e-12)
+    expected = [rate_of(step, steps) for step in range(40)]
+    assert [rate_of(step, samples) for step in range(40)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_schedule_in_samples_follows_a_ramp(recipe):
@@ -157,7 +157,7 @@ def test_every_update_takes_the_rate_of_its_step_also_beyond_the_last(recipe):
         leave_gradients(update.shards, step)
         update.apply()
         rates.append(update.lr.item())
-    assert rates == pytest.approx([learning_rate(min(step, 3), recipe) for step in range(5)], rel=1e-6)
+    assert rates == pytest.approx([rate_of(min(step, 3), recipe) for step in range(5)], rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -192,9 +192,9 @@ def test_an_fp16_step_that_overflows_is_skipped_and_does_not_count(recipe, value
     assert not update.apply().isfinite()
     assert all(map(torch.equal, state_of(update), before))
     assert update.state()["updates"] == 1 and update.scaling() == {"loss_scale": 2.0**10, "skipped_steps": 1}
-    assert update.lr.item() == pytest.approx(learning_rate(1, recipe))
+    assert update.lr.item() == pytest.approx(rate_of(1, recipe))
     leave_gradients(update.shards, 2, update.scaler.scale.item())
-    assert update.apply().isfinite() and update.lr.item() == pytest.approx(learning_rate(1, recipe))  # once more
+    assert update.apply().isfinite() and update.lr.item() == pytest.approx(rate_of(1, recipe))  # once more
     assert update.state()["updates"] == 2 and not any(map(torch.equal, state_of(update), before))
 
 
@@ -240,7 +240,7 @@ def test_a_restored_update_goes_on_where_it_stopped(recipe):
     assert torch.equal(other.gradient_scale, update.gradient_scale)
     leave_gradients(other.shards, 3, other.scaler.scale.item())
     other.apply()
-    assert other.lr.item() == pytest.approx(learning_rate(2, recipe))
+    assert other.lr.item() == pytest.approx(rate_of(2, recipe))
 
 
 def test_a_state_of_another_precision_is_taken_as_far_as_it_goes(recipe):

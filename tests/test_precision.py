@@ -11,12 +11,11 @@ import torch
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.dropout import dropout_keys
-from dtgpt.optim import learning_rate
 from dtgpt.recipe import Recipe
 from dtgpt.train import Training, train
 from tests.bodies_train import skipped_after_each_step, steps_with_an_overflow
 from tests.ranks import pool
-from tests.runs import change, losses, newest_run, training
+from tests.runs import change, losses, newest_run, rate_of, training
 
 HUGE = {"initial": 2.0**40, "hysteresis": 1, "window": 6}  # some twenty steps are skipped until gradients fit
 
@@ -50,7 +49,7 @@ def test_a_step_that_overflows_changes_no_weight_and_the_run_learns_in_the_end(r
         curve.append(loss.item())
         assert run.optimizer.scaling()["skipped_steps"] == skipped
         updates = run.step - skipped - (not all(same))  # before this step
-        assert run.optimizer.lr.item() == pytest.approx(learning_rate(updates, recipe), rel=1e-6)
+        assert run.optimizer.lr.item() == pytest.approx(rate_of(updates, recipe), rel=1e-6)
     assert 10 < skipped < 28 and run.optimizer.state()["updates"] == 30 - skipped
     assert curve[-1] < curve[0]
 

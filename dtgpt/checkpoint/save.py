@@ -33,7 +33,7 @@ from dtgpt.console import say, say_error
 from dtgpt.errors import UserError, remedy
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.shards import Shards
-from dtgpt.storage import remove_tree, write_text
+from dtgpt.storage import parse_json, read_regular, remove_tree, write_text
 from dtgpt.threads import Threads
 
 WRITERS = 4  # threads
@@ -254,7 +254,7 @@ class Saver:
             time.sleep(POLL)
             with suppress(OSError):
                 next(partial.iterdir(), None)  # a network file system looks for new names then
-        report = json.loads(path.read_text())
+        report = parse_json(read_regular(path))
         path.unlink()
         return {name: Written(*values) for name, values in report.items()}
 

@@ -20,7 +20,16 @@ import numpy as np
 from dtgpt.console import say
 from dtgpt.data.file_array import FileArray, OpenFile, open_npy
 from dtgpt.errors import UserError, remedy
-from dtgpt.storage import FileLock, Held, create_file, remove_tree, sync_path, write_text
+from dtgpt.storage import (
+    FileLock,
+    Held,
+    create_file,
+    parse_json,
+    read_regular,
+    remove_tree,
+    sync_path,
+    write_text,
+)
 
 CONTENTS = "contents.json"
 LEFT = re.compile(r"(?:partial-|damaged-|\.)((?:index|text)-[0-9a-f]+)(?:-.+|\.lock)")  # what a killed process leaves
@@ -80,7 +89,7 @@ def _verified(folder: Path) -> dict[str, FileArray]:
     folder.stat()
     path = folder / CONTENTS
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
+        listed = parse_json(read_regular(path))
         if not isinstance(listed, dict) or not listed:
             raise _Damaged(f"{CONTENTS} lists nothing")
         arrays = {}
@@ -92,7 +101,7 @@ def _verified(folder: Path) -> dict[str, FileArray]:
             if path.suffix == ".npy":
                 arrays[name] = open_npy(file)
         return arrays
-    except (OSError, ValueError, RecursionError, UserError) as error:
+    except (OSError, ValueError, UserError) as error:
         reason = getattr(error, "strerror", None) or error
         raise _Damaged(f"{path.name} cannot be read: {reason}") from None
 

@@ -287,7 +287,7 @@ def _end_named_beside(path: Path) -> str | None:
     """`eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            token = read_json(path.with_name(name), remedy="").get("eos_token")
+            token = read_json(path.with_name(name), advice="").get("eos_token")
         except (UserError, AttributeError):
             continue
         token = token.get("content") if isinstance(token, dict) else token
