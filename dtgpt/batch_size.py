@@ -64,7 +64,7 @@ class BatchSizes:
         return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
 
     def steps_within(self, samples: int) -> int:
-        """How many whole steps the first `samples` of the run fill."""
+        """Return the number of whole steps that the first `samples` of the run fill."""
         i = max(0, bisect_right(self._samples, samples) - 1)
         return self._steps[i] + (samples - self._samples[i]) // self._sizes[i]
 

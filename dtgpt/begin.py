@@ -124,8 +124,8 @@ def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
     ]
     if asked and tokenizer.end_of_text is None:
         raise UserError(
-            f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} has not; "
-            "leave it out"
+            f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
+            "have; leave it out"
         )
 
 

@@ -75,7 +75,7 @@ def compare_command(words: list[str]) -> int:
 
 
 def record_command(words: list[str]) -> int:
-    """RECIPE.py FILE STEPS, then overrides: what dtgpt compare starts in the processes of a plan."""
+    """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
     from dtgpt.compare import save_record
 
     if len(words) < 3:

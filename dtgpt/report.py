@@ -52,7 +52,7 @@ class Report:
         say("\n".join(hanging(line, HANG) for line in header))
 
     def _batch(self) -> str:
-        """The samples of a step: `32`, or `8 to 32` where they ramp up."""
+        """Return the samples of a step in words: `32`, or `8 to 32` while the batch size ramps up."""
         whole, ramp = self.recipe.global_batch_size, self.recipe.rampup_batch_size
         return f"{whole}" if ramp is None else f"{parse_rampup(ramp)[0]} to {whole}"
 

@@ -197,7 +197,7 @@ class Training:
         return loss, mean, norm
 
     def _report_left(self, report: Report | Silence, left: list[str]) -> bool:
-        """What a run that has done its steps did not come to; whether a signal came before it."""
+        """Report what is `left` of the last step; return whether a signal came before all of it was done."""
         say(f"{self.recipe.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
         for part in ("valid", "test"):
             if part in left:
@@ -209,7 +209,7 @@ class Training:
         return early
 
     def _must_end(self) -> bool:
-        """Whether this process has a reason to end after the step; `_read` says which."""
+        """Return whether this process has a reason to end after the step."""
         return bool(self.stop) or self.claim.lost()
 
     def _check_folder(self) -> None:

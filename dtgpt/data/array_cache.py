@@ -43,8 +43,8 @@ class _Damaged(Exception):
 
 
 def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[str, FileArray]:
-    """The arrays of `folder`, which `make` returns where the folder is missing or damaged. `what` they are, in
-    messages. Raises UserError where they cannot be written."""
+    """Return the arrays of `folder`; where it is missing or damaged, write what `make` returns first. Messages call the
+    arrays `what`. Raises UserError where they cannot be written."""
     found = _load(folder)
     if found is not None:
         return found
