@@ -150,7 +150,7 @@ def _say_once(sentence: str) -> None:
 def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
     from dtgpt.parallel.process import Process
     from dtgpt.recipe_file import call_recipe, override
-    from dtgpt.settle import plan_error
+    from dtgpt.train.settle import plan_error
 
     recipe = call_recipe(recipe_function)
     if wants_help(arguments):
@@ -163,7 +163,7 @@ def _run(recipe_function: Callable, doc: str, arguments: list[str]) -> int:
         recipe.plan_for(Process.from_environment().world)
     except UserError as error:
         raise plan_error(error, recipe) from None
-    from dtgpt.train import train
+    from dtgpt.train.loop import train
 
     return train(recipe)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.model import GPT, GPT2_124M, GPTConfig
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random import root_key, uniform
 from dtgpt.tokenizers.open import OF_MODELS, make_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
@@ -21,31 +23,36 @@ from dtgpt.tokenizers.tokenizer import Tokenizer
 LogitsAt = Callable[[Tensor, int], Tensor]  # (window int64 [1, T], position) -> logits [V] of the token after it
 
 
-def logits_of(model: GPT) -> LogitsAt:
-    """From a whole model on this device."""
+class Sampling(NamedTuple):
+    """How tokens are chosen."""
+
+    new_tokens: int  # largest number of them
+    temperature: float = 1.0  # 0: always the likeliest token
+    top_k: int = 0  # number of likeliest tokens to choose from; 0: all
+
+
+def logits_of(model: Decoder) -> LogitsAt:
+    """Return the logits of a whole model on this device."""
     return lambda window, position: model(window)[0, position]
 
 
 @torch.no_grad()
 def generate(
     logits_at: LogitsAt,
-    config: GPTConfig,
+    config: ModelConfig,
     prompt: list[int],
-    new_tokens: int,
+    sampling: Sampling,
     key: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
     vocab_size: int | None = None,
     stop: Callable[[int], bool] = lambda token: False,
 ) -> list[int]:
-    """Up to `new_tokens` ids after the non-empty `prompt`; ends after a token for which `stop` is true.
+    """Return the ids after the non-empty `prompt`; ends after a token for which `stop` is true.
 
-    temperature 0 takes the likeliest token. Ids stay below `vocab_size` (default: the model's).
-    The model sees the last `seq_length` tokens, in a window of fixed shape whose unused end is filled up: causal
-    attention never looks there, and nothing is compiled anew.
+    Ids stay below `vocab_size` (default: the model's). The model sees the last `seq_length` tokens, in a window of
+    fixed shape whose unused end is padded: causal attention never looks there, and nothing is compiled anew.
     """
     device = key.device
-    draws = uniform(key, (new_tokens,)).tolist()
+    draws = uniform(key, (sampling.new_tokens,)).tolist()
     vocab_size = vocab_size or config.vocab_size
     ids = list(prompt)
     for draw in draws:
@@ -53,14 +60,14 @@ def generate(
         window = torch.tensor([context + [0] * (config.seq_length - len(context))], device=device)
         logits = logits_at(window, len(context) - 1)[:vocab_size]
         # On the CPU every rank of a plan comes to the same choice; sums on a GPU may differ in the last bit.
-        ids.append(choose(logits.double().cpu(), draw, temperature, top_k))
+        ids.append(choose(logits.double().cpu(), draw, sampling.temperature, sampling.top_k))
         if stop(ids[-1]):
             break
     return ids[len(prompt) :]
 
 
 def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
-    """The id whose share of the distribution holds `draw` (in (0, 1)); logits float64 `[V]`."""
+    """Return the id whose share of the distribution contains `draw` (in (0, 1)); logits float64 `[V]`."""
     if temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
@@ -70,10 +77,10 @@ def choose(logits: Tensor, draw: float, temperature: float, top_k: int) -> int:
 
 
 def sample_text(
-    logits_at: LogitsAt, config: GPTConfig, tokenizer: Tokenizer, prompt: str, new_tokens: int, key: Tensor,
-    temperature: float, top_k: int, interrupted: Callable[[], bool] = lambda: False,
+    logits_at: LogitsAt, config: ModelConfig, tokenizer: Tokenizer, prompt: str, sampling: Sampling, key: Tensor,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
-    """`prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
+    """Return `prompt` and its continuation, up to the end of a document; an empty prompt begins a document."""
     end = tokenizer.end_of_text
     ids = tokenizer.encode(prompt) or [tokenizer.opening]
     if ids == [None]:
@@ -88,7 +95,7 @@ def sample_text(
         return token == end or interrupted()
 
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
-    new = generate(logits_at, config, ids, new_tokens, key, temperature, top_k, vocab_size, stop)
+    new = generate(logits_at, config, ids, sampling, key, vocab_size, stop)
     # Decoded with the prompt: some tokenizers drop a blank at the beginning of what they decode.
     whole = tokenizer.decode([*ids, *(token for token in new if token != end)])
     return prompt + whole[len(tokenizer.decode(ids)) :]
@@ -123,11 +130,11 @@ def generate_from(path: Path, config: GenerateConfig) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(source, device)
     key = root_key(config.seed, device)
-    length = {"new_tokens": config.tokens, "temperature": config.temperature, "top_k": config.top_k}
-    return sample_text(logits_of(model), model.config, tokenizer, config.prompt, key=key, **length)
+    sampling = Sampling(config.tokens, config.temperature, config.top_k)
+    return sample_text(logits_of(model), model.config, tokenizer, config.prompt, sampling, key)
 
 
-def tokenizer_of(path: Path, config: GPTConfig) -> Tokenizer:
+def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
     """That of the run or folder; GPT-2's own for a model of another library with as many tokens."""
     if beside := tokenizer_beside(path):
         return beside

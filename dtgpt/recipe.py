@@ -5,17 +5,23 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal
+
+import torch
 
 from dtgpt.batch_size import BatchSizes, check_rampup
 from dtgpt.data.prepared import is_prepared
 from dtgpt.data.samples import DEFAULT_SPLIT
 from dtgpt.errors import UserError
-from dtgpt.model import GPT2_124M, GPTConfig
+from dtgpt.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.attention import Backend
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.plan import Plan, ResolvedPlan
 from dtgpt.recipe_checks import check_recipe
+from dtgpt.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +116,7 @@ class Recipe:
     }  # fmt: skip
 
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ..."]
-    model: GPTConfig
+    model: ModelConfig
     optimizer: OptimizerConfig
     micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device"]
     global_batch_size: Annotated[int, "number of samples in an optimizer step"]
@@ -162,55 +168,77 @@ class Recipe:
         return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
 
     @property
-    def decay_steps(self) -> int:
-        """Where the schedule ends, in steps, or in samples where it counts those."""
+    def schedule(self) -> Schedule:
+        """The learning rate, with the ends of warmup and decay in the unit that it counts."""
         own = self.optimizer
         if self.counts_samples:
-            return self.train_samples if own.decay_samples is None else own.decay_samples
-        return self.counted().steps if own.decay_steps is None else own.decay_steps
+            end = self.train_samples if own.decay_samples is None else own.decay_samples
+        else:
+            end = self.counted().steps if own.decay_steps is None else own.decay_steps
+        warmup = own.warmup if own.warmup_samples is None else own.warmup_samples
+        return Schedule(
+            shape=own.schedule,
+            lr=own.lr,
+            min_lr=own.min_lr,
+            wsd_decay=own.wsd_decay,
+            warmup=round(warmup * end) if warmup < 1 else round(warmup),
+            end=end,
+            counts_samples=self.counts_samples,
+        )
 
-    @property
-    def warmup_steps(self) -> int:
-        """Where the warmup ends, in the unit of `decay_steps`."""
-        warmup = self.optimizer.warmup if self.optimizer.warmup_samples is None else self.optimizer.warmup_samples
-        return round(warmup * self.decay_steps) if warmup < 1 else round(warmup)
+    def batch_sizes(self, first_step: int = 0, first_sample: int = 0) -> BatchSizes:
+        """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples."""
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size, first_step, first_sample)
 
     def counted(self, first_step: int = 0, first_sample: int = 0) -> "Recipe":
         """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill. A run
         that goes on does so with `first_step`, after `first_sample` samples."""
         if self.train_samples is None:
             return self
-        steps, data = BatchSizes(self, first_step, first_sample).steps_within(self.train_samples), self.data
-        decay = self.decay_steps if self.counts_samples else None
+        steps, data = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples), self.data
+        decay = self.schedule.end if self.counts_samples else None
         if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
             data = replace(data, train_samples=self.train_samples)
         optimizer = replace(self.optimizer, decay_samples=decay)
         return replace(self, steps=steps, train_samples=None, data=data, optimizer=optimizer)
 
-    def captures(self, device_type: str) -> bool:
-        """Whether a step on this kind of device is replayed as CUDA graphs."""
-        return device_type == "cuda" and self.graph != "off"
-
-    def micro_batches(self, dp: int) -> int:
-        """Gradient accumulation: forward and backward passes of each of `dp` replicas per optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * dp)
-
     def named_plan(self) -> Plan:
-        """The plan that `plan` names, with dp as it says."""
+        """Return the plan that `plan` names, with dp as it says."""
         return parse_plan(self.plan, self.plans)
 
-    def plan_for(self, world: int, started: bool = True) -> Plan:
-        """The plan for `world` processes, checked against the model and the batch; raises UserError, one sentence.
-        started: as of `Plan.for_world`."""
+    def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
+        """Return the plan for `world` processes, checked against the model and the batch; raises UserError, one
+        sentence. started: as of `Plan.for_world`."""
         plan = self.named_plan().for_world(world, started).without_idle_zero()
         plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
-        check_rampup(self, plan)
+        if self.rampup_batch_size is not None:
+            whole, micro = self.global_batch_size, self.micro_batch_size
+            check_rampup(self.rampup_batch_size, whole, micro, plan, partial(plan.can_split, self.model))
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
                 "torch.compile cannot; use --compile off or another schedule"
             )
         return plan
+
+    def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
+        """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
+        run it, so that what is installed does not matter."""
+        graphs = choose_graphs(self.graph, device)
+        compiler = choose_compiler if here else wants_compiler
+        return Settings(
+            model=self.model,
+            plan=plan,
+            device=device,
+            dtype=choose_dtype(self.precision, device),
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            attention=self.attention,
+            recompute=self.recompute,
+            compile=compiler(self.compile, device, graphs, plan),
+            graphs=graphs,
+            masks_documents=self.data.reset_attention_mask == "on",
+        )
 
     def with_tokenizer(self) -> "Recipe":
         """Return the same run with the tokenizer that `auto` means here, as `recipe.json` keeps it."""
@@ -227,7 +255,7 @@ class Recipe:
         recipe = self.counted().with_tokenizer()
         if recipe.counts_samples:
             return recipe
-        return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.decay_steps))
+        return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.schedule.end))
 
     def validate(self) -> None:
         """Raise UserError, one sentence, on the first value that cannot be trained with."""

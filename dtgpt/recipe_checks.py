@@ -5,7 +5,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from dtgpt.batch_size import BatchSizes, parse_rampup
+from dtgpt.batch_size import parse_rampup
 from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
@@ -183,16 +183,17 @@ def _check_batch(recipe: "Recipe") -> None:
 def _check_schedule(recipe: "Recipe") -> None:
     config = recipe.optimizer
     _check_units(recipe)
-    if recipe.decay_steps < 1:
-        raise UserError(f"optimizer.decay_steps={recipe.decay_steps} is not positive; use 1 or more, or none for steps")
+    if recipe.schedule.end < 1:
+        raise UserError(
+            f"optimizer.decay_steps={recipe.schedule.end} is not positive; use 1 or more, or none for steps"
+        )
     if config.wsd_decay > 1:
         raise UserError(f"optimizer.wsd_decay={config.wsd_decay} is more than the whole schedule; use 1 or less")
     if config.schedule == "constant":  # which has no end
         return
     if config.min_lr > config.lr:
         raise UserError(f"optimizer.min_lr={config.min_lr} is above optimizer.lr={config.lr}; lower min_lr")
-    unit = "samples" if recipe.counts_samples else "steps"
-    warmup, decay = recipe.warmup_steps, recipe.decay_steps
+    unit, warmup, decay = recipe.schedule.unit, recipe.schedule.warmup, recipe.schedule.end
     given = config.decay_samples or (not recipe.counts_samples and decay != recipe.counted().steps)
     if warmup >= decay and given:
         raise UserError(
@@ -232,15 +233,14 @@ def _check_units(recipe: "Recipe") -> None:
 
 def notes(recipe: "Recipe", dp: int, device_type: str) -> list[str]:
     """What a user should know of a valid recipe, with `dp` replicas on this kind of device."""
-    found, unit = [], "samples" if recipe.counts_samples else "steps"
-    counted = recipe.counted()
+    found, schedule, counted = [], recipe.schedule, recipe.counted()
     length = recipe.train_samples if recipe.train_samples is not None else counted.steps
     if recipe.counts_samples and recipe.train_samples is None:
-        length = BatchSizes(recipe).before(counted.steps)
-    if recipe.warmup_steps > length:
+        length = recipe.batch_sizes().before(counted.steps)
+    if schedule.warmup > length:
         found.append(
-            f"the run ends within its warmup: {length} of {recipe.warmup_steps} {unit}, so the learning rate never "
-            f"reaches optimizer.lr={recipe.optimizer.lr:g}"
+            f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
+            f"never reaches optimizer.lr={recipe.optimizer.lr:g}"
         )
     if (level := recipe.named_plan().zero) and dp == 1:
         found.append(one_replica(level))

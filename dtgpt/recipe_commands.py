@@ -52,7 +52,7 @@ def plan_command(words: list[str]) -> int:
     own = take(PlanOptions(), options)
     if own.world is not None and not 1 <= own.world < 10**9:
         raise UserError(f"--world {own.world} is no number of processes; use 1 or more")
-    from dtgpt.dryrun import describe_plan
+    from dtgpt.planning.report import describe_plan
 
     say(describe_plan(with_options(recipe, options), own.world, own.gpu))
     return 0

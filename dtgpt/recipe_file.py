@@ -13,7 +13,7 @@ from dtgpt.field_types import check_fields
 from dtgpt.megatron_options import explain
 from dtgpt.overrides import Options, read_words, take
 from dtgpt.recipe import Recipe
-from dtgpt.settle import settle
+from dtgpt.train.settle import settle
 
 
 def load_recipe(path: Path, options: list[str]) -> Recipe:
@@ -27,7 +27,7 @@ def override(recipe: Recipe, words: list[str]) -> Recipe:
 
 
 def with_options(recipe: Recipe, options: Options) -> Recipe:
-    """Return the recipe to work on (`dtgpt.settle`) with `options`, which are removed from there."""
+    """Return the recipe to work on (`dtgpt.train.settle`) with `options`, which are removed from there."""
     given = set(options)
     return settle(recipe, take(recipe, options), given)
 

@@ -7,7 +7,7 @@ import torch
 
 from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.checkpoint.save import Saver
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.runs import change, losses, newest_run, on_cuda
 
 pytestmark = pytest.mark.cuda

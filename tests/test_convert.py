@@ -16,8 +16,8 @@ from dtgpt.errors import UserError
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import parameter_shapes
-from dtgpt.model import TABLE
-from dtgpt.train import train
+from dtgpt.models.gpt2 import TABLE
+from dtgpt.train.loop import train
 from tests.bodies_inference import weights_at_the_start
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool

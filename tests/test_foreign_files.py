@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.begin import begin_from
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.files import Damaged
 from dtgpt.checkpoint.folder import Checkpoint
@@ -20,6 +19,7 @@ from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.inspect import InspectConfig, inspect
 from dtgpt.interop.open import open_source
 from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.train.startup import begin_from
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.sources import Reference, refused

@@ -7,13 +7,14 @@ from dtgpt.cli import main
 from dtgpt.errors import UserError
 from dtgpt.generate import GenerateConfig, choose, generate, generate_from, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.huggingface import save_huggingface
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random import fold, root_key
 from dtgpt.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from tests.test_interop_huggingface import InMemory
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
-CONFIG = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
+CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
 KEY = root_key(4)
 
 

@@ -12,11 +12,11 @@ from dtgpt.errors import UserError
 from dtgpt.generate import GenerateConfig, generate, generate_from, logits_of, tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
-from dtgpt.model import GPT2_124M
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.names import parse_plan
 from dtgpt.tokenizers.byte_level import ByteLevel
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests import bodies_inference as bodies
 from tests.ranks import pool
 from tests.runs import change, newest_run

@@ -10,7 +10,7 @@ from dtgpt.errors import UserError
 from dtgpt.interop.inspect import InspectConfig
 from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.interop.open import open_source
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool

@@ -8,7 +8,13 @@ import pytest
 
 from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
-from dtgpt.prepare.command import TrainTokenizerConfig, _SignalsAsExit, parse_config, prepare_command, tokenizer_command
+from dtgpt.prepare.command import (
+    TrainTokenizerConfig,
+    _SignalsAsExit,
+    parse_config,
+    prepare_command,
+    tokenizer_command,
+)
 from dtgpt.prepare.job import PrepareConfig
 from dtgpt.prepare.progress import Progress, duration
 from dtgpt.tokenizers.open import open_tokenizer

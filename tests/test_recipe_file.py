@@ -13,12 +13,12 @@ from tests.runs import change
 
 RECIPE = """
 from dataclasses import replace
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.recipe import *
 from dtgpt.cli import run_recipe
 
 def tiny(**changes):
-    return Recipe(**{{**dict(name="x", model=GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=8),
+    return Recipe(**{{**dict(name="x", model=GPT2Config(num_layers=1, hidden_size=8, num_heads=1, seq_length=8),
         optimizer=OptimizerConfig(lr=1e-3), steps=2, micro_batch_size=1, global_batch_size=2), **changes}})
 
 def recipe({arguments}):
@@ -38,7 +38,7 @@ WRONG = {
         "return tiny(micro_batch_size=8.0)",
         "micro_batch_size=8.0: a whole number",
     ),
-    "no model": ("return tiny(model=None)", "model=None: GPTConfig(...)"),
+    "no model": ("return tiny(model=None)", "model=None: GPT2Config(...)"),
     "a dict": (
         "return tiny(optimizer={'lr': 1})",
         "optimizer={'lr': 1}: OptimizerConfig(...)",

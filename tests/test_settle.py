@@ -16,19 +16,19 @@ from dtgpt.metrics import read_records
 from dtgpt.overrides import leaves
 from dtgpt.parallel.plan import Plan
 from dtgpt.recipe_file import override as settle
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.bodies_checkpoint import begun_from
 from tests.ranks import pool
 from tests.runs import change, newest_run
 
 FILE = """
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.recipe import LogConfig, OptimizerConfig, Recipe
 
 
 def recipe():
     return Recipe(
-        name="mine", model=GPTConfig(num_layers=4, hidden_size=64, num_heads=4, seq_length=32, vocab_size=300),
+        name="mine", model=GPT2Config(num_layers=4, hidden_size=64, num_heads=4, seq_length=32, vocab_size=300),
         optimizer=OptimizerConfig(lr=1e-3), steps=20, micro_batch_size=4, global_batch_size=8, device="cpu",
         log=LogConfig(interval=1, sample_tokens=3, eval_samples=2),
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.begin import read_dataset
 from dtgpt.data.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.prepared import is_prepared
 from dtgpt.errors import UserError
@@ -18,7 +17,8 @@ from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.tokenizers.char import Char, Ids
 from dtgpt.tokenizers.nanogpt_meta import read_meta
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.train import train
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
 

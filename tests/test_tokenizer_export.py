@@ -15,7 +15,8 @@ from dtgpt.generate import GenerateConfig, generate_from
 from dtgpt.interop.convert import ConvertConfig, convert
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.tokenizer import tokenizer_beside
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random import root_key
 from dtgpt.storage import write_json
 from dtgpt.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
@@ -135,7 +136,7 @@ def test_what_transformers_cannot_do_is_said(tmp_path, kind):
 
 
 def test_a_folder_without_a_tokenizer_gives_no_empty_one(tmp_path):
-    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=2, seq_length=8, vocab_size=300)
+    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=2, seq_length=8, vocab_size=300)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(0))
     save_huggingface(InMemory(model), tmp_path / "hf")
     with pytest.raises(ValueError, match="tokenizer"):
@@ -146,7 +147,7 @@ def test_a_folder_without_a_tokenizer_gives_no_empty_one(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A model with a trained BPE, as a checkpoint of weights with its tokenizer."""
-    config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=16, vocab_size=320, init_std=0.5)
+    config = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=16, vocab_size=320, init_std=0.5)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
     folder = tmp_path_factory.mktemp("run") / "weights"
     save_weights(InMemory(model), folder, "here", make_tokenizer("bpe", ["the quick brown fox " * 99], 300))
@@ -221,7 +222,7 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
 
 
 def save_with(tokenizer, folder):
-    config = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, seq_length=16, vocab_size=64)
+    config = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=16, vocab_size=64)
     save_weights(InMemory(build_model(config, torch.device("cpu"), torch.float32, root_key(1))), folder, "", tokenizer)
 
 

@@ -17,7 +17,7 @@ from dtgpt.run import changes_since, load_tokenizer
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
 from tests.vocabularies import sentencepiece_model, tokenizer_json

@@ -12,7 +12,7 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import Source, parameter_shapes
-from dtgpt.model import TABLE
+from dtgpt.models.gpt2 import TABLE
 
 VERIFIED = "  every file is as it was written"
 

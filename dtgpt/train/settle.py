@@ -47,7 +47,7 @@ def _run_of(asked: Recipe) -> Path | None:
     if not asked.resume:
         return None
     check_name(asked.name)  # by which `auto` searches
-    return run_to_resume(asked)[0]
+    return run_to_resume(asked.resume, Path(asked.runs), asked.name)[0]
 
 
 def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
@@ -89,7 +89,7 @@ def _counted_on(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
     many as the samples after it fill, whatever sizes its steps had."""
     recipe.validate()
-    run, chosen = run_to_resume(recipe)
+    run, chosen = run_to_resume(recipe.resume, Path(recipe.runs), recipe.name)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
         state = read_state(found) if found else {}
