@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.console import parameters, say
-from dtgpt.device import DTYPES
 from dtgpt.errors import UserError
+from dtgpt.execution import DTYPES
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
