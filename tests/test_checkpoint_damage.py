@@ -15,7 +15,7 @@ from dtgpt.checkpoint.folder import Checkpoint
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.train.loop import train
 from tests.bodies_checkpoint import change_state
 from tests.ranks import pool
@@ -175,7 +175,7 @@ def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, 
 
 
 def reopened(folder: Path) -> Saved:
-    return Saved(find_checkpoint(Mesh(Plan(dp=1), torch.device("cpu")), folder.parents[1], folder))
+    return Saved(find_checkpoint(Mesh(ResolvedPlan(dp=1), torch.device("cpu")), folder.parents[1], folder))
 
 
 NAMES = ["embedding.wpe.weight", "blocks.1.mlp.fc.weight"]

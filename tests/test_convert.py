@@ -18,6 +18,7 @@ from dtgpt.interop.open import open_source
 from dtgpt.interop.source import parameter_shapes
 from dtgpt.models.gpt2 import TABLE
 from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
 from tests.bodies_inference import weights_at_the_start
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool
@@ -238,11 +239,11 @@ def test_a_run_begins_with_the_weights_that_it_was_given(recipe, run, convert, t
     path = {"run": run, "checkpoint": run / "checkpoints" / "step_00000002"}.get(kind, tmp_path / kind)
     if not path.exists():
         convert(run, path, "--to", kind)
-    begun = training(change(recipe, init_from=str(path), seed=7))
     expected = weights_of(run)
-    found = {s.name: s.local[: 257 if s.name == TABLE else None] for s in begun.shards}
-    assert same(expected, found) and begun.step == 0
-    assert not any(m.any() for name in MOMENTS for m in getattr(begun.optimizer.adamw, name))
+    with open_trainer(change(recipe, init_from=str(path), seed=7)) as begun:
+        found = {s.name: s.local[: 257 if s.name == TABLE else None] for s in begun.shards}
+        assert same(expected, found) and begun.step == 0
+        assert not any(m.any() for name in MOMENTS for m in getattr(begun.optimizer.adamw, name))
     fresh = {s.name: s.local[: 257 if s.name == TABLE else None] for s in training(recipe).shards}
     assert not any(torch.equal(fresh[n], expected[n]) for n in fresh)
 

@@ -12,7 +12,7 @@ from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
@@ -130,7 +130,7 @@ def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeyp
 
 def test_a_step_adds_to_the_sum_where_it_lies():
     """A captured graph, or a copy that is under way, may hold the address; and nothing reads a value."""
-    interval = IntervalLoss(Mesh(Plan(dp=1), torch.device("cpu")))
+    interval = IntervalLoss(Mesh(ResolvedPlan(dp=1), torch.device("cpu")))
     place = interval._sum.data_ptr()
     interval._mesh = SimpleNamespace(sum=None)
     for _ in range(3):

@@ -6,7 +6,7 @@ import torch
 
 from dtgpt.errors import UserError
 from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
-from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config, allocate
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, normal, root_key
@@ -91,7 +91,7 @@ def test_a_part_of_the_model_gets_its_part_of_the_weights(removed):
     with torch.device("meta"):
         part = Decoder(TINY)
     part.keep(range(1, 2), embedding=removed != "embedding", head=removed != "head")
-    allocate(part, CPU)
+    part.allocate(CPU)
     kept = unique_parameters(part)
     for name, parameter in kept.items():
         fill_weight(parameter, name, list(map(range, parameter.shape)), TINY, root_key(1))

@@ -11,10 +11,10 @@ from dtgpt.errors import UserError
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import SCHEDULES, Plan
+from dtgpt.parallel.plan import SCHEDULES, Plan, ResolvedPlan
 from dtgpt.parallel.tensor import make_table, style_of
 from dtgpt.recipe import Recipe
-from tests.bodies_mesh import refusal_of_build
+from tests.bodies_mesh import CPU, refusal_of_build
 from tests.ranks import pool
 
 MODEL = GPT2Config(num_layers=4, hidden_size=48, num_heads=4, seq_length=16, vocab_size=257)
@@ -50,15 +50,15 @@ def test_every_name_that_is_printed_parses_to_the_same_plan():
             schedule, stages = "1F1B", None
         elif schedule != "Interleaved1F1B":
             stages = None
-        plan = Plan(
+        plan = ResolvedPlan(
             dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, schedule=schedule, stages_per_rank=stages
         )
         assert parse_plan(plan.name).for_world(plan.world) == plan, plan.name
 
 
 def test_a_free_dp_fills_the_processes():
-    assert parse_plan("tp2_pp2").for_world(12) == Plan(dp=3, tp=2, pp=2)
-    assert parse_plan("dp").for_world(1) == Plan(dp=1)
+    assert parse_plan("tp2_pp2").for_world(12) == ResolvedPlan(dp=3, tp=2, pp=2)
+    assert parse_plan("dp").for_world(1) == ResolvedPlan(dp=1)
     plan = parse_plan("zero2_tp2").for_world(8)
     assert (plan.world, plan.replicate, plan.shard) == (8, 1, 4)
     plan = parse_plan("tp2").for_world(8)
@@ -184,7 +184,7 @@ def test_a_plan_that_cannot_be_run_is_one_sentence_whose_remedies_work(recipe, w
 
 def test_dp_counts_in_the_micro_batches_of_a_pipeline(recipe):
     recipe = replace(recipe, global_batch_size=8, plan="dp2_pp2")
-    assert recipe.micro_batches(recipe.plan_for(4).dp) == 2
+    assert recipe.settings(recipe.plan_for(4), CPU).micro_batches == 2
     with pytest.raises(UserError, match="= 1; use --micro_batch_size 1"):
         replace(recipe, global_batch_size=4).plan_for(4)
 
@@ -196,7 +196,7 @@ def test_a_table_that_names_no_module_is_refused_with_those_that_are():
         rule, _, remedy = str(error.value).partition("; ")
         assert repr(pattern) in rule
         names = remedy.removeprefix("use one of ").split(", ")
-        assert "blocks.*.attn.qkv" in names and "blocks.*.mlp" in names and "head.ln_f" not in names
+        assert "blocks.*.attn.qkv" in names and "blocks.*.mlp.fc" in names and "head.ln_f" not in names
         for name in names:
             make_table(MODEL, Plan(tp=2, table={name: ColwiseParallel()}))
 
@@ -204,15 +204,21 @@ def test_a_table_that_names_no_module_is_refused_with_those_that_are():
 def test_a_plans_own_entry_takes_the_place_of_the_default():
     style = ColwiseParallel()
     table = make_table(MODEL, Plan(tp=2, table={"blocks.*.mlp.fc": style, "blocks.*.mlp.proj": None}))
-    assert style_of("blocks.1.mlp.fc", table) is style and style_of("blocks.1.mlp.proj", table) is None
+    assert (
+        style_of("blocks.1.mlp.fc", table, MODEL.roles) is style
+        and style_of("blocks.1.mlp.proj", table, MODEL.roles) is None
+    )
     assert table.keys() == make_table(MODEL, Plan(tp=2)).keys()
 
 
 def test_a_plans_entry_for_one_block_counts_there_alone():
     table = make_table(MODEL, Plan(tp=2, table={"blocks.0.attn.qkv": None}))
-    assert style_of("blocks.0.attn.qkv", table) is None and style_of("blocks.0.attn.dropout", table) is None
-    assert isinstance(style_of("blocks.1.attn.qkv", table), ColwiseParallel)
-    assert style_of("blocks.1.attn.dropout", table) is not None
+    assert (
+        style_of("blocks.0.attn.qkv", table, MODEL.roles) is None
+        and style_of("blocks.0.attn.dropout", table, MODEL.roles) is None
+    )
+    assert isinstance(style_of("blocks.1.attn.qkv", table, MODEL.roles), ColwiseParallel)
+    assert style_of("blocks.1.attn.dropout", table, MODEL.roles) is not None
 
 
 FIXED = [
@@ -238,7 +244,7 @@ def test_zbv_is_not_compiled(recipe):
 
 @pytest.mark.parametrize("module", ["blocks.*.attn.qkv", "blocks.*.mlp.proj"])
 def test_a_parameter_without_a_style_is_refused_under_sequence_parallelism(module):
-    plan = Plan(dp=1, tp=2, sequence_parallel=True, table={module: None})
+    plan = ResolvedPlan(dp=1, tp=2, sequence_parallel=True, table={module: None})
     first, second = pool().run(2, refusal_of_build, MODEL, plan)
     assert first == second
     rule, _, remedy = first.partition("; ")
@@ -277,5 +283,5 @@ def test_a_table_needs_tensor_parallelism_and_styles(recipe):
     with pytest.raises(UserError, match="but tp=1"):
         replace(recipe, plan="own", plans={"own": Plan(dp=1, table={"head.ln_f": None})}).plan_for(1)
     for style in ("colwise", ColwiseParallel):
-        with pytest.raises(UserError, match="is no style"):
+        with pytest.raises(UserError, match="is not a style"):
             make_table(MODEL, Plan(tp=2, table={"blocks.*.mlp.fc": style}))

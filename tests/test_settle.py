@@ -119,14 +119,14 @@ def test_an_older_run_has_what_it_lacks_from_the_file_and_decays_over_its_steps(
     (run / "recipe.json").write_text(json.dumps(values | {"left": {"over": 1}}))
     file = change(recipe, checkpoint={"background": "off"}, log={"prompt": "file"})
     found = settle(file, ["--resume", str(run), "--steps", "20"])
-    assert found == replace(file, steps=20, resume=str(run)) and found.decay_steps == 20
+    assert found == replace(file, steps=20, resume=str(run)) and found.schedule.end == 20
     out, err = capsys.readouterr()
     assert out == "" and "has left, which this dtgpt does not know" in err
 
 
 def test_a_number_of_decay_steps_stays_as_it_was_given(recipe):
     run = saved(change(recipe, optimizer={"decay_steps": 10}))
-    assert settle(recipe, ["--resume", str(run), "--steps", "20"]).decay_steps == 10
+    assert settle(recipe, ["--resume", str(run), "--steps", "20"]).schedule.end == 10
 
 
 def test_a_tokenizer_file_and_large_vocabularies_can_be_resumed(recipe, tmp_path):

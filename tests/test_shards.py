@@ -10,7 +10,7 @@ from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import slices
 from tests.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
 from tests.ranks import pool
@@ -44,7 +44,7 @@ def whole_weights(config: GPT2Config) -> dict[str, torch.Tensor]:
     return unique_parameters(build_model(config, CPU, torch.float32, KEY))
 
 
-def plan_of(name: str, world: int) -> Plan:
+def plan_of(name: str, world: int) -> ResolvedPlan:
     return parse_plan(name).for_world(world)
 
 
