@@ -1,12 +1,13 @@
-"""Options of Megatron-LM's pretrain_gpt.py, each with what does the same here, as docs/megatron.md shows.
+"""Options of Megatron-LM's pretrain_gpt.py, each with its equivalent here, as docs/megatron.md lists them.
 
-A key is a name and a word for its value, in capitals, or one value: `normalization RMSNorm` says what the option means
-with that value. `{N}` in an answer is the value, `{N*60}` a multiple of it. Answers that begin with `--` are options
-of a recipe; others say what dtgpt does instead.
+A key is a name and a placeholder for its value, in capitals, or one value: `normalization RMSNorm` is the option with
+that value. `{N}` in an answer is the value, `{N*60}` a multiple of it. Answers that begin with `--` are options of a
+recipe; others say what dtgpt does instead.
 """
 
 import re
 import shlex
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 LEAVE = "leave it out"
@@ -274,20 +275,21 @@ OPTIONS = {
 ENTRIES = {key: answer for section in OPTIONS.values() for key, answer in section.items()}
 
 
-def explain(typed: str, value: str) -> str | None:
-    """Return a sentence on an option of Megatron-LM, typed with '-' or '_', and the words behind it; None where it has
-    no such option."""
+def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str | None:
+    """Return a sentence about an option of Megatron-LM, typed with '-' or '_', with this value; None if `entries` do
+    not have it."""
     name = typed.replace("_", "-")
-    for key, answer in ENTRIES.items():
+    for key, answer in entries.items():
         known, _, wanted = key.partition(" ")
         if fnmatchcase(name, known) and (not wanted or wanted.isupper() or wanted.lower() == value.lower()):
-            told = fill(answer, wanted, value)
-            return f"--{typed} of Megatron-LM does not exist here: {'use ' * told.startswith('--')}{told}"
+            shown = f"--{typed} {value}" if wanted and not wanted.isupper() else f"--{typed}"
+            filled = fill(answer, wanted, value)
+            return f"{shown} of Megatron-LM does not exist here: {'use ' * filled.startswith('--')}{filled}"
     return None
 
 
 def fill(answer: str, word: str, value: str) -> str:
-    """Return the answer with `value` in the places of `word`; the word itself where no value was given."""
+    """Return the answer with `value` in place of `word`; the word stays if there is no value."""
 
     def put(match: re.Match) -> str:
         factor = int(match[1] or 1)

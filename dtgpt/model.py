@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.errors import UserError, shown
-from dtgpt.field_types import check_fields
+from dtgpt.errors import UserError
+from dtgpt.field_types import Bounds, check_fields
 from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.gelu import bias_gelu
@@ -29,6 +29,7 @@ from dtgpt.ops.residual import residual
 
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
 LARGEST_SIZE = 1_000_000  # of any one dimension
+SIZE = Bounds(1, LARGEST_SIZE)
 TABLE = "embedding.wte.weight"  # the name of the token table, tied to the output projection
 BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention output, MLP output
 
@@ -37,14 +38,18 @@ BLOCK_SITES = 3  # dropout sites of a block: attention probabilities, attention 
 class GPTConfig:
     """The shape of a GPT-2. The named sizes are `GPT2_124M` ... `GPT3_175B` below."""
 
-    num_layers: Annotated[int, "number of transformer blocks"]
-    hidden_size: Annotated[int, "width of the residual stream"]
-    num_heads: Annotated[int, "number of attention heads; divides hidden_size"]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample"] = 1024
-    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128"] = 50257
-    dropout: Annotated[float, "dropout probability of embeddings, attention and residual branches"] = 0.0
-    init_std: Annotated[float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)"] = 0.02
-    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm"] = 1e-5
+    num_layers: Annotated[int, "number of transformer blocks", SIZE]
+    hidden_size: Annotated[int, "width of the residual stream", SIZE]
+    num_heads: Annotated[int, "number of attention heads; divides hidden_size", SIZE]
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 1024
+    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
+    dropout: Annotated[
+        float, "dropout probability of embeddings, attention and residual branches", Bounds(0, below=1)
+    ] = 0.0
+    init_std: Annotated[
+        float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)", Bounds(0, LARGEST_SIZE)
+    ] = 0.02
+    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm", Bounds(above=0, below=1)] = 1e-5
 
     @property
     def padded_vocab_size(self) -> int:
@@ -67,13 +72,8 @@ class GPTConfig:
         return 6 * weights + 12 * self.num_layers * self.hidden_size * self.seq_length
 
     def validate(self) -> None:
-        """Raise UserError, one sentence, when no model has this shape."""
+        """Raise UserError, one sentence, if no model has this shape."""
         check_fields(self, "model.")
-        for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
-            if not 1 <= getattr(self, name) <= LARGEST_SIZE:
-                raise UserError(
-                    f"model.{name}={shown(getattr(self, name))} is no size of a model; use 1 to {LARGEST_SIZE}"
-                )
         if self.hidden_size % self.num_heads:
             heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
             near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
@@ -81,14 +81,6 @@ class GPTConfig:
                 f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
                 f"use a divisor such as {', '.join(map(str, near))}"
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout={shown(self.dropout)} is not a probability; use 0 or more and less than 1")
-        if not 0 < self.layer_norm_eps < 1:
-            raise UserError(
-                f"model.layer_norm_eps={shown(self.layer_norm_eps)} is out of range; use more than 0 and less than 1"
-            )
-        if not 0 <= self.init_std < LARGEST_SIZE:
-            raise UserError(f"model.init_std={shown(self.init_std)} is out of range; use 0 or more, such as 0.02")
 
 
 GPT2_124M = GPTConfig(num_layers=12, hidden_size=768, num_heads=12)

@@ -103,7 +103,7 @@ class Training:
         self.batches = Ahead(self._batch, self.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        self.ends = EndOfDocument(dataset.tokenizer.end_of_text, *(option == "on" for option in options))
+        self.ends = EndOfDocument(dataset.tokenizer.end_of_text, *options)
         self.saver: Saver | None = None
         self.claim, self.leaving = Claim(), False  # leaving: because of `exit_interval`
         self.step, self.sizes, self.interval = 0, BatchSizes(recipe), IntervalLoss(mesh)
@@ -132,7 +132,7 @@ class Training:
 
             stack.enter_context(lost_peers_as_sentences(self.recipe.timeout, remedy))
             keep, made = self.recipe.checkpoint, (checkpoints, self.shards, self.optimizer.adamw)
-            background, timeout = keep.background == "on", self.recipe.timeout
+            background, timeout = keep.background, self.recipe.timeout
             self.saver = stack.enter_context(Saver(*made, keep.keep_last, keep.keep_every, background, timeout))
             early = self._report_left(report, left) if left else self._loop(report, checkpoints)
             self._check_folder()

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, choose, generate, generate_from, logits_of, sample_text, tokenizer_of
+from dtgpt.generate import choose, generate, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.model import GPTConfig, build_model
 from dtgpt.ops.random import fold, root_key
@@ -96,7 +97,7 @@ def test_a_foreign_folder_is_sampled_with_its_own_tokenizer(foreign, tmp_path, k
     assert 270 < known.vocab_size <= CONFIG.vocab_size and known.end_of_text is not None
     assert len(known.encode("the quick fox")) < 13
     for prompt in ("the quick", ""):
-        assert generate_from(folder, GenerateConfig(prompt=prompt, tokens=5)).startswith(prompt)
+        assert generate_from(folder, GenerateOptions(prompt=prompt, tokens=5)).startswith(prompt)
 
 
 def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):

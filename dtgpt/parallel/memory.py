@@ -89,7 +89,7 @@ def attention_backend(recipe: Recipe, device: torch.device, dtype: torch.dtype) 
         return recipe.attention
     config = recipe.model
     kernels = device.type == "cuda" and dtype != torch.float32
-    masking = recipe.data.reset_attention_mask == "on"
+    masking = recipe.data.reset_attention_mask
     return choose(config.dropout > 0, masking, kernels, config.hidden_size // config.num_heads)
 
 
