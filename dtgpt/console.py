@@ -12,8 +12,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, which may have spa
 
 
 def say(text: str, warning: bool = False) -> None:
-    """Print a line on rank 0 and flush it; a warning goes to stderr. A closed pipe or terminal, or a full disk, does not
-    raise, since it must not end a training run."""
+    """Print a line on rank 0 and flush it; a warning goes to stderr. A closed pipe or a full disk does not raise, since
+    it must not end a training run."""
     if os.environ.get("RANK", "0") == "0":
         _print(f"warning: {text}" if warning else text, sys.stderr if warning else sys.stdout)
 

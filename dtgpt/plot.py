@@ -12,9 +12,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     """Draw training and held-out loss of each run folder over its steps into `output` (.png). Raises UserError if a run
     has no losses, or `output` cannot be written."""
     if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
-        raise UserError(
-            f"{output} is not a file name for the picture; use one that ends in .png, in an existing folder"
-        )
+        raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:

@@ -10,7 +10,7 @@ from dtgpt.data.indexed import bin_path
 from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
 from dtgpt.errors import UserError, shown
-from dtgpt.field_types import Bounds, Pattern, check_fields, check_value
+from dtgpt.field_types import Bounds, Pattern, check_fields
 from dtgpt.ops.attention import check_backend
 
 if TYPE_CHECKING:
@@ -52,11 +52,6 @@ def check_recipe(recipe: "Recipe") -> None:
             f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
             f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
         )
-
-
-def check_name(name: str) -> None:
-    """Raise UserError if `name` cannot name a run."""
-    check_value("name", name, RUN_NAME)
 
 
 def _check_rampup(recipe: "Recipe") -> None:

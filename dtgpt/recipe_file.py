@@ -22,7 +22,7 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 
 def override(recipe: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe to work on with the options in `words`. Raises UserError, which explains Megatron-LM's options."""
+    """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
     return with_options(recipe, read_words(words, recipe, explain=explain)[1])
 
 
@@ -33,7 +33,7 @@ def with_options(recipe: Recipe, options: Options) -> Recipe:
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
-    """Return the recipe that a recipe file's function returns. Raises UserError if it fails or returns anything else."""
+    """Return the recipe that a recipe file's function returns. Raises UserError if it fails or returns another type."""
     code = getattr(recipe_function, "__code__", None)
     with _errors_of(Path(code.co_filename if code else "recipe")):
         recipe = recipe_function()
