@@ -4,6 +4,7 @@
 """
 
 import math
+import operator
 import re
 import types
 from collections.abc import Iterator
@@ -34,15 +35,16 @@ class Bounds:
 
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value and what to use instead, None where nothing is."""
-        low, high, above, below = self.at_least, self.at_most, self.above, self.below
-        fits = (low is None or value >= low) and (high is None or value <= high)
-        if fits and (above is None or value > above) and (below is None or value < below):
+        limits = [
+            (self.at_least, operator.ge, "{} or more"),
+            (self.above, operator.gt, "more than {}"),
+            (self.at_most, operator.le, "at most {}"),
+            (self.below, operator.lt, "less than {}"),
+        ]
+        given = [(limit, keeps, words) for limit, keeps, words in limits if limit is not None]
+        if all(keeps(value, limit) for limit, keeps, _ in given):
             return None
-        if low is not None and high is not None:
-            return f"is out of range; use {low} to {high}{self.also}"
-        lower = [f"{low} or more"] if low is not None else [f"more than {above}"] if above is not None else []
-        upper = [f"at most {high}"] if high is not None else [f"less than {below}"] if below is not None else []
-        return f"is out of range; use {' and '.join(lower + upper)}{self.also}"
+        return f"is out of range; use {' and '.join(words.format(limit) for limit, _, words in given)}{self.also}"
 
 
 @dataclass(frozen=True)

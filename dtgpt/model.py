@@ -43,9 +43,7 @@ class GPTConfig:
     num_heads: Annotated[int, "number of attention heads; divides hidden_size", SIZE]
     seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 1024
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
-    dropout: Annotated[
-        float, "dropout probability of embeddings, attention and residual branches", Bounds(0, below=1)
-    ] = 0.0
+    dropout: Annotated[float, "dropout of embeddings, attention and residual branches", Bounds(0, below=1)] = 0.0
     init_std: Annotated[
         float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)", Bounds(0, LARGEST_SIZE)
     ] = 0.02

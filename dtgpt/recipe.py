@@ -24,19 +24,13 @@ class DataConfig:
     path: Annotated[
         str | None,
         "text file (.txt or .jsonl), prefix of a prepared .bin and .idx, or weights and prefixes as in '0.3 A 0.7 B'; "
-        "none: a text that Python includes",
+        "none: a text included in Python",
         PATH,
     ] = None
-    valid_path: Annotated[
-        str | None, "prepared validation dataset; split is then ignored, and each path is used entirely", PATH
-    ] = None
-    test_path: Annotated[
-        str | None, "prepared test dataset, evaluated once at the end; split is then ignored", PATH
-    ] = None
+    valid_path: Annotated[str | None, "validation dataset; split is then ignored, each path used entirely", PATH] = None
+    test_path: Annotated[str | None, "test dataset, evaluated at the end; split is then ignored", PATH] = None
     split: Annotated[str, "relative sizes of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
-    train_samples: Annotated[
-        int | None, "number of samples to build the shuffle index for; none: those of the run", Bounds(1)
-    ] = None
+    train_samples: Annotated[int | None, "samples to build the shuffle index for; none: the run's", Bounds(1)] = None
     json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
     tokenizer: Annotated[
         Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
@@ -44,13 +38,9 @@ class DataConfig:
         "bpe trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; ids: no tokenizer, and so no "
         "bits/byte and no generated texts",
     ] = "auto"
-    tokenizer_file: Annotated[
-        str | None, "tokenizer of prepared data: what dtgpt prepare was given as --tokenizer", PATH
-    ] = None
-    vocab_file: Annotated[str | None, "vocab.json of the tokenizer gpt2, with merge_file; none: tiktoken's", PATH] = (
-        None
-    )
-    merge_file: Annotated[str | None, "merges.txt of the tokenizer gpt2, with vocab_file", PATH] = None
+    tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as for dtgpt prepare --tokenizer", PATH] = None
+    vocab_file: Annotated[str | None, "vocab.json of gpt2, with merge_file; none: tiktoken's own", PATH] = None
+    merge_file: Annotated[str | None, "merges.txt of gpt2, with vocab_file", PATH] = None
     bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024
     reset_position_ids: Annotated[bool, "count positions from 0 in each document"] = False
     reset_attention_mask: Annotated[bool, "let each token attend to its own document only"] = False
@@ -69,15 +59,11 @@ class OptimizerConfig:
     decay_steps: Annotated[int | None, "step at which the schedule reaches min_lr; none: the last", Bounds(1)] = None
     decay_samples: Annotated[
         int | None,
-        "sample at which the schedule reaches min_lr, in place of decay_steps: the schedule counts samples",
+        "sample at which the schedule reaches min_lr; the schedule then counts samples, not steps",
         Bounds(1),
     ] = None
-    warmup_samples: Annotated[
-        int | None, "number of warmup samples, in place of warmup, with decay_samples", Bounds(0)
-    ] = None
-    wsd_decay: Annotated[float, "fraction of the schedule in which wsd decays linearly", Bounds(above=0, at_most=1)] = (
-        0.2
-    )
+    warmup_samples: Annotated[int | None, "number of warmup samples, for a schedule that counts them", Bounds(0)] = None
+    wsd_decay: Annotated[float, "final fraction of the schedule, in which wsd decays", Bounds(above=0, at_most=1)] = 0.2
     weight_decay: Annotated[float, "decoupled weight decay of matrices", Bounds(0)] = 0.1
     beta1: Annotated[float, "decay rate of the first moment", Bounds(0, below=1)] = 0.9
     beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
@@ -119,7 +105,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    headings: ClassVar[dict[str, str]] = {  # of `--help`: each begins with the field that it names
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment", "plan": "execution", "runs": "run folder",
     }  # fmt: skip
 
@@ -128,19 +114,17 @@ class Recipe:
     optimizer: OptimizerConfig
     micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device", Bounds(1)]
     global_batch_size: Annotated[int, "number of samples in an optimizer step", Bounds(1)]
-    steps: Annotated[
-        int | None, "number of optimizer steps; none: as many as train_samples fill", Bounds(1, MOST_STEPS)
-    ] = None
+    steps: Annotated[int | None, "number of optimizer steps; none: by train_samples", Bounds(1, MOST_STEPS)] = None
     train_samples: Annotated[int | None, "number of samples to train on, in place of steps", Bounds(1)] = None
     rampup_batch_size: Annotated[
         str | None,
-        "'START INCREMENT SAMPLES': begin with START samples in a step and add INCREMENT at equal distances, up to "
+        "'START INCREMENT SAMPLES': begin with START samples a step and add INCREMENT at equal intervals, to reach "
         "global_batch_size after SAMPLES; none: no ramp-up",
     ] = None
     seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts", Bounds(0)] = 1234
     plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process"] = "dp"
-    plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda where there is one"] = "auto"
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
@@ -152,28 +136,20 @@ class Recipe:
         "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
     ] = "none"
     compile: Annotated[
-        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda where graph is off"
+        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
     ] = "auto"
     graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
-    timeout: Annotated[float, "seconds that a process waits for others before it ends the run", Bounds(above=0)] = 600.0
-    runs: Annotated[str, "folder in which run folders are made", PATH] = "runs"
+    timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
+    runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
-        str | None,
-        "run folder or checkpoint to resume; auto: the newest run of this name, or a new one",
-        PATH,
+        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one", PATH
     ] = None
     init_from: Annotated[
-        str | None,
-        "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads",
-        PATH,
+        str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH
     ] = None
-    exit_after: Annotated[
-        float | None, "minutes after which the run saves and ends; none: no limit", Bounds(above=0)
-    ] = None
+    exit_after: Annotated[float | None, "minutes until the run saves and ends; none: no limit", Bounds(above=0)] = None
     exit_interval: Annotated[
-        int | None,
-        "the run saves and ends after a step that this divides; 0 or none: no such end",
-        Bounds(0),
+        int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
     ] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
