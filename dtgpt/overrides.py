@@ -72,7 +72,9 @@ def read_words(
             raise UserError(explain(typed, value) or f"there is no option --{typed}; {_nearest(name, known)}")
         values = [text] if equals else _values(word, rest, known[name], free)
         if get_origin(known[name]) is Literal and values and values[0] not in get_args(known[name]):
-            raise UserError(explain(typed, values[0]) or _no_choice(typed, values[0], known[name]))
+            choices = ", ".join(get_args(known[name]))
+            default = f"--{typed} {shown_name(values[0])} is not a choice; use one of {choices}"
+            raise UserError(explain(typed, values[0]) or default)
         if not values:
             wanted = "at least one word after it" if get_origin(known[name]) is tuple else "a value"
             raise UserError(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
@@ -136,10 +138,6 @@ def _until_option(words: list[str]) -> list[str]:
     return words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
 
 
-def _no_choice(name: str, text: str, type_: Any) -> str:
-    return f"--{name} {shown_name(text)} is not a choice; use one of {', '.join(get_args(type_))}"
-
-
 def _stray(word: str, rest: list[str], values: list[str] | None, option: str) -> str:
     if values is None:
         return f"{shown(word)} is not an option; options look like --steps 100 (see --help)"
@@ -169,9 +167,7 @@ def _parse(name: str, words: list[str], type_: Any) -> Any:
             return None
         (type_,) = (t for t in get_args(type_) if t is not type(None))
     if get_origin(type_) is Literal:
-        if text not in get_args(type_):
-            raise UserError(_no_choice(name, text, type_))
-        return text
+        return text  # which `read_words` has checked
     if type_ is bool:
         if text.lower() not in SWITCH:
             raise UserError(f"--{name} {shown_name(text)} is not a choice; use on or off, or --{name} alone for on")

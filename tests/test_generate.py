@@ -114,7 +114,7 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["nothing tells the tokenizer", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
+    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "--vocab_file"]),
     (["--vocab_file", "v"], ["--vocab_file and --merge_file belong together"]),
     (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and --vocab_file v are both given"]),
@@ -131,8 +131,8 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
 
 def test_prompts_that_the_model_cannot_take_are_refused(model, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
-    with pytest.raises(UserError, match=r"the token \d+ of vocab\.json, where the model has 300 tokens"):
+    with pytest.raises(UserError, match=r"has token \d+ of vocab\.json, but the model has 300 tokens"):
         sample_text(logits_of(model), CONFIG, wide, "Hello", 3, KEY, 1.0, 0)
     endless = open_tokenizer(str(tokenizer_json(tmp_path, end="[STOP]")))
-    with pytest.raises(UserError, match="names no end of text to begin a document with; give --prompt"):
+    with pytest.raises(UserError, match="has no end of text to begin a document with; give --prompt"):
         sample_text(logits_of(model), CONFIG, endless, "", 3, KEY, 1.0, 0)

@@ -214,7 +214,7 @@ def test_a_run_without_a_checkpoint_is_one_sentence(recipe, run, command):
     [
         (["nothing"], ["nothing does not exist"]),
         ([], ["needs MODEL"]),
-        (["--tensors", "on"], ["needs MODEL"]),
+        (["--tensors", "on"], ["needs one MODEL or PREFIX"]),
         (["nothing", "--tensors", "all"], ["all", "on, off"]),
     ],
 )

@@ -81,7 +81,7 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ("a.jsonl", "needs a name; give --output-prefix"),
         ("--output-prefix out", "give either inputs"),
         ("a --merge b --output-prefix out", "give either inputs"),
-        ("a --output-prefix out --workers -1", "--workers=-1 is out of range; use 0 to 1024"),
+        ("a --output-prefix out --workers -1", "--workers=-1 is out of range; use 0 or more and at most 1024"),
         ("a --output-prefix out --workers many", "--workers many is not a whole number"),
         ("a --output-prefix out --json-keys", "--json-keys needs at least one word"),
         ("a --output-prefix out --json-keys x x", "each key once"),
@@ -160,7 +160,7 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
     with pytest.raises(UserError, match=r"own\.json exists already"):
         tokenizer_command(["train", "in.jsonl", "--output", "own.json"])
     for words, message in (
-        ("train in.jsonl --vocab-size 9", "out of range"), ("train", "needs text"), ("learn x", "no command 'learn'"),
+        ("train in.jsonl --vocab-size 9", "out of range"), ("train", "needs INPUT"), ("learn x", "no command 'learn'"),
         ("train empty.txt", "holds no text"),
     ):  # fmt: skip
         (tmp_path / "empty.txt").write_text("")
@@ -171,8 +171,8 @@ def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 to 16777215$"),
-        ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 to 16777215$"),
+        ("--vocab-size 256", r"--vocab-size=256 is out of range; use 257 or more and at most 16777215$"),
+        ("--vocab-size 16777216", "--vocab-size=16777216 is out of range; use 257 or more and at most 16777215$"),
         ("--json-keys a b", "a text has no keys a b; give one"),
         ("--output folder --overwrite", "--output folder is a folder; name a file in it, as in --output folder/token"),
         ("--output a.txt/x/own.json", "own.json would lie in a file, not in a folder; give another --output$"),

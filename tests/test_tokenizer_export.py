@@ -206,11 +206,11 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
         if path.name != "tokenizer.json":
             (tmp_path / "bare" / path.name).symlink_to(path)
     convert(tmp_path / "bare", tmp_path / "none", ConvertOptions(to="hf"))
-    assert "nothing tells the tokenizer of" in (said := capsys.readouterr().out) and "--tokenizer" in said
+    assert "no tokenizer is saved with" in (said := capsys.readouterr().out) and "--tokenizer" in said
     named = ConvertOptions(to="hf", tokenizer=str(run / "tokenizer.json"))
     convert(tmp_path / "bare", tmp_path / "hf", named)
     assert capsys.readouterr().err == "" and (tmp_path / "hf" / "tokenizer.json").is_file()
-    with pytest.raises(UserError, match="has no place in a Megatron-LM tree"):
+    with pytest.raises(UserError, match="a Megatron-LM tree cannot hold the tokenizer"):
         convert(tmp_path / "bare", tmp_path / "tree", replace(named, to="megatron"))
     vocab, merges = gpt2_files(tmp_path)
     with pytest.raises(UserError, match="has 50257 tokens, the model 320"):

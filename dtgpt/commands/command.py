@@ -53,6 +53,10 @@ class Command:
 
     def read(self, words: list[str]) -> tuple[list[Path], Any]:
         """Return paths and options. Raises UserError for a value out of bounds, and for missing or extra paths."""
+        needed = self.usage.removeprefix(self.name).strip()
+        missing = UserError(f"dtgpt {self.name} needs {needed}, such as dtgpt {self.name} {self.example}")
+        if not words:
+            raise missing
         try:
             free, given = read_words(words, self.options, free=True, aliases=self.aliases, explain=self.explain)
             options = take(self.options(), given)
@@ -61,12 +65,11 @@ class Command:
             raise UserError(with_dashes(str(error))) from None
         if hasattr(options, "input"):
             return [], replace(options, input=(*free, *options.input))
-        wanted = [word for word in self.usage.split() if word.isupper()]
-        if len(free) < len(wanted):
-            raise UserError(f"dtgpt {self.name} needs {' and '.join(wanted)}, such as dtgpt {self.name} {self.example}")
-        if len(free) > len(wanted) and not self.usage.endswith("..."):
-            extra = shown(free[len(wanted)])
-            raise UserError(f"{extra} is not an option, and dtgpt {self.name} takes {' and '.join(wanted)} only")
+        count = sum(word.isupper() for word in needed.split())
+        if len(free) < count:
+            raise missing
+        if len(free) > count and not needed.endswith("..."):
+            raise UserError(f"{shown(free[count])} is not an option, and dtgpt {self.name} takes {needed} only")
         return [Path(word) for word in free], options
 
 

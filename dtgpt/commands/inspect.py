@@ -56,7 +56,7 @@ def inspect(options: InspectOptions) -> None:
     else:
         raise UserError(
             f"dtgpt inspect needs one MODEL or PREFIX, not {' '.join(options.input) or 'none'}, such as dtgpt inspect "
-            "runs/gpt2_tiny-001"
+            "runs/gpt2_tiny-001; --tensors takes on, off or no value"
         )
 
 

@@ -48,6 +48,6 @@ class SignalsAsExit:
 
 
 COMMAND = Command(
-    "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "a.jsonl --output-prefix a", DOC, ALIASES,
-    partial(explain, entries=OPTIONS),
+    "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "corpus.jsonl --output-prefix corpus",
+    doc=DOC, aliases=ALIASES, explain=partial(explain, entries=OPTIONS),
 )  # fmt: skip

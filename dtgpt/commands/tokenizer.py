@@ -47,7 +47,7 @@ def train_tokenizer(options: TokenizerOptions) -> Tokenizer:
     exists or cannot be written, or the package tokenizers is missing."""
     output = Path(options.output)
     if not options.input:
-        raise UserError("dtgpt tokenizer train needs text, such as dtgpt tokenizer train *.jsonl --vocab-size 32000")
+        raise UserError("there are no inputs to train on; give some, such as dtgpt tokenizer train *.jsonl")
     if output.is_dir():
         raise UserError(f"--output {output} is a folder; name a file in it, as in --output {output / 'tokenizer.json'}")
     if output.exists() and not options.overwrite:
