@@ -67,7 +67,7 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
     [
         ("--num-layers 24", "use --model.num_layers 24"),
         ("--num_layers=24", "use --model.num_layers 24"),
-        ("--load ckpt", "use --resume RUN to go on with a run, or --init_from ckpt to begin"),
+        ("--load ckpt", "use --resume RUN to resume a run, or --init_from ckpt to start"),
         ("--save-interval 10", "use --checkpoint.interval 10"),
         ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
         ("--distributed-timeout-minutes 20", "use --timeout 1200"),

@@ -69,7 +69,7 @@ def test_zero_with_one_replica_is_the_plan_without_it(recipe, tmp_path, capsys, 
     assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
     if world == 1:
         told = capsys.readouterr()
-        assert told.err.count(f"ZeRO-{plan[-1]} cuts over replicas, and there is one") == 2
+        assert told.err.count(f"ZeRO-{plan[-1]} shards over replicas, and there is only one") == 2
         assert "plan    single\n" in told.out
 
 
