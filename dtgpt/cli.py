@@ -77,7 +77,7 @@ def _command(words: list[str]) -> int:
         near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
         advice = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {shown(name)}; {advice}")
-    return importlib.import_module(f"dtgpt.commands.{name}").COMMAND(rest)
+    return importlib.import_module(f"dtgpt.commands.{name}").command(rest)
 
 
 def _exit(work: Callable[[], int]) -> None:

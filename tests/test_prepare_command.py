@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from dtgpt.commands.prepare import COMMAND as prepare_command
 from dtgpt.commands.prepare import SignalsAsExit
-from dtgpt.commands.tokenizer import COMMAND as tokenizer_command
+from dtgpt.commands.prepare import command as prepare_command
+from dtgpt.commands.tokenizer import command as tokenizer_command
 from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
 from dtgpt.prepare.job import PrepareConfig

@@ -46,4 +46,4 @@ def record(words: list[str]) -> int:
 
 REFUSED = {"plan": "use --plans", "resume": "it begins with initial weights; leave --resume out"}
 EXAMPLE = "recipes/gpt2_tiny.py --plans tp2 pp2"
-COMMAND = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXAMPLE, refused=REFUSED)
+command = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXAMPLE, refused=REFUSED)

@@ -100,4 +100,4 @@ def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: P
     return files
 
 
-COMMAND = Command("convert MODEL TARGET", ConvertOptions, convert, "runs/gpt2_tiny-001 exported --to hf")
+command = Command("convert MODEL TARGET", ConvertOptions, convert, "runs/gpt2_tiny-001 exported --to hf")

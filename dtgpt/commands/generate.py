@@ -51,4 +51,4 @@ def generate(path: Path, options: GenerateOptions) -> None:
     say(generate_from(path, options))
 
 
-COMMAND = Command("generate RUN", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello")
+command = Command("generate RUN", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello")

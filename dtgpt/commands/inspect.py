@@ -110,6 +110,6 @@ def _refuse(options: set[str], why: str) -> None:
         raise UserError(f"--{min(options).replace('_', '-')} {why}; leave it out")
 
 
-COMMAND = Command(
+command = Command(
     "inspect MODEL|PREFIX", InspectOptions, inspect, "runs/gpt2_tiny-001", aliases=ALIASES
 )  # fmt: skip

@@ -32,4 +32,4 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     say(describe_plan(with_options(recipe, given), own.world, own.gpu))
 
 
-COMMAND = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")
+command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

@@ -22,4 +22,4 @@ def plot(*runs: Path, options: PlotOptions) -> None:
     say(options.output)
 
 
-COMMAND = Command("plot RUN ...", PlotOptions, plot, "runs/gpt2_tiny-001 runs/gpt2_tiny-002")
+command = Command("plot RUN ...", PlotOptions, plot, "runs/gpt2_tiny-001 runs/gpt2_tiny-002")

@@ -47,7 +47,7 @@ class SignalsAsExit:
             signal.signal(number, former)
 
 
-COMMAND = Command(
+command = Command(
     "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "corpus.jsonl --output-prefix corpus",
     doc=DOC, aliases=ALIASES, explain=partial(explain, entries=OPTIONS),
 )  # fmt: skip

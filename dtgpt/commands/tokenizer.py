@@ -82,7 +82,7 @@ def _texts(options: TokenizerOptions) -> Iterator[str]:
 TRAIN = Command("tokenizer train INPUT ...", TokenizerOptions, train, "*.jsonl --vocab-size 32000")
 
 
-def COMMAND(words: list[str]) -> int:
+def command(words: list[str]) -> int:
     """Run `dtgpt tokenizer train ...`, the only command of `dtgpt tokenizer`. Raises UserError."""
     if not words or words[0] in HELP:
         return TRAIN(["--help"])

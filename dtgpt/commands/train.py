@@ -34,7 +34,7 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str]) -> int:
     return train(recipe)
 
 
-def COMMAND(words: list[str]) -> int:
+def command(words: list[str]) -> int:
     """Run `dtgpt train RECIPE.py [--option value ...]`. Raises UserError."""
     if words and words[0] in HELP:
         say(help_text(DOC, "dtgpt train RECIPE.py", Recipe))
