@@ -27,6 +27,7 @@ from dtgpt.device import device_name
 from dtgpt.errors import UserError, remedy, shown_name
 from dtgpt.overrides import leaves, value_text
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.recipe import Recipe
 from dtgpt.storage import FileLock, Held, read_json, remove_leftovers, write_json
 from dtgpt.tokenizers.open import read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
@@ -149,11 +150,17 @@ class Claim:
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return what the run's recipe.json says, unchecked. Raises UserError where it cannot be read."""
+    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
+    that are bools now. Raises UserError if it cannot be read."""
     path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
     saved = read_json(path, advice, LARGEST_RECIPE)
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds no JSON object; {advice}")
+    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
+        section, _, key = name.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, dict) and values.get(key) in ("on", "off"):
+            values[key] = values[key] == "on"
     return saved
 
 

@@ -58,7 +58,7 @@ def run_of(recipe, **changes) -> Path:
 
 def saved_at_once(recipe) -> Path:
     """The same run, which waits for its checkpoints."""
-    return run_of(recipe, checkpoint={"background": "off"})
+    return run_of(recipe, checkpoint={"background": False})
 
 
 def same_checkpoints(run: Path, other: Path) -> bool:
@@ -128,7 +128,7 @@ def fail_at(monkeypatch, step, kind="optimizer", error=None):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("whatever it is")])
-@pytest.mark.parametrize("background", ["on", "off"])
+@pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
     recipe, monkeypatch, capsys, background, error
 ):

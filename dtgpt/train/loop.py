@@ -114,7 +114,7 @@ class Loop:
             self.saver = stack.enter_context(
                 Saver(
                     checkpoints, trainer.shards, trainer.optimizer.adamw, options.keep_last, options.keep_every,
-                    background=options.background == "on", timeout=recipe.timeout,
+                    background=options.background, timeout=recipe.timeout,
                 )
             )  # fmt: skip
             trainer.before_update = self.saver.before_update

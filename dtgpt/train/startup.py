@@ -143,9 +143,7 @@ def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Raise UserError where the recipe asks for what the tokenizer cannot do, before steps are spent."""
     if recipe.log.sample_tokens:
         tokenizer.encode(recipe.log.prompt)
-    asked = [
-        n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n) == "on"
-    ]
+    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n)]
     if asked and tokenizer.end_of_text is None:
         raise UserError(
             f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
