@@ -34,9 +34,9 @@ from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import VARIABLES
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import load_recipe
 from dtgpt.run import environment
 from dtgpt.signals import StopRequest
+from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
 

@@ -11,18 +11,17 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from dtgpt.batch_size import BatchSizes, check_rampup
-from dtgpt.data.prepared import is_prepared
-from dtgpt.data.samples import DEFAULT_SPLIT
 from dtgpt.errors import UserError
 from dtgpt.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
 from dtgpt.field_types import PATH, Bounds
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.attention import Backend
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan, ResolvedPlan
 from dtgpt.recipe_checks import LOSS_SCALE, MOST_STEPS, RUN_NAME, check_recipe
 from dtgpt.schedule import Schedule
+
+DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +194,10 @@ class Recipe:
         that goes on does so with `first_step`, after `first_sample` samples."""
         if self.train_samples is None:
             return self
-        steps, data = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples), self.data
+        steps = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples)
         decay = self.schedule.end if self.counts_samples else None
-        if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
-            data = replace(data, train_samples=self.train_samples)
         optimizer = replace(self.optimizer, decay_samples=decay)
-        return replace(self, steps=steps, train_samples=None, data=data, optimizer=optimizer)
+        return replace(self, steps=steps, train_samples=None, optimizer=optimizer)
 
     def named_plan(self) -> Plan:
         """Return the plan that `plan` names, with dp as it says."""
@@ -240,19 +237,9 @@ class Recipe:
             masks_documents=self.data.reset_attention_mask,
         )
 
-    def with_tokenizer(self) -> "Recipe":
-        """Return the same run with the tokenizer that `auto` means here, as `recipe.json` keeps it."""
-        data = self.data
-        if data.tokenizer != "auto" or data.tokenizer_file is not None:
-            return self
-        tokenizer = "gpt2" if data.path and self.model.vocab_size >= GPT2_124M.vocab_size else "bpe"
-        if is_prepared(data.path):  # what lies beside the token files decides, when they are opened
-            tokenizer = "gpt2" if data.vocab_file else "auto"
-        return replace(self, data=replace(data, tokenizer=tokenizer))
-
     def resolved(self) -> "Recipe":
-        """Return the same run with all defaults that depend on other fields written out."""
-        recipe = self.counted().with_tokenizer()
+        """Return the same run with every default that depends on other fields written out."""
+        recipe = self.counted()
         if recipe.counts_samples:
             return recipe
         return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.schedule.end))

@@ -2,13 +2,9 @@
 `dtgpt.parallel.plan`."""
 
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
 from dtgpt.batch_size import parse_rampup
-from dtgpt.data.indexed import bin_path
-from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
-from dtgpt.data.samples import DEFAULT_SPLIT, split_fractions
 from dtgpt.errors import UserError, shown
 from dtgpt.field_types import Bounds, Pattern, check_fields
 from dtgpt.ops.attention import check_backend
@@ -45,13 +41,6 @@ def check_recipe(recipe: "Recipe") -> None:
     _check_rampup(recipe)
     _check_length(recipe)
     _check_schedule(recipe)
-    _check_data(recipe)
-    vocab_size, bpe_size = recipe.model.vocab_size, recipe.data.bpe_vocab_size
-    if recipe.with_tokenizer().data.tokenizer == "bpe" and bpe_size > vocab_size:
-        raise UserError(
-            f"data.bpe_vocab_size={bpe_size} is more than model.vocab_size={vocab_size}; "
-            f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
-        )
 
 
 def _check_rampup(recipe: "Recipe") -> None:
@@ -84,47 +73,6 @@ def _check_length(recipe: "Recipe") -> None:
             f"train_samples={recipe.train_samples} takes {steps} steps; use fewer samples or a larger "
             f"global_batch_size, for at most {MOST_STEPS} steps"
         )
-
-
-def _check_data(recipe: "Recipe") -> None:
-    data = recipe.data
-    if (data.vocab_file is None) != (data.merge_file is None):
-        raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
-    if data.vocab_file is not None and data.tokenizer_file is None and recipe.with_tokenizer().data.tokenizer != "gpt2":
-        raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
-    if data.tokenizer_file is not None and data.tokenizer != "auto":
-        raise UserError(
-            f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
-            "leave one out"
-        )
-    if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
-        given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
-        raise UserError(
-            f"data.tokenizer=ids takes token files as they are, and cannot be combined with {given}; leave it out"
-        )
-    split_fractions(data.split)
-    if is_prepared(data.path):
-        apart = data.valid_path or data.test_path
-        if apart is not None and data.split != DEFAULT_SPLIT:
-            raise UserError(
-                f"data.split={data.split} splits one dataset, but with {apart} each path is used entirely; leave "
-                "data.split out"
-            )
-        return
-    prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
-    unused = [name for name in prepared_only if getattr(data, name) is not None]
-    if data.path is not None and not os.path.exists(data.path) and (unused or _near(data.path)):
-        raise no_dataset(data.path)
-    if unused:
-        raise UserError(
-            f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
-            f"or leave data.{unused[0]} out"
-        )
-
-
-def _near(path: str) -> bool:
-    """Return whether there are token files that `path` may have meant."""
-    return bool(prefixes_near(path)) or os.path.isfile(bin_path(path))
 
 
 def _check_batch(recipe: "Recipe") -> None:

@@ -10,26 +10,7 @@ from types import ModuleType
 
 from dtgpt.errors import UserError
 from dtgpt.field_types import check_fields
-from dtgpt.megatron_options import explain
-from dtgpt.overrides import Options, read_words, take
 from dtgpt.recipe import Recipe
-from dtgpt.train.settle import settle
-
-
-def load_recipe(path: Path, options: list[str]) -> Recipe:
-    """Return the recipe of a file with the overrides `options`."""
-    return override(call_recipe(_load_module(path).recipe), options)
-
-
-def override(recipe: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
-    return with_options(recipe, read_words(words, recipe, explain=explain)[1])
-
-
-def with_options(recipe: Recipe, options: Options) -> Recipe:
-    """Return the recipe to work on (`dtgpt.train.settle`) with `options`, which are removed from the dictionary."""
-    given = set(options)
-    return settle(recipe, take(recipe, options), given)
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
@@ -47,10 +28,10 @@ def recipe_module(words: list[str], command: str) -> ModuleType:
     """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
-    return _load_module(Path(words[0]))
+    return load_module(Path(words[0]))
 
 
-def _load_module(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
     loader = SourceFileLoader(path.stem, str(path))

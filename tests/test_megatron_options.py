@@ -9,7 +9,7 @@ from dtgpt.errors import UserError
 from dtgpt.megatron_options import ENTRIES, OPTIONS, explain, fill
 from dtgpt.overrides import leaves, read_words, take
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import override
+from dtgpt.train.settle import override
 
 DOCS = Path(__file__).parent.parent / "docs" / "megatron.md"
 # Of examples/pretrain_gpt.sh and examples/gpt3/train_gpt3_175b_distributed.sh, those of 2023 and of 2026.

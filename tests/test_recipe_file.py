@@ -8,7 +8,8 @@ import pytest
 from dtgpt.cli import main, run_recipe
 from dtgpt.errors import UserError
 from dtgpt.recipe_checks import check_recipe
-from dtgpt.recipe_file import call_recipe, load_recipe
+from dtgpt.recipe_file import call_recipe
+from dtgpt.train.settle import load_recipe
 from tests.runs import change
 
 RECIPE = """

@@ -15,9 +15,9 @@ from dtgpt.interop.open import open_source
 from dtgpt.metrics import read_records
 from dtgpt.overrides import leaves
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe_file import override as settle
 from dtgpt.run import changes_since
 from dtgpt.train.loop import train
+from dtgpt.train.settle import override as settle
 from tests.bodies_checkpoint import begun_from
 from tests.ranks import pool
 from tests.runs import change, newest_run

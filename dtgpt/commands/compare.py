@@ -9,7 +9,7 @@ from dtgpt.errors import UserError
 from dtgpt.field_types import Bounds
 from dtgpt.overrides import Options, as_words
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import load_recipe, with_options
+from dtgpt.train.settle import load_recipe, with_options
 
 
 @dataclass(frozen=True, kw_only=True)

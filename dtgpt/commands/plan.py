@@ -9,7 +9,7 @@ from dtgpt.console import say
 from dtgpt.field_types import Bounds
 from dtgpt.overrides import Options
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import with_options
+from dtgpt.train.settle import check_run, with_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,9 @@ class PlanOptions:
 def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     from dtgpt.planning.report import describe_plan
 
-    say(describe_plan(with_options(recipe, given), own.world, own.gpu))
+    recipe = with_options(recipe, given)
+    check_run(recipe)
+    say(describe_plan(recipe, own.world, own.gpu))
 
 
 command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

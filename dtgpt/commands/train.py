@@ -7,8 +7,8 @@ from dtgpt.errors import UserError
 from dtgpt.help import HELP, help_text, wants_help
 from dtgpt.parallel.process import Process
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import call_recipe, override, recipe_module
-from dtgpt.train.settle import plan_error
+from dtgpt.recipe_file import call_recipe, recipe_module
+from dtgpt.train.settle import check_run, override, plan_error
 
 DOC = """Train the model of a recipe file. `python RECIPE.py` does the same, and `torchrun --nproc-per-node N RECIPE.py`
 trains in N processes.
@@ -24,7 +24,7 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str]) -> int:
         return 0
     recipe = override(recipe, words)
     # Check recipe and plan before spending seconds on importing the rest.
-    recipe.validate()
+    check_run(recipe)
     try:
         recipe.plan_for(Process.from_environment().world)
     except UserError as error:

@@ -24,7 +24,6 @@ from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
 PADDING = -1  # fills the last window of `drop_last=False`
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache

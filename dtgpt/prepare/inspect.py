@@ -11,11 +11,12 @@ from dtgpt.console import counted
 from dtgpt.data.blend import Blend, blend_sizes, load_blend, normalised
 from dtgpt.data.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.prepared import prefix_of
-from dtgpt.data.samples import DEFAULT_SPLIT, SPLITS, Samples, count_epochs, split_range
+from dtgpt.data.samples import SPLITS, Samples, count_epochs, split_range
 from dtgpt.data.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.tokenizer_beside import tokenizer_beside
 from dtgpt.errors import UserError
 from dtgpt.field_types import Bounds
+from dtgpt.recipe import DEFAULT_SPLIT
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 HASHED = 200  # samples whose tokens go into a digest, at most

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dtgpt.checkpoint.folder import Checkpoint, set_aside
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.console import say
+from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.prepared import is_prepared, load_prepared
 from dtgpt.device import check_memory, memory_errors_as_sentences
@@ -26,6 +27,7 @@ from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import notes
 from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume, values_of
 from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.train.settle import check_run, counted
 from dtgpt.train.trainer import Trainer
 
 
@@ -42,8 +44,9 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
     the process group."""
     process = Process.from_environment()
-    recipe.validate()
-    recipe = recipe.counted().with_tokenizer()
+    check_run(recipe)
+    recipe = counted(recipe)
+    recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe.device, process.local_rank)
@@ -127,7 +130,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
     """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
     if is_prepared(data.path):
-        samples = data.train_samples or recipe.batch_sizes().before(recipe.counted().steps)
+        samples = data.train_samples or recipe.batch_sizes().before(recipe.steps)
         seed, length = recipe.seed, recipe.model.seq_length
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
