@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtgpt.errors import UserError
-from dtgpt.recipe import LogConfig
+from dtgpt.sections import LogConfig
 from dtgpt.storage import parse_json, write_text
 
 

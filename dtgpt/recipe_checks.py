@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from dtgpt.batch_size import parse_rampup
 from dtgpt.errors import UserError, shown
-from dtgpt.field_types import Bounds, Pattern, check_fields
+from dtgpt.field_types import check_fields
 from dtgpt.ops.attention import check_backend
 
 if TYPE_CHECKING:
     from dtgpt.recipe import Recipe
 
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
-LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
-RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 
 
 def check_recipe(recipe: "Recipe") -> None:

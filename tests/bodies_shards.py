@@ -20,7 +20,8 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Part, Shards, slices
 from dtgpt.planning.parameters import LocalParameter, parameters_of
-from dtgpt.recipe import OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import OptimizerConfig
 
 CPU = torch.device("cpu")
 KEY = root_key(11)

@@ -13,7 +13,7 @@ from dtgpt.cli import main
 from dtgpt.data.indexed import IndexedWriter
 from dtgpt.data.prepared import load_prepared
 from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.recipe import DataConfig
+from dtgpt.sections import DataConfig
 from tests.prepared import write_lines
 from tests.test_tokenizer_beside import nanogpt
 

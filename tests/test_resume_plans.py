@@ -9,7 +9,7 @@ import dtgpt
 from dtgpt.metrics import read_records
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import CheckpointConfig
+from dtgpt.sections import CheckpointConfig
 from dtgpt.train.loop import train
 from tests.bodies_train import train_until
 from tests.ranks import pool

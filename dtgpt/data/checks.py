@@ -8,7 +8,7 @@ from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.samples import split_fractions
 from dtgpt.errors import UserError
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.recipe import DEFAULT_SPLIT, DataConfig
+from dtgpt.sections import DEFAULT_SPLIT, DataConfig
 
 
 def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:

@@ -29,7 +29,7 @@ from dtgpt.errors import UserError, shown
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtgpt.recipe import DataConfig
+    from dtgpt.sections import DataConfig
 
 PROBED = 256  # samples of each part that are looked at before a run begins
 

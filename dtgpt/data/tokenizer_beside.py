@@ -18,7 +18,7 @@ from dtgpt.tokenizers.open import OF_TRAINING, open_tokenizer, read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtgpt.recipe import DataConfig
+    from dtgpt.sections import DataConfig
 
 GPT2_TOKENS = 50257
 

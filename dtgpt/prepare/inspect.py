@@ -16,7 +16,7 @@ from dtgpt.data.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.tokenizer_beside import tokenizer_beside
 from dtgpt.errors import UserError
 from dtgpt.field_types import Bounds
-from dtgpt.recipe import DEFAULT_SPLIT
+from dtgpt.sections import DEFAULT_SPLIT
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 HASHED = 200  # samples whose tokens go into a digest, at most

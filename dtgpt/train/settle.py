@@ -19,8 +19,8 @@ from dtgpt.field_types import check_value, kinds_of, misfit
 from dtgpt.interop.open import open_config
 from dtgpt.megatron_options import explain
 from dtgpt.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import RUN_NAME, value_of
+from dtgpt.recipe import RUN_NAME, Recipe
+from dtgpt.recipe_checks import value_of
 from dtgpt.recipe_file import call_recipe, load_module
 from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
 
