@@ -18,7 +18,7 @@ from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.console import say
-from dtgpt.data.ahead import Ahead
+from dtgpt.data.ahead import Prefetcher
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.end_of_document import EndOfDocument, Marks
 from dtgpt.device import choose_dtype, peak_memory, use_compiler, use_graphs
@@ -100,7 +100,7 @@ class Training:
         share = gradient_share(self.micro_batches, self.plan)
         self.optimizer = Update(self.shards, recipe, self.dtype, share)
         scale_gradients(stages, self.optimizer.gradient_scale)
-        self.batches = Ahead(self._batch, self.device)
+        self.batches = Prefetcher(self._batch, self.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
         self.ends = EndOfDocument(dataset.tokenizer.end_of_text, *(option == "on" for option in options))

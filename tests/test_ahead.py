@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from dtgpt.data.ahead import Ahead
+from dtgpt.data.ahead import Prefetcher
 from tests.runs import training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -29,10 +29,10 @@ def broken_at(step: int):
 def unpinned(monkeypatch):
     """The thread's way without CUDA: pinned memory and the copy are the device's part."""
 
-    def threaded(make) -> Ahead:
+    def threaded(make) -> Prefetcher:
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-            ahead = Ahead(make, CUDA)
+            ahead = Prefetcher(make, CUDA)
         ahead.device = CPU
         return ahead
 
@@ -46,7 +46,7 @@ def same(found, expected) -> bool:
 
 def test_without_cuda_the_caller_makes_them():
     made = []
-    ahead = Ahead(lambda step: (made.append((step, threading.current_thread())), numbers(step))[1], CPU)
+    ahead = Prefetcher(lambda step: (made.append((step, threading.current_thread())), numbers(step))[1], CPU)
     assert all(same(ahead.take(step), numbers(step)) for step in (0, 1, 5, 5))
     assert made == [(step, threading.main_thread()) for step in (0, 1, 5, 5)]
 
@@ -67,7 +67,7 @@ def test_a_step_out_of_order_is_made_anew(unpinned):
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_an_error_in_making_a_batch_reaches_the_caller_when_its_turn_comes(unpinned, threaded):
-    ahead = unpinned(broken_at(2)) if threaded else Ahead(broken_at(2), CPU)
+    ahead = unpinned(broken_at(2)) if threaded else Prefetcher(broken_at(2), CPU)
     assert same(ahead.take(0), numbers(0)) and same(ahead.take(1), numbers(1))
     with pytest.raises(OSError, match="no text for step 2"):
         ahead.take(2)
@@ -92,7 +92,7 @@ def test_a_runs_batches_do_not_depend_on_the_thread(recipe, unpinned):
 @pytest.mark.cuda
 def test_on_a_gpu_batches_come_through_pinned_memory_without_a_wait():
     """More steps than the allocator of pinned memory has blocks in flight, and a device that is busy all the time."""
-    ahead, busy = Ahead(numbers, CUDA), torch.randn(2048, 2048, device=CUDA)
+    ahead, busy = Prefetcher(numbers, CUDA), torch.randn(2048, 2048, device=CUDA)
     ahead.take(0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -106,4 +106,4 @@ def test_on_a_gpu_batches_come_through_pinned_memory_without_a_wait():
     assert all(t.is_cuda for batch in found for t in batch)
     assert all(same([t.cpu() for t in batch], numbers(step)) for step, batch in enumerate(found, start=1))
     with pytest.raises(OSError, match="no text"):
-        Ahead(broken_at(0), CUDA).take(0)
+        Prefetcher(broken_at(0), CUDA).take(0)

@@ -8,7 +8,7 @@ import pytest
 
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.threads import Threads
-from tests.test_ahead import CUDA, Ahead, numbers, same
+from tests.test_ahead import CUDA, Prefetcher, numbers, same
 
 
 @pytest.fixture(params=[0, 1, 2, 9])
@@ -58,7 +58,7 @@ def test_ctrl_c_is_not_kept_for_later(monkeypatch):
 
 def test_batches_are_made_without_a_thread(allowed, monkeypatch):
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor)
-    ahead = Ahead(numbers, CUDA)
+    ahead = Prefetcher(numbers, CUDA)
     monkeypatch.setattr("torch.Tensor.to", lambda tensor, *_, **__: tensor)
     assert all(same(ahead.take(step), numbers(step)) for step in (0, 1, 2, 5, 5, 0))
     assert (ahead._thread is None) == (allowed == 0)

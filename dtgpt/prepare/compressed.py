@@ -13,7 +13,7 @@ from dtgpt.errors import UserError
 
 SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 PIECE = 1 << 18  # bytes read at once, and bytes of a piece at most
-INPUT, BZIP2_INPUT = 1 << 11, 1 << 6  # bytes that become 100 MiB at most when they are decompressed
+ZSTD_INPUT = 1 << 11  # bytes of which zstd makes 64 MiB at most
 HEAD = 512  # bytes that tell a format
 LARGEST_WINDOW = 1 << 30  # bytes of memory that a file of xz may ask for
 GZIP, XZ = rb"\x1f\x8b", rb"\xfd7zXZ\x00"
@@ -85,24 +85,29 @@ def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
 def _content(raw: BufferedReader, head: bytes, name: str) -> Iterator[bytes]:
     if re.match(ZSTD, head):
         package = zstandard(name)
-        return _frames(raw, package.ZstdDecompressor().decompressobj, INPUT, package.ZstdError)
+        return _frames(raw, package.ZstdDecompressor().decompressobj, None, package.ZstdError)
     if re.match(XZ, head):
-        return _frames(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW), INPUT)
+        return _frames(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW), PIECE)
     if re.match(BZIP2, head):
-        return _frames(raw, bz2.BZ2Decompressor, BZIP2_INPUT)
+        return _frames(raw, bz2.BZ2Decompressor, PIECE)
     file = gzip.GzipFile(fileobj=raw) if re.match(GZIP, head) else raw
     return iter(lambda: file.read(PIECE), b"")
 
 
-def _frames(raw: BufferedReader, new: Callable[[], Any], size: int, *errors: type[Exception]) -> Iterator[bytes]:
+def _frames(
+    raw: BufferedReader, new: Callable[[], Any], limit: int | None, *errors: type[Exception]
+) -> Iterator[bytes]:
     """Decompress one frame after another. The readers of lzma and bz2 take the first damaged frame for the end of the
-    file, and that of zstandard takes a file that is cut off for a whole one."""
-    frame = None
-    while data := raw.read(min(PIECE, size)):
+    file, and that of zstandard takes a file that is cut off for a whole one. `limit`: the most bytes to be made at
+    once; None, where the decompressor knows no limit: little input keeps its output small."""
+    frame, arguments = None, () if limit is None else (limit,)
+    while data := raw.read(min(PIECE, ZSTD_INPUT if limit is None else PIECE)):
         while data := data if frame else data.lstrip(b"\0"):  # padding may follow a frame of xz
             frame = frame or new()
             try:
-                yield frame.decompress(data)
+                yield frame.decompress(data, *arguments)
+                while limit and not (frame.eof or frame.needs_input):
+                    yield frame.decompress(b"", limit)
             except errors as error:
                 raise EOFError(error) from None
             data = frame.unused_data if frame.eof else b""
