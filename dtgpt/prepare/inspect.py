@@ -172,7 +172,9 @@ def digests(
         check_ids(windows, vocabulary, sequences[0].name if len(sequences) == 1 else "the blend")
     if not isinstance(blend, Blend):
         return _of_one(sequences[0], blend, config) | _of_index(blend) | _first(blend) | _of_windows(windows)
-    requested = [None] * len(sequences) if weights is None else blend_sizes(normalised(weights), asked)[1]
+    requested: Sequence[int | None] = [None] * len(sequences)
+    if weights is not None and asked is not None:
+        requested = blend_sizes(normalised(weights), asked)[1]
     pairs = np.stack([np.asarray(blend.dataset_index, np.int64), blend.dataset_sample_index], axis=1)
     return {
         "num_samples_built": len(blend),
@@ -252,6 +254,7 @@ def _files(sequences: TokenSequences) -> str:
     if isinstance(sequences, IndexedDataset):
         size = sum(path(sequences.prefix).stat().st_size for path in (bin_path, idx_path))
         return f"{counted(len(sequences.documents) - 1, 'document')}; .bin and .idx {size / 2**20:,.1f} MiB"
+    assert isinstance(sequences, TokenShards)
     size = sum(path.stat().st_size for path in sequences.paths)
     told = "" if sequences.eot is not None else "; documents not told apart, for which --tokenizer or --eot is needed"
     return f"{counted(len(sequences.paths), 'shard')} of {size / 2**20:,.1f} MiB{told}"
