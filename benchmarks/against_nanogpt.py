@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.device import peak_flops
 from dtgpt.errors import UserError
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 def import_model(folder: Path) -> ModuleType:
@@ -41,7 +41,7 @@ def import_model(folder: Path) -> ModuleType:
 class NanoGPT:
     """nanoGPT's training step with the sizes, the tokens and the optimizer's settings of ours."""
 
-    def __init__(self, folder: Path, ours: Training):
+    def __init__(self, folder: Path, ours: Trainer):
         recipe, config = ours.recipe, ours.recipe.model
         self.device, self.tokens, self.length = ours.device, ours.dataset.train, config.seq_length
         self.batch, self.micro_batches = recipe.micro_batch_size, recipe.micro_batches(1)
@@ -52,7 +52,7 @@ class NanoGPT:
         module = import_model(folder)
         sizes = {"n_layer": config.num_layers, "n_head": config.num_heads, "n_embd": config.hidden_size}
         sizes |= {"block_size": self.length, "vocab_size": config.padded_vocab_size, "dropout": config.dropout}
-        plain = module.GPT(module.GPTConfig(**sizes, bias=True)).to(self.device)
+        plain = module.GPT(module.GPT2Config(**sizes, bias=True)).to(self.device)
         settings = recipe.optimizer
         betas = (settings.beta1, settings.beta2)
         self.optimizer = plain.configure_optimizers(settings.weight_decay, self.rate, betas, self.device.type)
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, dict[st
     """By name: seconds of a step, tokens/s, MFU, loss after the last step, and the seconds of each round."""
     with ExitStack() as stack:
         recipe, mesh, process = start(make_recipe(args, overrides, "single")[0], stack)
-        ours = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        ours = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         theirs = NanoGPT(args.nanogpt, ours)
         steps: dict[str, Callable[[], object]] = {"dtgpt": ours.train_step, "nanoGPT": theirs.step}
         for step in steps.values():

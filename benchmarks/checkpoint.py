@@ -30,19 +30,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from train_step import drain, make_recipe
 
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.checkpoint.folder import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 OURS = "dtgpt, background"
 STEPS = 12  # in which the stall of a save is looked for, on a GPU
 
 
-def tensors_of(training: Training) -> dict[str, Tensor]:
+def tensors_of(training: Trainer) -> dict[str, Tensor]:
     """Weights and moments of this rank."""
     adamw = training.optimizer.adamw
     weights = {shard.name: shard.local for shard in training.shards}
@@ -70,7 +70,7 @@ class Way(NamedTuple):
     finish: Callable[[], object]  # returns when this rank's part is on the disk
 
 
-def stall_and_total(training: Training, way: Way, at_once: bool) -> dict[str, float]:
+def stall_and_total(training: Trainer, way: Way, at_once: bool) -> dict[str, float]:
     cuda = training.device.type == "cuda"
     without = seconds(lambda: steps(training), training.device) if cuda else 0.0
     begin = time.perf_counter()
@@ -93,19 +93,19 @@ def stall_and_total(training: Training, way: Way, at_once: bool) -> dict[str, fl
     return {"stall": stall, "total": time.perf_counter() - begin}  # beside steps or a pass, which take their share
 
 
-def steps(training: Training) -> None:
+def steps(training: Trainer) -> None:
     for _ in range(STEPS):
         training.train_step()
 
 
-def ours(training: Training, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
+def ours(training: Trainer, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
     state = describe(training.recipe, training.mesh, step, 0, "") | training.optimizer.state() | {"updates": step}
     way = Way(lambda: saver.save(step, state), saver.before_update, saver.wait)
     times = stall_and_total(training, way, at_once)
     return times | {"load": load_ours(training, saver.checkpoints, step)}
 
 
-def load_ours(training: Training, checkpoints: Path, step: int) -> float:
+def load_ours(training: Trainer, checkpoints: Path, step: int) -> float:
     def load() -> None:
         mesh = training.mesh
         checkpoint = Checkpoint(step_folder(checkpoints, step))
@@ -117,7 +117,7 @@ def load_ours(training: Training, checkpoints: Path, step: int) -> float:
     return seconds(load, training.device)
 
 
-def torch_save(training: Training, folder: Path) -> dict[str, float]:
+def torch_save(training: Trainer, folder: Path) -> dict[str, float]:
     tensors, file = tensors_of(training), folder / "state.pt"
     total = seconds(lambda: torch.save(tensors, file), training.device)
 
@@ -131,7 +131,7 @@ def torch_save(training: Training, folder: Path) -> dict[str, float]:
 class Dcp:
     """torch.distributed.checkpoint of this rank's tensors, under names that no other rank has."""
 
-    def __init__(self, training: Training, folder: Path, kind: str):
+    def __init__(self, training: Trainer, folder: Path, kind: str):
         self.training, self.place, self.kind = training, folder / "dcp", kind
         cuda = training.device.type == "cuda"
         if kind == "process" and not dist.is_initialized():  # it wants to know its rank
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> None:
     folder = Path(args.folder)
     with ExitStack() as stack:
         recipe, mesh, process = start(make_recipe(args, overrides, args.plan)[0], stack)
-        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         for moment in MOMENTS:
             for tensor in getattr(training.optimizer.adamw, moment):
                 tensor.uniform_()

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 
 from train_step import make_recipe
 
-from dtgpt.begin import read_on_every_node, start
-from dtgpt.device import choose_device
+from dtgpt.execution import choose_device
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 def losses(args: argparse.Namespace, overrides: list[str]) -> list[float]:
     with ExitStack() as stack:
         recipe, mesh, process = start(make_recipe(args, overrides, "single")[0], stack)
-        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         curves = [training.train_step() for _ in range(args.steps)]
         return [training.mean_loss(curve) for curve in curves]
 

@@ -4,7 +4,8 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.model import GPT, GPT2_345M, unique_parameters
+from dtgpt.models.decoder import Decoder, unique_parameters
+from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.ops import adamw_kernels
 from dtgpt.ops.adamw import Accumulator, AdamW, Slot, squared_norm
 
@@ -14,7 +15,7 @@ LAUNCHES = [(1024, 4), (2048, 8), (2048, 4), (4096, 8)]  # elements of a program
 
 def shapes() -> list[torch.Size]:
     with torch.device("meta"):
-        model = GPT(GPT2_345M, torch.bfloat16)
+        model = Decoder(GPT2_345M, torch.bfloat16)
     return [parameter.shape for parameter in unique_parameters(model).values()]
 
 

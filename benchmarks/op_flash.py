@@ -13,7 +13,7 @@ from cases import Case, run_cases
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dtgpt.data.end_of_document import document_spans
+from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import flash
 from dtgpt.ops.random import fold, root_key
 
@@ -131,7 +131,7 @@ def apart(batch: int, heads: int, mean: int) -> Case:
     """Documents of `mean` tokens on average, that see nothing of each other; the floor is that of one document."""
     x = Inputs(batch, heads)
     torch.manual_seed(1)
-    spans = document_spans(torch.rand(batch, LENGTH) < 1 / mean).cuda()
+    spans = document_bounds(torch.rand(batch, LENGTH) < 1 / mean).cuda()
     starts, seen = spans[..., 0], ~flash.hidden_columns(spans)
     blocks = create_block_mask(
         lambda b, _, q, column: (q >= column) & (starts[b, q] <= column), batch, None, LENGTH, LENGTH, "cuda"

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, measured, result, table, timed
 
-from dtgpt.begin import read_on_every_node, start
-from dtgpt.device import choose_device
+from dtgpt.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:
@@ -31,7 +31,7 @@ def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:
         device = mesh.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         for _ in range(args.warmup):
             training.train_step()
         rounds = [timed(training.train_step, args.steps, device)]

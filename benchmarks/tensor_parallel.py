@@ -4,7 +4,7 @@
 
 Under the plans tp and tp_sp of as many ranks as there are processes. By hand means plain tensors and Megatron-LM's four
 autograd functions (Shoeybi et al. 2019; Korthikanti et al. 2022) in place of DTensor's; everything else is the same
-`dtgpt.model.Block` with the same weights. `overlapping` also lets the sum of a column's dx run beside its dw, as
+`dtgpt.models.gpt2.Block` with the same weights. `overlapping` also lets the sum of a column's dx run beside its dw, as
 Megatron-LM can. Both gradients are compared first. Options not known here are overrides of the recipe.
 """
 
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.begin import start
-from dtgpt.device import choose_dtype
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, Block
+from dtgpt.execution import choose_dtype
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import Block
 from dtgpt.ops.bias import bias_gradient
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, root_key
@@ -36,6 +36,7 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.recipe import Recipe
+from dtgpt.train.startup import start
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -112,10 +113,10 @@ class Row(torch.autograd.Function):
         return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2), None
 
 
-def write_by_hand(ours: GPT, dtype: torch.dtype, wire: Wire) -> GPT:
+def write_by_hand(ours: Decoder, dtype: torch.dtype, wire: Wire) -> Decoder:
     """The blocks of `ours` with plain tensors for its DTensors."""
     with torch.device("meta"):
-        model = GPT(ours.config, dtype)
+        model = Decoder(ours.config, dtype)
     model.keep(range(ours.config.num_layers), embedding=False, head=False)
     for name, parameter in ours.named_parameters():
         module, _, leaf = name.rpartition(".")
@@ -147,7 +148,7 @@ def row(module: nn.Linear, wire: Wire, x: Tensor) -> Tensor:
 class Pass:
     """Forward and backward through blocks, to whole gradients of this rank's shards."""
 
-    def __init__(self, model: GPT, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
+    def __init__(self, model: Decoder, mesh: Mesh, inputs: tuple[Tensor, Tensor, Tensor | None]):
         self.model, self.mesh = model, mesh
         self.x, self.dy, self.keys = inputs[0].clone().requires_grad_(), *inputs[1:]
         self.shards = Shards([model], mesh)
@@ -162,7 +163,7 @@ class Pass:
         return {"x": self.x.grad} | {s.name: self.shards.gradient(s) for s in self.shards}
 
 
-def mark_partial(model: GPT) -> None:
+def mark_partial(model: Decoder) -> None:
     """Tell `Shards` which gradients are addends under sequence parallelism: those of parameters that every rank holds
     and uses on its part of the sequence."""
     for block in model.blocks.values():

@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 from timing import COPY_RATE, MATRIX_RATE
 
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.compare import fitting_plan
 from dtgpt.device import peak_flops, peak_memory
 from dtgpt.errors import UserError
-from dtgpt.model import GPT2_774M, GPT2_1558M, GPTConfig
+from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import VARIABLES
@@ -38,7 +37,8 @@ from dtgpt.recipe import Recipe
 from dtgpt.recipe_file import load_recipe
 from dtgpt.run import environment
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS = {  # name -> recipe file, and a model in place of the recipe's
@@ -55,7 +55,7 @@ ROUND = 4  # timed steps of a setting before it is the other one's turn
 PROFILED = 3  # steps
 
 
-def floor(config: GPTConfig, samples: int) -> dict[str, float]:
+def floor(config: GPT2Config, samples: int) -> dict[str, float]:
     """Seconds of a step over `samples`, by part, on an H200 that loses nothing: products at the measured rate, cuDNN's
     attention, the rest fused and bound by memory; activations of 2 bytes, no dropout. See FORWARD and BACKWARD."""
     n, h, layers, length = samples * config.seq_length, config.hidden_size, config.num_layers, config.seq_length
@@ -70,7 +70,7 @@ def floor(config: GPTConfig, samples: int) -> dict[str, float]:
     }
 
 
-def say_floor(config: GPTConfig, samples: int) -> None:
+def say_floor(config: GPT2Config, samples: int) -> None:
     parts = floor(config, samples)
     total = sum(parts.values())
     print(f"floor of a step of {samples} x {config.seq_length} tokens on one H200 (MATRIX_RATE, COPY_RATE, ATTENTION)")
@@ -140,7 +140,7 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
         runs = {}
         for name, options in settings.items():
             recipe, mesh, process = start(make_recipe(args, options, plan)[0], stack)
-            runs[name] = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+            runs[name] = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         steps = [training.train_step for training in runs.values()]
         for step in steps:
             for _ in range(args.warmup):
@@ -155,7 +155,7 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
         return results
 
 
-def measured(training: Training, rounds: list[list[float]], steps: int) -> dict[str, float]:
+def measured(training: Trainer, rounds: list[list[float]], steps: int) -> dict[str, float]:
     """Of the slowest and the fullest rank, on every rank the same: seconds of a step and of its host, GiB."""
     device = training.device
     mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)[0]}
@@ -165,7 +165,7 @@ def measured(training: Training, rounds: list[list[float]], steps: int) -> dict[
     return {key: max(theirs[key] for theirs in everyone) for key in mine}
 
 
-def result(name: str, training: Training, measured: dict[str, float], rounds: list[list[float]]) -> dict:
+def result(name: str, training: Trainer, measured: dict[str, float], rounds: list[list[float]]) -> dict:
     """Seconds, GiB and what follows from them. Where two settings share a process, the memory is that of both."""
     recipe, plan, device = training.recipe, training.plan, training.device
     config, samples, peak = recipe.model, recipe.global_batch_size, peak_flops(device, torch.bfloat16)

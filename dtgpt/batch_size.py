@@ -7,13 +7,10 @@ the samples that the run has seen, so that a resumed run goes on with the same o
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from dtgpt.errors import UserError, shown
-
-if TYPE_CHECKING:
-    from dtgpt.parallel.plan import Plan
-    from dtgpt.recipe import Recipe
+from dtgpt.parallel.plan import ResolvedPlan
 
 
 def parse_rampup(text: str) -> tuple[int, int, int]:
@@ -28,38 +25,36 @@ def parse_rampup(text: str) -> tuple[int, int, int]:
     return start, increment, samples
 
 
-def batch_size(consumed: int, recipe: "Recipe") -> int:
-    """Samples of the step that begins after `consumed` samples."""
-    whole = recipe.global_batch_size
-    if recipe.rampup_batch_size is None:
-        return whole
-    start, increment, samples = parse_rampup(recipe.rampup_batch_size)
-    if consumed > samples:
-        return whole
-    distance = samples / ((whole - start) // increment)
-    return min(whole, start + int(consumed / distance) * increment if distance else whole)
-
-
 class BatchSizes:
-    """Of every step of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
+    """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
 
-    def __init__(self, recipe: "Recipe", first_step: int = 0, first_sample: int = 0):
+    def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
+        """whole: the global batch size; rampup: as of a recipe's `rampup_batch_size`."""
+        self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
         # (samples seen, step) at which each size begins.
-        self._samples, self._steps, self._sizes = [first_sample], [first_step], [batch_size(first_sample, recipe)]
+        self._samples, self._steps, self._sizes = [first_sample], [first_step], [self.after(first_sample)]
         consumed, step = first_sample, first_step
-        while self._sizes[-1] != recipe.global_batch_size:
+        while self._sizes[-1] != whole:
             consumed, step = consumed + self._sizes[-1], step + 1
-            if (size := batch_size(consumed, recipe)) != self._sizes[-1]:
+            if (size := self.after(consumed)) != self._sizes[-1]:
                 self._samples.append(consumed)
                 self._steps.append(step)
                 self._sizes.append(size)
 
+    def after(self, consumed: int) -> int:
+        """Return the samples of the step that begins after `consumed` samples."""
+        if self.rampup is None or consumed > self.rampup[2]:
+            return self.whole
+        start, increment, samples = self.rampup
+        distance = samples / ((self.whole - start) // increment)
+        return min(self.whole, start + int(consumed / distance) * increment if distance else self.whole)
+
     def at(self, step: int) -> int:
-        """Samples of `step`, over all replicas."""
+        """Return the samples of `step`, over all replicas."""
         return self._sizes[self._piece(step)]
 
     def before(self, step: int) -> int:
-        """Samples that the run has seen when `step` begins."""
+        """Return the samples that the run has seen when `step` begins."""
         i = self._piece(step)
         return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
 
@@ -68,46 +63,41 @@ class BatchSizes:
         i = max(0, bisect_right(self._samples, samples) - 1)
         return self._steps[i] + (samples - self._samples[i]) // self._sizes[i]
 
-    def told(self, step: int) -> dict[str, int]:
-        """What a progress line says of `step`: its samples, where they change."""
+    def metrics(self, step: int) -> dict[str, int]:
+        """Return what a progress line adds for `step`: its samples, where they change."""
         return {"batch_size": self.at(step)} if len(self._sizes) > 1 else {}
 
     def _piece(self, step: int) -> int:
         return max(0, bisect_right(self._steps, step) - 1)
 
 
-def check_rampup(recipe: "Recipe", plan: "Plan") -> None:
-    """Raise UserError, with a remedy that works, where the plan cannot split a size of the ramp."""
-    if recipe.rampup_batch_size is None:
-        return
-    start, increment, samples = parse_rampup(recipe.rampup_batch_size)
-    whole, micro = recipe.global_batch_size, recipe.micro_batch_size
-
-    def fits(size: int, micro: int = micro) -> bool:
-        try:
-            plan.validate(recipe.model, micro, size)
-        except UserError:
-            return False
-        return True
-
-    wrong = next((size for size in range(start, whole, increment) if not fits(size)), None)
+def check_rampup(rampup: str, whole: int, micro: int, plan: ResolvedPlan, fits: Callable[[int, int], bool]) -> None:
+    """Raise UserError, with a remedy that works, where the plan cannot split a size of the ramp up to `whole` samples.
+    `fits`: whether it can split (samples of a step, samples of a micro-batch)."""
+    start, increment, samples = parse_rampup(rampup)
+    sizes = range(start, whole, increment)
+    wrong = next((size for size in sizes if not fits(size, micro)), None)
     if wrong is None:
         return
     remedies = []
     common = math.gcd(start, increment, whole)
     smaller = (m for m in range(micro - 1, 0, -1) if common % (m * plan.dp) == 0)
-    if found := next((m for m in smaller if all(fits(size, m) for size in range(start, whole, increment))), None):
+    if found := next((m for m in smaller if all(fits(size, m) for size in sizes)), None):
         remedies.append(f"--micro_batch_size {found} (the curve stays the same)")
     # Ramps over multiples of a share, from the first one that fits.
     share = micro * plan.dp
     multiples = range(share, whole, share)
-    first = next((size for size in multiples if size >= start and fits(size)), None)
-    steps = [n for n in multiples if first and (whole - first) % n == 0 and all(map(fits, range(first, whole, n)))]
+    first = next((size for size in multiples if size >= start and fits(size, micro)), 0)
+
+    def ramp_fits(increment: int) -> bool:
+        return (whole - first) % increment == 0 and all(fits(size, micro) for size in range(first, whole, increment))
+
+    steps = [n for n in multiples if first and ramp_fits(n)]
     if steps:
         nearest = min(steps, key=lambda n: (n < increment, abs(n - increment)))
         remedies.append(f"another START and INCREMENT, as in --rampup_batch_size '{first} {nearest} {samples}'")
     raise UserError(
-        f"rampup_batch_size={shown(recipe.rampup_batch_size)} passes {wrong} samples a step, which "
+        f"rampup_batch_size={shown(rampup)} passes {wrong} samples a step, which "
         f"micro_batch_size={micro} and the plan {plan.name} (dp={plan.dp}) cannot split; use "
         + ", or ".join(remedies or ["--rampup_batch_size none"])
     )

@@ -1,4 +1,4 @@
-"""What the program runs on: the device, its peak and its memory."""
+"""Facts of the hardware: names, peak FLOP/s, memory, compilers."""
 
 import importlib.util
 import os
@@ -11,10 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtgpt.console import counted, say
+from dtgpt.console import counted
 from dtgpt.errors import UserError
-from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import Recipe
 
 # Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
 PEAK_FLOPS = {
@@ -23,39 +21,11 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
-
 # GiB that CUDA reports, by the vendors' sizes; H200 as seen.
 DEVICE_MEMORY = {
     "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
     "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
 }  # fmt: skip
-
-
-def choose_device(recipe: Recipe, local_rank: int = 0) -> torch.device:
-    """The device of `recipe` for this process of its node; raises UserError where CUDA is asked for and missing."""
-    available = torch.cuda.is_available()
-    if recipe.device == "cuda" and not available:
-        raise UserError(
-            "device=cuda, but PyTorch sees no CUDA device; use --device cpu or install a CUDA build of torch"
-        )
-    if not available or recipe.device == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(
-            f"{local_rank + 1} or more processes were started on this node, but PyTorch sees "
-            f"{counted(count, 'CUDA device')}; use "
-            f"--nproc-per-node {count} or --device cpu"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def choose_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of weights and activations; masters stay fp32."""
-    if recipe.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[recipe.precision]
 
 
 def device_name(device: torch.device) -> str:
@@ -110,33 +80,6 @@ def memory_errors_as_sentences(remedy: str):
         if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
             raise
         raise UserError(f"the machine ran out of memory; {remedy}") from None
-
-
-def use_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
-    """Whether to compile. Where the recipe asks for it and it cannot work, UserError; where it is only the default, a
-    line says that training runs eagerly."""
-    if not wants_compiler(recipe, device, plan):
-        return False
-    reason = why_no_compiler(device)
-    if reason and recipe.compile == "on":
-        raise UserError(f"compile=on, but {reason}; install it, or use --compile off")
-    if reason:
-        say(f"{reason}: training runs without torch.compile, slower", warning=True)
-    return reason is None
-
-
-def wants_compiler(recipe: Recipe, device: torch.device, plan: Plan) -> bool:
-    """What the recipe means for this kind of device, whatever is installed. A replayed step has nothing to gain: every
-    operation between the matrices is a fused one already."""
-    eager = plan.splits_backward or use_graphs(recipe, device)
-    return recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and not eager)
-
-
-def use_graphs(recipe: Recipe, device: torch.device) -> bool:
-    """Whether steps are replayed as CUDA graphs; raises UserError where that is asked for without CUDA."""
-    if recipe.graph == "on" and device.type != "cuda":
-        raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
-    return recipe.captures(device.type)
 
 
 def why_no_compiler(device: torch.device) -> str | None:

@@ -20,22 +20,20 @@ from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
 from dtgpt.console import say
-from dtgpt.device import choose_device, choose_dtype
 from dtgpt.errors import UserError, shown
-from dtgpt.generate import generate
+from dtgpt.execution import Settings, choose_device, choose_dtype
+from dtgpt.generate import Sampling, generate
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import Source
-from dtgpt.model import GPT2_124M
 from dtgpt.ops.random import root_key
-from dtgpt.parallel.build import build_stages, make_passes
+from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.engine import gather_logits
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.passes import whole_row
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
-from dtgpt.recipe import DataConfig, OptimizerConfig, Recipe
 from dtgpt.recipe_checks import one_replica
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
@@ -45,11 +43,11 @@ TIMEOUT = 600.0  # s that a rank waits for others
 class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
-    def __init__(self, source: Source, recipe: Recipe, mesh: Mesh, dtype: torch.dtype):
-        self.config, self.mesh = source.config, mesh
-        stages, shards = build_stages(recipe, mesh, dtype, key=None, masters=False)
+    def __init__(self, source: Source, settings: Settings, mesh: Mesh):
+        self.config, self.mesh, self.dtype = source.config, mesh, settings.dtype
+        stages, shards = build_stages(settings, mesh, key=None, masters=False)
         load_weights(source, shards)
-        self._passes = make_passes(stages, shards, recipe, Graphs(enabled=False), dtype)
+        self._engine = make_engine(stages, shards, settings, Graphs(enabled=False))
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class Model:
         tokens, plan = tokens.to(self.mesh.device), self.mesh.plan
         if plan.pp > 1 or plan.sequence_parallel:  # one length alone is cut and sent
             tokens = F.pad(tokens, (0, whole - length))  # what comes after a token does not change it
-        logits = self._passes.logits(tokens)
+        logits = self._engine.logits(tokens)
         if logits is not None:
             logits = logits[:, :length]
         return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
@@ -82,10 +80,10 @@ class Model:
                 raise UserError(f"{name}={value} is negative; use 0 or more")
 
         def logits_at(window: Tensor, position: int) -> Tensor:
-            return whole_row(self._passes.logits(window), position, self.config, self.mesh)
+            return gather_logits(self._engine.logits(window), position, self.config, self.mesh)
 
         key = root_key(seed, self.mesh.device)
-        return generate(logits_at, self.config, prompt, new_tokens, key, temperature, top_k)
+        return generate(logits_at, self.config, prompt, Sampling(new_tokens, temperature, top_k), key)
 
     def _check_ids(self, smallest: int, largest: int) -> None:
         if smallest < 0 or largest >= self.config.vocab_size:
@@ -102,9 +100,7 @@ class Model:
             logits = torch.cat(parts, dim=-1)
         if plan.pp > 1:
             if logits is None:
-                logits = torch.empty(
-                    *shape, self.config.padded_vocab_size, dtype=self._passes.dtype, device=mesh.device
-                )
+                logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
             last = mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1))
             logits = logits.contiguous()
             dist.broadcast(logits, last, group=mesh.pp_group)
@@ -125,33 +121,26 @@ def load(
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
-    given = given.for_world(process.world)
-    if given.zero and given.dp == 1:
-        say(one_replica(given.zero), warning=True)
-    given = given.without_idle_zero()
-    asked = _recipe(given, device, precision)
-    place = choose_device(asked, process.local_rank)
-    dtype = choose_dtype(asked, place)
+    resolved = given.for_world(process.world)
+    if resolved.zero and resolved.dp == 1:
+        say(one_replica(resolved.zero), warning=True)
+    resolved = resolved.without_idle_zero()
+    place = choose_device(device, process.local_rank)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
-    mesh = Mesh(given, place)
+    mesh = Mesh(resolved, place)
     source = open_source(Path(path), mesh)
     for note in source.notes:
         say(note, warning=True)
-    recipe = _recipe(given, device, precision, source.config)
-    recipe.validate()
-    recipe.plan_for(process.world)
-    return Model(source, recipe, mesh, dtype)
-
-
-def _recipe(plan: Plan, device: str, precision: str, model=GPT2_124M) -> Recipe:
-    """What building the parts of a model asks of a recipe."""
-    return Recipe(
-        name="inference", model=model, optimizer=OptimizerConfig(lr=1.0), steps=1, micro_batch_size=1,
-        global_batch_size=plan.dp * 2 * plan.pp, plan="given", plans={"given": plan}, device=device,
-        precision=precision, graph="off", data=DataConfig(tokenizer="bytes"),
+    source.config.validate()
+    batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
+    resolved.validate(source.config, 1, batch)
+    settings = Settings(
+        model=source.config, plan=resolved, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
+        global_batch_size=batch,
     )  # fmt: skip
+    return Model(source, settings, mesh)
 
 
 def _leave_group() -> None:

@@ -5,14 +5,13 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from dtgpt.console import duration
 from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
+from dtgpt.recipe import LogConfig
 from dtgpt.storage import parse_json, write_text
 
 
@@ -58,13 +57,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 class Wandb:
     """Weights & Biases, imported only when asked for. A resumed run goes on under the id kept in `wandb-id`."""
 
-    def __init__(self, recipe: Recipe, run: Path):
+    def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
         wandb, id_file = import_wandb(), run / "wandb-id"
         known = id_file.read_text() if id_file.is_file() else None
         try:
             self._run = wandb.init(
-                project=recipe.log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
-                mode=recipe.log.wandb, config=asdict(recipe),
+                project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
+                mode=log.wandb, config=recipe,
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None

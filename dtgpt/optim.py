@@ -1,19 +1,17 @@
-"""What happens between gradients and new weights: the learning rate, loss scale, clipping, AdamW."""
+"""From gradients to new weights: learning rate, loss scale, clipping, AdamW."""
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtgpt.batch_size import BatchSizes
 from dtgpt.errors import UserError
 from dtgpt.loss_scale import LossScaler
 from dtgpt.ops.adamw import AdamW, Slot
 from dtgpt.parallel.shards import Shard, Shards
-from dtgpt.recipe import OptimizerConfig, Recipe
+from dtgpt.recipe import LossScaleConfig, OptimizerConfig
 
 # Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
 # decides, so that every plan and micro-batch size skips the same steps.
@@ -24,42 +22,14 @@ SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
 
 
 def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
-    """AdamW over fp32 masters: matrices decay, biases and norms do not."""
+    """Return AdamW over fp32 masters: matrices decay, biases and norms do not."""
     slots = [Slot(shard.local, shard.narrow, decay=shard.local.dim() > 1) for shard in shards]
     return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
 
 
-def learning_rates(recipe: Recipe, sizes: BatchSizes) -> Tensor:
-    """Return the rate of every step, fp32. A schedule in samples takes those that the run has seen, by its batch
-    `sizes`."""
-    seen: Iterable[int] = range(recipe.steps + 1)
-    if recipe.counts_samples:
-        seen = map(sizes.before, seen)
-    ends = recipe.optimizer, recipe.warmup_steps, recipe.decay_steps
-    return torch.tensor([learning_rate(before, after, *ends) for before, after in pairwise(seen)])
-
-
-def learning_rate(before: int, after: int, config: OptimizerConfig, warmup: int, decay: int) -> float:
-    """Return the rate of a step by what was done, in steps or samples, before and after it.
-
-    cosine: Loshchilov and Hutter 2017; wsd (warmup, stable, decay): Hu et al. 2024, MiniCPM.
-    """
-    if before < warmup:
-        return config.lr * min(after / warmup, 1.0)
-    done = min((before - warmup) / max(decay - warmup, 1), 1.0)
-    if config.schedule == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * done))
-    elif config.schedule == "linear":
-        share = 1 - done
-    elif config.schedule == "wsd":
-        share = min(1.0, (decay - before) / max(config.wsd_decay * decay, 1))
-    else:
-        return config.lr
-    return config.min_lr + max(share, 0.0) * (config.lr - config.min_lr)
-
-
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What brings gradients of this global `norm` down to at most `limit` (0: no limit), fp32 on the device."""
+    """Return the factor that brings gradients of this global `norm` down to at most `limit` (0: no limit), fp32 on the
+    device."""
     if limit == 0:
         return torch.ones_like(norm)
     return (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -73,13 +43,16 @@ class Update:
     gradient of a micro-batch's mean loss is to be multiplied by.
     """
 
-    def __init__(self, shards: Shards, recipe: Recipe, dtype: torch.dtype, share: float):
-        """share: what one micro-batch counts in the sum over all."""
-        self.shards, self.clip = shards, recipe.optimizer.clip
-        device, scale = shards.mesh.device, recipe.loss_scale
+    def __init__(
+        self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
+        share: float,
+    ):  # fmt: skip
+        """rates: learning rates of every step; share: what one micro-batch counts in the sum over all."""
+        self.shards, self.clip = shards, config.clip
+        device = shards.mesh.device
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
-        self.adamw = make_optimizer(shards, recipe.optimizer)
-        self.schedule = learning_rates(recipe, BatchSizes(recipe)).to(device)
+        self.adamw = make_optimizer(shards, config)
+        self.schedule = torch.tensor(rates, device=device)
         self.lr = torch.zeros((), device=device)
         self.gradient_scale = torch.empty((), device=device)
         self.scaler = None
@@ -91,14 +64,14 @@ class Update:
         self.share_among(share)
 
     def share_among(self, share: float) -> None:
-        """From now on a micro-batch counts `share` in the sum over all."""
+        """Let a micro-batch count `share` in the sum over all."""
         self.share = share
         self.gradient_scale.fill_(share)
         if self.scaler is not None:
             self.gradient_scale.mul_(self.scaler.scale)
 
     def inverse_scale(self) -> Tensor | float:
-        """What undoes the loss scale in the gradients that are there now."""
+        """Return the factor that undoes the loss scale in the present gradients."""
         return 1.0 if self.scaler is None else self.scaler.inverse()
 
     @torch.no_grad()
@@ -120,13 +93,17 @@ class Update:
         self.gradient_scale.copy_(self.scaler.scale * self.share)
         return norm
 
+    def follow(self, rates: list[float]) -> None:
+        """Take other learning rates, as many as before."""
+        self.schedule.copy_(torch.tensor(rates))
+
     def state(self) -> dict[str, Any]:
-        """Numbers for a checkpoint, beside weights and moments."""
+        """Return numbers for a checkpoint, beside weights and moments."""
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         return {"updates": int(self.adamw.updates.item()), **scaler}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """`state` of a checkpoint: one of another precision may lack the loss scale, which then begins anew."""
+        """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew."""
         self.adamw.updates.fill_(state["updates"])
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
@@ -141,8 +118,8 @@ class Update:
                 "optimizer.lr, or use --precision bf16"
             )
 
-    def scaling(self) -> dict[str, float]:
-        """For a progress line: the loss scale and the steps skipped so far; nothing outside of fp16."""
+    def metrics(self) -> dict[str, float]:
+        """Return what a progress line adds in fp16: the loss scale and the steps skipped so far."""
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.scale.item(), "skipped_steps": int(self.scaler.skipped.item())}

@@ -1,8 +1,9 @@
-"""How a run tells what it does: the console, metrics.jsonl, wandb, samples and the loss plot."""
+"""Reports of a run: the console, metrics.jsonl, wandb, samples and the loss plot."""
 
 import errno
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dtgpt.batch_size import parse_rampup
 from dtgpt.console import counted, hanging, parameters, say
 from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.device import device_name, peak_flops, total_memory
+from dtgpt.execution import Settings
 from dtgpt.metrics import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.plot import plot_runs
@@ -23,62 +25,46 @@ HANG = 8  # the column in which the lines of the header begin
 
 
 class Report:
-    """The voice of one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
+    """Report one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
     and warms caches) and all that happens inside `paused()`."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, dtype: torch.dtype, data: Dataset, run: Path, step: int):
-        self.recipe, self.mesh, self.device, self.run = recipe, mesh, mesh.device, run
-        self.peak = peak_flops(self.device, dtype)
+    def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
+        self.steps, self.settings, self.mesh, self.device, self.run = recipe.steps, settings, mesh, mesh.device, run
+        self.peak = peak_flops(self.device, settings.dtype)
         self.bytes_per_token = data.bytes_per_token()
-        self.sinks: list[Sink] = [Wandb(recipe, run)] if recipe.log.wandb != "off" else []
+        self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        describe_run(run, recipe, mesh, {**described, "tokens": tokenizer.vocab_size}, step)
+        describe_run(run, asdict(recipe), mesh, {**described, "tokens": tokenizer.vocab_size}, step)
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
-        steps = f"{counted(recipe.steps, 'step')} of {self._batch()} x {recipe.model.seq_length} tokens"
+        batch = batch_words(recipe.global_batch_size, recipe.rampup_batch_size)
+        steps = f"{counted(recipe.steps, 'step')} of {batch} x {settings.model.seq_length} tokens"
         header = [
-            f"model   {parameters(recipe.model.num_parameters)}; {steps}",
+            f"model   {parameters(settings.model.num_parameters)}; {steps}",
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
             f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})",
             f"plan    {mesh.plan.name}",
             f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
-            f"{str(dtype).removeprefix('torch.')}",
+            f"{str(settings.dtype).removeprefix('torch.')}",
             f"run     {run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
 
-    def _batch(self) -> str:
-        """Return the samples of a step in words: `32`, or `8 to 32` while the batch size ramps up."""
-        whole, ramp = self.recipe.global_batch_size, self.recipe.rampup_batch_size
-        return f"{whole}" if ramp is None else f"{parse_rampup(ramp)[0]} to {whole}"
-
-    def step(
-        self, step: int, tokens: int, loss: float, step_loss: float, norm: float, lr: float, memory: float,
-        more: dict[str, float], recorded: bool,
-    ) -> None:  # fmt: skip
-        """One progress line after optimizer step `step`, with `tokens` seen since the beginning of the run. `loss` is
-        the mean of the interval, `step_loss` that of the step; `memory` is the largest use of any rank in GiB, `more`
-        what fp16 and a batch that ramps up add. Not `recorded`: for the console alone."""
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": loss,
-            "step_loss": step_loss,
-            **_known({"bits_per_byte": bits_per_byte(loss, self.bytes_per_token)}),
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": tokens,
-            "memory_gib": memory,
-            "memory_total_gib": total_memory(self.device) / 2**30 if self.device.type == "cuda" else None,
-            **more,
-            **self._rates(step, tokens),
-        }
+    def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
+        """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
+        metrics, `loss` is the mean of the interval, `step_loss` that of the step, `tokens` those since the beginning of
+        the run, `memory_gib` the largest use of any rank."""
+        bits = bits_per_byte(metrics["loss"], self.bytes_per_token)
+        record: dict[str, Any] = {"step": step, **metrics, **_known({"bits_per_byte": bits})}
+        record["memory_total_gib"] = total_memory(self.device) / 2**30 if self.device.type == "cuda" else None
+        record |= self._rates(step, int(metrics["tokens"]))
         if recorded:
             self._write(record)
-        say(progress_line(record, self.recipe.steps))
+        say(progress_line(record, self.steps))
 
     def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
         self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
@@ -132,10 +118,10 @@ class Report:
         rates = {
             "tokens_per_second": tokens_per_second,
             "seconds_per_step": per_step,
-            "eta_seconds": (self.recipe.steps - step) * per_step,
+            "eta_seconds": (self.steps - step) * per_step,
         }
         if self.peak:
-            rates["mfu"] = self.recipe.model.flops_per_token * tokens_per_second / (self.peak * self.mesh.world)
+            rates["mfu"] = self.settings.model.flops_per_token * tokens_per_second / (self.peak * self.mesh.world)
         if self.mesh.world > 1:
             rates["tokens_per_second_per_device"] = tokens_per_second / self.mesh.world
         return rates
@@ -152,12 +138,17 @@ def sample_path(run: Path, step: int) -> Path:
     return run / "samples" / f"step_{step:08d}.txt"
 
 
+def batch_words(whole: int, rampup: str | None) -> str:
+    """Return the samples of a step in words: `32`, or `8 to 32` while the batch size ramps up."""
+    return f"{whole}" if rampup is None else f"{parse_rampup(rampup)[0]} to {whole}"
+
+
 def _known(values: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class Silence:
-    """What all ranks but the first report: nothing."""
+class NullReport:
+    """The report of every rank but the first: nothing."""
 
     def step(self, *_) -> None: ...
 

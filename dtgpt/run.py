@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -68,16 +67,17 @@ def open_run(folder: Path) -> Path:
     return folder
 
 
-def run_to_resume(recipe: Recipe) -> tuple[Path | None, Path | None]:
-    """(run folder to go on with, checkpoint that the user chose), each None where there is none. Raises UserError."""
-    if recipe.resume is None:
+def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | None, Path | None]:
+    """Return (run folder to go on with, checkpoint that the user chose), each None where there is none, for a recipe's
+    `resume`. Raises UserError."""
+    if resume is None:
         return None, None
-    if recipe.resume == AUTO:
-        begun = [p for p in run_folders(Path(recipe.runs), recipe.name) if (p / "recipe.json").is_file()]
+    if resume == AUTO:
+        begun = [p for p in run_folders(runs, name) if (p / "recipe.json").is_file()]
         if begun and list_checkpoints(begun[-1] / "checkpoints"):
             return begun[-1], None
         return None, None
-    path = Path(recipe.resume)
+    path = Path(resume)
     if ".." in path.parts:  # whose last part may be no name
         path = path.resolve()
     if path.absolute().parent.name == "checkpoints" != path.parent.name:  # from within the folder
@@ -150,11 +150,17 @@ class Claim:
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return what the run's recipe.json says, unchecked. Raises UserError where it cannot be read."""
+    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
+    that are bools now. Raises UserError if it cannot be read."""
     path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
     saved = read_json(path, advice, LARGEST_RECIPE)
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds no JSON object; {advice}")
+    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
+        section, _, key = name.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, dict) and values.get(key) in ("on", "off"):
+            values[key] = values[key] == "on"
     return saved
 
 
@@ -166,15 +172,20 @@ def saved_value(saved: dict[str, Any], name: str) -> Any:
     return value
 
 
-def changes_since(folder: Path, recipe: Recipe) -> list[str]:
-    """Return what differs between the recipe that a run had and the one that it goes on with: `steps 10 -> 20`. A
-    recipe.json that cannot be read differs in nothing."""
+def values_of(recipe: Any) -> dict[str, Any]:
+    """Return the value of every field, by dotted name."""
+    return {name: value for name, _, _, value in leaves(recipe)}
+
+
+def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
+    """Return what differs between the recipe that a run had and the `values_of` the one that it goes on with: `steps 10
+    -> 20`. A recipe.json that cannot be read differs in nothing."""
     try:
         saved = read_recipe(folder)
     except UserError:
         return []
     changes = []
-    for name, _, _, value in leaves(recipe.resolved()):
+    for name, value in values.items():
         before = saved_value(saved, name)
         if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
             before = saved_value(saved, "steps")
@@ -188,11 +199,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")
 
 
-def describe_run(folder: Path, recipe: Recipe, mesh: Mesh, data: dict[str, Any], step: int) -> None:
+def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
     """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
-    write_json(folder / "recipe.json", asdict(recipe))
+    write_json(folder / "recipe.json", recipe)
     write_json(
         folder / "environment.json",
         {**environment(mesh.device), "world": mesh.world, "plan": mesh.plan.name, "data": data},

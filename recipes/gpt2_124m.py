@@ -9,7 +9,7 @@ expect     on one H200 584,000 to 595,000 tokens/s and 22 GiB (--global_batch_si
 """
 
 from dtgpt.cli import run_recipe
-from dtgpt.model import GPT2_124M
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 

@@ -11,7 +11,7 @@ expect     with --micro_batch_size 16 --global_batch_size 16 on one H200: 203,00
 from dataclasses import replace
 
 from dtgpt.cli import run_recipe
-from dtgpt.model import GPT2_345M
+from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 

@@ -7,14 +7,14 @@ expect     80 seconds on two cores, a loss from 7.0 to 2.5, 1.63 bits/byte on he
 """
 
 from dtgpt.cli import run_recipe
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 
 def recipe() -> Recipe:
     return Recipe(
         name="gpt2_tiny",
-        model=GPTConfig(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
+        model=GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
         # The text is short: the strong weight decay is what keeps the model from learning it by heart.
         optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup=0.05, weight_decay=1.0),
         steps=1000,

@@ -16,7 +16,7 @@ result.
 from dataclasses import replace
 
 from dtgpt.cli import run_recipe
-from dtgpt.model import GPT3_175B
+from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtgpt.parallel.shards
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.checkpoint import host, load, save
 from dtgpt.checkpoint.folder import MOMENTS
 from dtgpt.checkpoint.load import find_checkpoint, load_training
@@ -26,7 +25,9 @@ from dtgpt.checkpoint.save import Saver
 from dtgpt.parallel.shards import slices
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 def digest_of(state: dict[str, Any]) -> str:
@@ -45,20 +46,20 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 
 @contextmanager
 def training_of(recipe: Recipe):
-    """A `Training` on this rank, begun anew."""
+    """A `Trainer` on this rank, begun anew."""
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        yield Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        yield Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
 
 
-def tensors_of(run: Training):
+def tensors_of(run: Trainer):
     """(suffix of the name in a checkpoint, what gives a shard's tensor) of weights and moments."""
     adamw = run.optimizer.adamw
     moments = [(f".{m}", lambda s, m=m: getattr(adamw, m)[s.index]) for m in MOMENTS]
     return [("", lambda s: s.local), *moments]
 
 
-def gather(run: Training) -> dict[str, Tensor]:
+def gather(run: Trainer) -> dict[str, Tensor]:
     """Whole weights and moments on rank 0."""
     return {name + suffix: whole for suffix, value in tensors_of(run) for name, whole in run.shards.gather(value)}
 

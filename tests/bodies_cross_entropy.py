@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dtgpt.ops.head
 from dtgpt.ops.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
 from dtgpt.ops.head import head_loss
-from dtgpt.parallel.mesh import chunk
+from dtgpt.parallel.coordinates import chunk
 
 
 class Case(NamedTuple):

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 class Messages(TorchDispatchMode):
@@ -32,7 +32,7 @@ def messages(recipe) -> dict[str, int]:
     """How often each kind of collective runs while one rank computes the gradients of a step."""
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         training.train_step()
         with Messages() as seen:
             training.gradients()
@@ -43,5 +43,5 @@ def memory_of_weights(recipe) -> int:
     """Bytes of weights on this rank."""
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        training = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         return sum(shard.local.numel() * torch.float32.itemsize for shard in training.shards)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtgpt.data.end_of_document import document_spans
+from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import flash
 from dtgpt.ops.dropout import LEVELS, keep_mask, threshold
 from dtgpt.ops.random import fold, root_key
@@ -61,7 +61,7 @@ def check(
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
     ends = torch.rand(batch, length, device=device) < documents if documents else None
-    out, _ = flash._forward(qkv, key, p, head_start, None if ends is None else document_spans(ends))
+    out, _ = flash._forward(qkv, key, p, head_start, None if ends is None else document_bounds(ends))
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
     found = gradient(out, qkv, cotangent)
     assert found.shape == qkv.shape and found.is_contiguous() and found.dtype == dtype

@@ -6,20 +6,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtgpt.model import GPT, GPTConfig, build_model
+from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.gradients import Buckets, NarrowSum
 
 CPU = torch.device("cpu")
-CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=100, dropout=0.1)
+CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=100, dropout=0.1)
 
 
-def make_model(dtype: torch.dtype) -> GPT:
+def make_model(dtype: torch.dtype) -> Decoder:
     return build_model(CONFIG, CPU, torch.float32, root_key(1)).to(dtype)
 
 
-def losses_of(model: GPT, micro_batches: int, rank: int = 0) -> list[Tensor]:
+def losses_of(model: Decoder, micro_batches: int, rank: int = 0) -> list[Tensor]:
     """One of each micro-batch; every rank has other samples."""
     losses = []
     for index in range(micro_batches):
@@ -30,7 +31,7 @@ def losses_of(model: GPT, micro_batches: int, rank: int = 0) -> list[Tensor]:
     return losses
 
 
-def by_hand(model: GPT, micro_batches: int, rank: int = 0) -> dict[nn.Parameter, list[Tensor]]:
+def by_hand(model: Decoder, micro_batches: int, rank: int = 0) -> dict[nn.Parameter, list[Tensor]]:
     """Gradients of each micro-batch as backward makes them, without any hook."""
     parameters = list(model.parameters())
     each = [torch.autograd.grad(loss, parameters) for loss in losses_of(model, micro_batches, rank)]

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dtgpt.parallel.launch
-from dtgpt.begin import read_on_every_node
 from dtgpt.errors import UserError
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random import root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import agree_on_run, open_mesh
@@ -22,6 +21,7 @@ from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.recipe import Recipe
+from dtgpt.train.startup import read_on_every_node
 from tests.bodies_shards import recipe_of
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def refusal(work: Callable[[], Any]) -> str | None:
         return str(error)
 
 
-def refusal_of_build(config: GPTConfig, plan: Plan) -> str | None:
+def refusal_of_build(config: GPT2Config, plan: Plan) -> str | None:
     return refusal(lambda: build_stages(recipe_of(config), Mesh(plan, CPU), torch.float32, root_key(1)))
 
 

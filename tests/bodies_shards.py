@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dtgpt.model
-from dtgpt.model import GPT, TABLE, GPTConfig
+import dtgpt.models.decoder
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random import fold, root_key, row_chunks
-from dtgpt.parallel.build import build_stages, make_passes
-from dtgpt.parallel.cost import Held, parameters_of
+from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.engine import gather_logits
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.passes import whole_row
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.shards import Part, Shards, slices
+from dtgpt.planning.parameters import LocalParameter, parameters_of
 from dtgpt.recipe import OptimizerConfig, Recipe
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ class Piece:
     local: Tensor
 
 
-def build(config: GPTConfig, plan: Plan) -> tuple[list[GPT], Shards, Mesh]:
+def build(config: GPT2Config, plan: Plan) -> tuple[list[Decoder], Shards, Mesh]:
     mesh = Mesh(plan, CPU)
     return *build_stages(recipe_of(config), mesh, torch.float32, KEY), mesh
 
@@ -48,14 +49,14 @@ def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shards_of(config: GPTConfig, plan: Plan) -> tuple[list[Piece], list[Held], dict[str, Tensor | None]]:
+def shards_of(config: GPT2Config, plan: Plan) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
     """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
     _, shards, mesh = build(config, plan)
     pieces = [Piece(s.name, s.part, s.copies, s.second, s.keeper, s.local.detach().clone()) for s in shards]
     return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
 
 
-def norm_of(config: GPTConfig, plan: Plan) -> float:
+def norm_of(config: GPT2Config, plan: Plan) -> float:
     """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
     the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
     _, shards, _ = build(config, plan)
@@ -74,7 +75,7 @@ def norm_of(config: GPTConfig, plan: Plan) -> float:
     return shards.norm().item()
 
 
-def recipe_of(config: GPTConfig) -> Recipe:
+def recipe_of(config: GPT2Config) -> Recipe:
     """With this model; the rest counts for nothing here."""
     optimizer = OptimizerConfig(lr=1e-3)
     return Recipe(name="x", model=config, optimizer=optimizer, steps=1, micro_batch_size=1, global_batch_size=1)
@@ -98,11 +99,14 @@ class LargestMade(TorchDispatchMode):
         return output
 
 
-def largest_made(config: GPTConfig, plan: Plan, chunk: int) -> tuple[int, str, int, int]:
+def largest_made(config: GPT2Config, plan: Plan, chunk: int) -> tuple[int, str, int, int]:
     """While the model is built: (bytes of the largest memory made, by which operation, operations seen, bytes of this
     rank's largest shard). Initial weights are drawn `chunk` elements at a time."""
     mesh = Mesh(plan, CPU)
-    with mock.patch.object(dtgpt.model, "row_chunks", partial(row_chunks, elements=chunk)), LargestMade() as watch:
+    with (
+        mock.patch.object(dtgpt.models.decoder, "row_chunks", partial(row_chunks, elements=chunk)),
+        LargestMade() as watch,
+    ):
         _, shards = build_stages(recipe_of(config), mesh, torch.float32, KEY)
     return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
 
@@ -112,11 +116,11 @@ def logits_of_stages(recipe: Recipe, plan: Plan, batches: list[Tensor]) -> list[
     Gradients in between, whose messages must not be taken for one another's."""
     mesh, config = Mesh(plan, CPU), recipe.model
     stages, shards = build_stages(recipe, mesh, torch.float32, KEY)
-    passes, results = make_passes(stages, shards, recipe, Graphs(False), torch.float32), []
+    passes, results = make_engine(stages, shards, recipe, Graphs(False), torch.float32), []
     for tokens in batches:
         with torch.no_grad():
             logits = passes.logits(tokens)
-            results.append((logits, whole_row(logits, tokens.shape[1] - 1, config, mesh)))
+            results.append((logits, gather_logits(logits, tokens.shape[1] - 1, config, mesh)))
         count = recipe.micro_batches(plan.dp)
         windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
         passes.gradients(count, windows.reshape(-1, config.seq_length + 1), None)

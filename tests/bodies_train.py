@@ -9,16 +9,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dtgpt.begin import read_on_every_node, start
 from dtgpt.errors import UserError
 from dtgpt.recipe import Recipe
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.trainer import Trainer
 
 
 def train_until(recipe: Recipe, step: int, rank: int) -> int:
     """The exit code of a run in which `rank` alone gets SIGTERM while it is at `step`."""
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step_then_signal(self):
         result = done(self)
@@ -26,7 +27,7 @@ def train_until(recipe: Recipe, step: int, rank: int) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    with mock.patch.object(Training, "train_step", step_then_signal):
+    with mock.patch.object(Trainer, "train_step", step_then_signal):
         return train(recipe)
 
 
@@ -35,7 +36,7 @@ def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list
     each, whether this rank's weights stayed the same, and the updates in the end."""
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        run = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        run = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         scaling, unchanged = [], []
         for step in range(3):
             before = [shard.local.clone() for shard in run.shards]
@@ -52,7 +53,7 @@ def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
     """Steps that fp16 has skipped so far, after each of the first `steps`."""
     with ExitStack() as stack:
         recipe, mesh, process = start(recipe, stack)
-        run = Training(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        run = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
         found = []
         for _ in range(steps):
             run.train_step()
@@ -62,7 +63,7 @@ def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
 
 def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
     """What ends a run whose folder rank 0 moves while it is at `step`."""
-    done, runs = Training.train_step, Path(recipe.runs)
+    done, runs = Trainer.train_step, Path(recipe.runs)
 
     def step_then_move(self):
         result = done(self)
@@ -70,7 +71,7 @@ def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
             (runs / "test-001").rename(runs / "elsewhere")
         return result
 
-    with mock.patch.object(Training, "train_step", step_then_move):
+    with mock.patch.object(Trainer, "train_step", step_then_move):
         try:
             return f"exit code {train(recipe)}"
         except UserError as error:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtgpt.device import why_no_compiler
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.recipe import DataConfig, LogConfig, OptimizerConfig, Recipe
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def recipe(tmp_path, text):
     """A run of a few seconds, dropout and accumulation on."""
     return Recipe(
         name="test",
-        model=GPTConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257, dropout=0.1),
+        model=GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257, dropout=0.1),
         optimizer=OptimizerConfig(lr=3e-3, warmup=2),
         steps=10,
         micro_batch_size=4,

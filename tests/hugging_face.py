@@ -1,10 +1,10 @@
-"""dtgpt's weights in the names and layouts of Hugging Face's GPT-2. Used by tests only."""
+"""dtgpt's weights in the names and layouts of Hugging Face's Decoder-2. Used by tests only."""
 
 import torch
 from einops import rearrange
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from dtgpt.model import GPT
+from dtgpt.models.decoder import Decoder
 
 BLOCK_NAMES = {
     "ln_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "ln_2": "ln_2", "mlp.fc": "mlp.c_fc",
@@ -12,7 +12,7 @@ BLOCK_NAMES = {
 }  # fmt: skip
 
 
-def translate(model: GPT, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def translate(model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights (or gradients) by dtgpt's parameter names -> the same by Hugging Face's."""
     config, out = model.config, {}
     for name, tensor in tensors.items():
@@ -33,7 +33,7 @@ def translate(model: GPT, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return out
 
 
-def hugging_face_twin(model: GPT) -> GPT2LMHeadModel:
+def hugging_face_twin(model: Decoder) -> GPT2LMHeadModel:
     """GPT2LMHeadModel with the weights of `model`, without dropout."""
     config = model.config
     twin = GPT2LMHeadModel(

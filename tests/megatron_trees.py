@@ -6,9 +6,9 @@ from argparse import Namespace
 import torch
 
 from dtgpt.interop.source import Source, cut, pad_rows, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 
-CONFIG = GPTConfig(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
+CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 H, N, D, LAYERS = 32, 4, 8, 4
 PLANS = [(t, p) for t in (1, 2, 4) for p in (1, 2, 4)]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from dtgpt.batch_size import BatchSizes
-from dtgpt.begin import read_dataset
 from dtgpt.metrics import read_records
 from dtgpt.optim import learning_rate
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training
+from dtgpt.train.startup import read_dataset
+from dtgpt.train.trainer import Trainer
 
 
 def newest_run(recipe) -> Path:
@@ -23,10 +23,10 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_records(run / "metrics.jsonl") if "loss" in r}
 
 
-def training(recipe) -> Training:
+def training(recipe) -> Trainer:
     """As one process on the recipe's device."""
     mesh = Mesh(Plan(dp=1), torch.device(recipe.device))
-    return Training(recipe, mesh, read_dataset(recipe), None, StopRequest())
+    return Trainer(recipe, mesh, read_dataset(recipe), None, StopRequest())
 
 
 def on_cuda(recipe, **changes):

@@ -9,11 +9,11 @@ import pytest
 
 from dtgpt.batch_size import BatchSizes, batch_size
 from dtgpt.compare import compare
-from dtgpt.dryrun import describe_plan
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
+from dtgpt.planning.report import describe_plan
 from dtgpt.recipe_file import override
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.model import GPT2_124M, GPT2_345M
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
 from tests.ranks import pool
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 @dataclass
-class GPTConfig:
+class GPT2Config:
     block_size: int
     vocab_size: int
     n_layer: int

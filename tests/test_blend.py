@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from dtgpt.data import blend
-from dtgpt.data.blend import (
-    Blend,
-    blend_order,
-    blend_sizes,
-    load_blend,
-    load_each_once,
-    normalised,
-    parse_data_path,
-)
+from dtgpt.data.blend import Blend, blend_order, blend_sizes, load_blend, load_each_once, normalised, parse_data_path
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import Samples, load_samples
 from dtgpt.errors import UserError

@@ -16,7 +16,7 @@ from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.bodies_checkpoint import change_state
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run

@@ -22,7 +22,7 @@ from dtgpt.checkpoint.files import (
     verify_file,
     write_file,
 )
-from dtgpt.parallel.mesh import chunk
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.shards import slices
 from dtgpt.storage import write_text
 

@@ -21,7 +21,8 @@ from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.bodies_checkpoint import (
     begun_from,
     save_while_a_rank_is_silent,
@@ -57,7 +58,7 @@ def run_of(recipe, **changes) -> Path:
 
 def saved_at_once(recipe) -> Path:
     """The same run, which waits for its checkpoints."""
-    return run_of(recipe, checkpoint={"background": "off"})
+    return run_of(recipe, checkpoint={"background": False})
 
 
 def same_checkpoints(run: Path, other: Path) -> bool:
@@ -67,7 +68,7 @@ def same_checkpoints(run: Path, other: Path) -> bool:
 
 def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monkeypatch):
     """Copying is slow, and writing waits until three more steps are done."""
-    write, copy, step = host.write_file, host.File.copy, Training.train_step
+    write, copy, step = host.write_file, host.File.copy, Trainer.train_step
     later, waited = threading.Event(), []
 
     def slow_copy(self):
@@ -87,7 +88,7 @@ def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monk
 
     monkeypatch.setattr(host, "write_file", slow_write)
     monkeypatch.setattr(host.File, "copy", slow_copy)
-    monkeypatch.setattr(Training, "train_step", counted)
+    monkeypatch.setattr(Trainer, "train_step", counted)
     run = run_of(recipe)
     monkeypatch.undo()
     assert waited == [True, True]  # a file of weights and one of moments
@@ -127,14 +128,14 @@ def fail_at(monkeypatch, step, kind="optimizer", error=None):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("whatever it is")])
-@pytest.mark.parametrize("background", ["on", "off"])
+@pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
     recipe, monkeypatch, capsys, background, error
 ):
     recipe = change(recipe, checkpoint={"interval": 2, "keep_last": 1, "background": background})
     expected = run_of(recipe)
     fail_at(monkeypatch, 4, error=error)
-    step, seen = Training.train_step, {}
+    step, seen = Trainer.train_step, {}
 
     def look(self):
         result = step(self)
@@ -143,7 +144,7 @@ def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
             seen[self.step] = names_in(runs[0]), (runs[0] / "checkpoints" / "latest").read_text()
         return result
 
-    monkeypatch.setattr(Training, "train_step", look)
+    monkeypatch.setattr(Trainer, "train_step", look)
     run = run_of(recipe)
     err = capsys.readouterr().err
     reason = "whatever it is" if error else "No space left on device"
@@ -286,7 +287,7 @@ def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, t
         planted(run / "checkpoints", target)
         return run
 
-    monkeypatch.setattr("dtgpt.begin.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
     run = run_of(recipe, checkpoint={"keep_last": 1})
     assert names_in(run) == [".latest.new", "latest", "step_00000008"]
     assert not any(p.is_symlink() for p in (run / "checkpoints").iterdir() if p.name != ".latest.new")
@@ -321,14 +322,14 @@ def test_the_newest_and_multiples_are_kept(recipe, keep, kept):
 
 def test_exit_after_ends_with_a_checkpoint_and_what_to_do_next(recipe, monkeypatch, capsys):
     whole = run_of(recipe)
-    clock, step = SimpleNamespace(now=1000.0), Training.train_step
+    clock, step = SimpleNamespace(now=1000.0), Trainer.train_step
 
     def train_step(self):
         clock.now = 1000.0 + 60 * 89.9 if self.step < 2 else 1000.0 + 60 * 90  # as step 3 ends
         return step(self)
 
     monkeypatch.setattr(dtgpt.signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(Training, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     run = run_of(recipe, exit_after=90.0)
     assert run != whole and names_in(run) == ["latest", "step_00000003"]
     assert (

@@ -16,8 +16,8 @@ from dtgpt.errors import UserError
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import parameter_shapes
-from dtgpt.model import TABLE
-from dtgpt.train import train
+from dtgpt.models.gpt2 import TABLE
+from dtgpt.train.loop import train
 from tests.bodies_inference import weights_at_the_start
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool
@@ -132,7 +132,7 @@ WRONG = {
     "nothing": ([], ["MODEL TARGET"]),
     "no target": (["RUN"], ["MODEL TARGET"]),
     "an option for the target": (["RUN", "--to", "hf"], ["MODEL TARGET"]),
-    "three paths": (["RUN", "out", "more"], ["'more' is not an option", "MODEL TARGET alone"]),
+    "three paths": (["RUN", "out", "more"], ["'more' is not an option", "MODEL TARGET only"]),
     "an unknown source": (["here/nothing", "out"], ["here/nothing does not exist"]),
     "a folder of something else": (["here", "out"], ["here holds no model"]),
     "an unknown format": (["RUN", "out", "--to", "onnx"], ["onnx", "hf, megatron"]),

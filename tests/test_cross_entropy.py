@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtgpt.ops.cross_entropy
 from dtgpt.ops.cross_entropy import cross_entropy, local_terms, reference
-from dtgpt.parallel.mesh import chunk
+from dtgpt.parallel.coordinates import chunk
 from tests.bodies_cross_entropy import Case, losses
 from tests.ranks import pool
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.dropout import dropout, dropout_keys, keep_mask
 from dtgpt.ops.random import bits, fold, root_key
@@ -15,7 +16,7 @@ from tests.runs import on_cuda, training
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
 RECIPES = Path(__file__).parent.parent / "recipes"
-CONFIG = GPTConfig(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=300, dropout=0.1)
+CONFIG = GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=300, dropout=0.1)
 
 
 def test_bits_and_masks_are_those_of_the_cpu_eager_and_compiled():

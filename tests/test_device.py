@@ -5,8 +5,6 @@ import torch
 
 from dtgpt.device import (
     check_memory,
-    choose_device,
-    choose_dtype,
     memory_errors_as_sentences,
     peak_of_name,
     use_compiler,
@@ -14,9 +12,10 @@ from dtgpt.device import (
     wants_compiler,
 )
 from dtgpt.errors import UserError
-from dtgpt.model import GPT3_175B
-from dtgpt.parallel.cost import state_bytes
+from dtgpt.execution import choose_device, choose_dtype
+from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.parallel.plan import Plan
+from dtgpt.planning.parameters import state_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

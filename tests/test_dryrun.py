@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.dryrun import describe_plan
 from dtgpt.errors import UserError
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random import fold, root_key
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.memory import Sizes, block_activations, memory_of, stages_in_flight
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.parallel.traffic import bubble, collectives_of
+from dtgpt.planning.memory import Sizes, block_activations, memory_of, stages_in_flight
+from dtgpt.planning.report import describe_plan
+from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.recipe_file import load_recipe
 from tests import bodies_dryrun
 from tests.ranks import pool
@@ -33,7 +33,7 @@ def planned(recipe, plan: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, recompute):
     """Every byte but the statistics of the LayerNorms and the weights, which are counted elsewhere."""
-    config = GPTConfig(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
+    config = GPT2Config(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
     recipe = replace(recipe, model=config, micro_batch_size=4, recompute=recompute)
     mesh, kept = Mesh(Plan(dp=1), torch.device("cpu")), {}
     block = build_stages(recipe, mesh, dtype, root_key(1))[0][0].blocks["0"]

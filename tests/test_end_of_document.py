@@ -6,20 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.data.end_of_document import EndOfDocument, document_spans, reset_positions
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_positions
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.attention import causal_attention
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.flash import hidden_columns
 from dtgpt.ops.head import head_loss
 from dtgpt.ops.random import root_key
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
 
 EOD = 7
 CASES = 60
-ALL = {"reset_position_ids": "on", "reset_attention_mask": "on", "eod_mask_loss": "on"}
+ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
 
 def random_tokens(generator):
@@ -44,7 +45,7 @@ def test_any_window_is_marked_token_by_token():
     for case in range(CASES):
         tokens = random_tokens(generator)
         wanted = case % 2 == 0, case // 2 % 2 == 0, case // 4 % 2 == 0
-        found = EndOfDocument(EOD, *wanted).marks(tokens)
+        found = DocumentMasks(EOD, *wanted).marks(tokens)
         assert tuple(mark is not None for mark in found) == wanted
         positions, spans = zip(*map(naive, tokens.tolist()), strict=True)
         for mark, expected in zip(found[:2], (positions, spans), strict=True):
@@ -58,7 +59,7 @@ def test_attention_stays_within_documents():
     for _ in range(CASES):
         tokens = random_tokens(generator)
         length = tokens.shape[1]
-        seen = ~hidden_columns(document_spans(tokens == EOD))
+        seen = ~hidden_columns(document_bounds(tokens == EOD))
         for row, expected in zip(tokens.tolist(), seen[:, 0], strict=True):
             mask = torch.ones(length, length).tril()
             for i in (i for i, token in enumerate(row) if token == EOD):
@@ -69,10 +70,10 @@ def test_attention_stays_within_documents():
 def test_a_window_without_an_end_is_one_document():
     ends = torch.zeros(2, 5, dtype=torch.bool)
     assert (
-        reset_positions(ends).tolist() == [[0, 1, 2, 3, 4]] * 2 and document_spans(ends).tolist() == [[[0, 5]] * 5] * 2
+        reset_positions(ends).tolist() == [[0, 1, 2, 3, 4]] * 2 and document_bounds(ends).tolist() == [[[0, 5]] * 5] * 2
     )
     assert reset_positions(~ends).tolist() == [[0] * 5] * 2
-    assert document_spans(~ends).tolist() == [[[i, i + 1] for i in range(5)]] * 2
+    assert document_bounds(~ends).tolist() == [[[i, i + 1] for i in range(5)]] * 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -94,11 +95,11 @@ def test_every_back_end_hides_the_same(backend, dropout):
 
 def test_a_document_does_not_feel_what_stands_before_it():
     """Its logits are those that it has alone."""
-    config = GPTConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=30)
+    config = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=30)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
     before, own = torch.tensor([[3, 4, 5, EOD]]), torch.tensor([[9, 8, 1, 2, 6]])
     both = torch.cat([before, own], dim=1)
-    marks = EndOfDocument(EOD, True, True, False).marks(both)
+    marks = DocumentMasks(EOD, True, True, False).marks(both)
     found = model(both, positions=marks.positions, spans=marks.spans)
     assert torch.allclose(found[:, 4:], model(own), atol=1e-5)
     assert not torch.allclose(model(both)[:, 4:], model(own), atol=1e-2)
@@ -135,7 +136,7 @@ def recipe(recipe, text):
 def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     run = training(change(recipe, model={"dropout": 0.0}))
     windows, _, _ = run.batches.take(0)
-    marks = EndOfDocument(256, True, True, True).marks(windows[:, :-1])
+    marks = DocumentMasks(256, True, True, True).marks(windows[:, :-1])
     model = run.passes.model
     total = model(windows[:, :-1], None, windows[:, 1:], *marks) * marks.weights.numel()
     assert run.mean_loss(run.train_step()) == pytest.approx((total / marks.weights.sum()).item(), rel=1e-5)
@@ -152,10 +153,10 @@ def test_every_plan_follows_one_process(recipe, plan):
 
 @pytest.mark.parametrize("option", ALL)
 def test_each_option_changes_the_run(recipe, option):
-    off = change(recipe, data=dict.fromkeys(ALL, "off"), steps=2, log={"eval_interval": 0, "sample_tokens": 0})
+    off = change(recipe, data=dict.fromkeys(ALL, False), steps=2, log={"eval_interval": 0, "sample_tokens": 0})
     train(off)
     plain = losses(newest_run(recipe))
-    train(change(off, data={option: "on"}))
+    train(change(off, data={option: True}))
     assert losses(newest_run(recipe)) != plain
 
 

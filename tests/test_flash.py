@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.library import opcheck
 
-from dtgpt.data.end_of_document import document_spans
+from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import flash
 from dtgpt.ops.dropout import keep_mask
 from tests.bodies_flash import TOLERANCE, check, cut, error, gradient, keys_of, truth
@@ -61,7 +61,7 @@ def test_a_wrong_shape_is_an_error(shape, keys):
 
 def test_the_ops_keep_the_contract_of_custom_ops():
     qkv = torch.randn(2, 5, 2, 3, 4, requires_grad=True)
-    spans = document_spans(torch.eye(5, dtype=torch.bool)[:2])
+    spans = document_bounds(torch.eye(5, dtype=torch.bool)[:2])
     opcheck(flash._forward, (qkv, keys_of(2), 0.3, 1, None))
     opcheck(flash._forward, (qkv, None, 0.0, 0, spans))
     out, sums = flash._forward(qkv.detach(), keys_of(2), 0.3, 1, spans)

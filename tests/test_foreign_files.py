@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.begin import begin_from
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.files import Damaged
 from dtgpt.checkpoint.folder import Checkpoint
 from dtgpt.data.dataset import load_dataset
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
-from dtgpt.interop.inspect import InspectConfig, inspect
+from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
 from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.train.startup import begin_from
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.sources import Reference, refused
@@ -197,7 +197,7 @@ def test_what_a_state_tells_has_its_type(models, change):
 def test_a_checkpoint_as_it_was_written_has_these_types(models):
     path = models("ours")
     change_state(path, {"plan": "dp2", "world": 2, "recipe": {}})
-    assert "written by the plan dp2 on 2 processes" in inspect(path, InspectConfig())
+    assert "written by the plan dp2 on 2 processes" in inspect(path)
 
 
 def test_long_words_of_a_command_line_are_shortened(tmp_path, capsys):

@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, choose, generate, generate_from, logits_of, sample_text, tokenizer_of
+from dtgpt.generate import choose, generate, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.huggingface import save_huggingface
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random import fold, root_key
 from dtgpt.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from tests.test_interop_huggingface import InMemory
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
-CONFIG = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
+CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
 KEY = root_key(4)
 
 
@@ -96,7 +98,7 @@ def test_a_foreign_folder_is_sampled_with_its_own_tokenizer(foreign, tmp_path, k
     assert 270 < known.vocab_size <= CONFIG.vocab_size and known.end_of_text is not None
     assert len(known.encode("the quick fox")) < 13
     for prompt in ("the quick", ""):
-        assert generate_from(folder, GenerateConfig(prompt=prompt, tokens=5)).startswith(prompt)
+        assert generate_from(folder, GenerateOptions(prompt=prompt, tokens=5)).startswith(prompt)
 
 
 def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
@@ -113,7 +115,7 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["nothing tells the tokenizer", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
+    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "--vocab_file"]),
     (["--vocab_file", "v"], ["--vocab_file and --merge_file belong together"]),
     (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and --vocab_file v are both given"]),
@@ -130,8 +132,8 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
 
 def test_prompts_that_the_model_cannot_take_are_refused(model, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
-    with pytest.raises(UserError, match=r"the token \d+ of vocab\.json, where the model has 300 tokens"):
+    with pytest.raises(UserError, match=r"has token \d+ of vocab\.json, but the model has 300 tokens"):
         sample_text(logits_of(model), CONFIG, wide, "Hello", 3, KEY, 1.0, 0)
     endless = open_tokenizer(str(tokenizer_json(tmp_path, end="[STOP]")))
-    with pytest.raises(UserError, match="names no end of text to begin a document with; give --prompt"):
+    with pytest.raises(UserError, match="has no end of text to begin a document with; give --prompt"):
         sample_text(logits_of(model), CONFIG, endless, "", 3, KEY, 1.0, 0)

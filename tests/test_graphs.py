@@ -10,7 +10,8 @@ from dtgpt.cli import main
 from dtgpt.compare import without_key_bias
 from dtgpt.errors import UserError
 from dtgpt.parallel.graphs import WARM_UP, Graphs
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.runs import change, losses, newest_run, on_cuda, training
 
 CUDA = torch.device("cuda")
@@ -125,12 +126,12 @@ def test_pieces_share_their_memory_and_see_what_others_wrote():
     assert total.item() == pytest.approx(4 * (1 + 2 + 3) * counts.double().mean().item(), rel=1e-5)
 
 
-def curve_of(run: Training, steps: int) -> torch.Tensor:
+def curve_of(run: Trainer, steps: int) -> torch.Tensor:
     """`[steps, 2]`: loss and norm."""
     return torch.stack([torch.stack(run.train_step()) for _ in range(steps)]).cpu()
 
 
-def weights_of(run: Training) -> torch.Tensor:
+def weights_of(run: Trainer) -> torch.Tensor:
     """All in one, but the bias of the keys, which moves by rounding alone."""
     heads = run.recipe.model.num_heads
     return torch.cat([without_key_bias(shard.name, shard.local, heads).flatten() for shard in run.shards])
@@ -141,7 +142,7 @@ def weights_of(run: Training) -> torch.Tensor:
 BOUNDS = {"fp32": (1e-5, 1e-4, 1e-5), "bf16": (2e-3, 5e-2, 5e-3), "fp16": (3e-4, 1e-2, 1e-3)}
 
 
-def check_same(runs: list[Training], curves: list[torch.Tensor]) -> None:
+def check_same(runs: list[Trainer], curves: list[torch.Tensor]) -> None:
     loss, norm, weights = BOUNDS[runs[0].recipe.precision]
     torch.testing.assert_close(curves[0][:, 0], curves[1][:, 0], rtol=loss, atol=0)
     torch.testing.assert_close(curves[0][:, 1], curves[1][:, 1], rtol=norm, atol=0)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dtgpt.model import GPTConfig, build_model
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.random import root_key
 from tests.hugging_face import hugging_face_twin, translate
@@ -16,7 +17,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("std", [0.02, 0.2])
 def test_logits_loss_and_every_gradient_agree_with_hugging_face(std):
     """init_std 0.2 drives GELU and softmax out of their linear range; biases and norms are moved off 0 and 1."""
-    config = GPTConfig(num_layers=3, hidden_size=96, num_heads=4, seq_length=48, vocab_size=301, init_std=std)
+    config = GPT2Config(num_layers=3, hidden_size=96, num_heads=4, seq_length=48, vocab_size=301, init_std=std)
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(5))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

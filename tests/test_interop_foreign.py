@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dtgpt.interop.llmc import LLMC
 from dtgpt.interop.nanogpt import GELU_NOTE, NanoGPT
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from tests.sources import (
     HEADS,
     LAYERS,
@@ -53,7 +53,7 @@ def test_logits_of_nanogpts_model(path, zipped):
     reference = Reference()
     torch.save(checkpoint(reference), path, _use_new_zipfile_serialization=zipped)
     source = NanoGPT(path)
-    assert source.config == GPTConfig(
+    assert source.config == GPT2Config(
         num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, seq_length=LENGTH, vocab_size=VOCABULARY
     )
     assert source.notes == (GELU_NOTE,)

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's GPT-2, read and written; the other side is transformers itself."""
+"""Folders of Hugging Face's Decoder-2, read and written; the other side is transformers itself."""
 
 import json
 import pickle
@@ -6,14 +6,16 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from dtgpt.interop import huggingface
 from dtgpt.interop.huggingface import HuggingFace, save_huggingface
 from dtgpt.interop.source import Source, cut, parameter_shapes
-from dtgpt.model import GPT, TABLE, GPTConfig, build_model, unique_parameters
+from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random import root_key
 from tests.sources import TOLERANCE, check_parts, filled, refused
 
@@ -23,7 +25,7 @@ CPU = torch.device("cpu")
 class InMemory(Source):
     """A dtgpt model as a source that counts its `reads`."""
 
-    def __init__(self, model: GPT, fail_at: int = -1):
+    def __init__(self, model: Decoder, fail_at: int = -1):
         self.config, self.parameters = model.config, unique_parameters(model)
         self.fail_at, self.reads = fail_at, 0
 
@@ -45,11 +47,11 @@ def scatter(model, seed=0):
 
 def their_model(vocab_size=131, **settings) -> GPT2LMHeadModel:
     sizes = {"vocab_size": vocab_size, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
-    return scatter(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **settings)))
+    return scatter(GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **settings)))
 
 
-def our_model(vocab_size=131) -> GPT:
-    config = GPTConfig(
+def our_model(vocab_size=131) -> Decoder:
+    config = GPT2Config(
         num_layers=3, hidden_size=48, num_heads=4, seq_length=24, vocab_size=vocab_size, layer_norm_eps=1e-3
     )
     model = scatter(build_model(config, CPU, torch.float32, root_key(3)))
@@ -59,7 +61,7 @@ def our_model(vocab_size=131) -> GPT:
 
 
 @torch.no_grad()
-def same_logits(ours: GPT, theirs) -> bool:
+def same_logits(ours: Decoder, theirs) -> bool:
     size = ours.config.vocab_size
     tokens = torch.randint(size, (3, ours.config.seq_length), generator=torch.Generator().manual_seed(7))
     expected = theirs(tokens).logits
@@ -94,7 +96,7 @@ def test_logits_of_an_imported_model_are_those_of_transformers(tmp_path, vocab_s
     theirs = their_model(vocab_size, layer_norm_epsilon=1e-3)
     theirs.save_pretrained(tmp_path / "gpt2")
     source = HuggingFace(tmp_path / "gpt2")
-    assert source.config == GPTConfig(
+    assert source.config == GPT2Config(
         num_layers=3, hidden_size=48, num_heads=4, seq_length=24, vocab_size=vocab_size, layer_norm_eps=1e-3
     )
     assert same_logits(filled(source), theirs)
@@ -121,7 +123,7 @@ def test_transformers_loads_an_exported_model_with_the_same_logits(tmp_path, voc
 
 
 def test_only_gpt2s_vocabulary_has_an_end_of_text(tmp_path):
-    config = GPTConfig(num_layers=1, hidden_size=4, num_heads=1, seq_length=4)
+    config = GPT2Config(num_layers=1, hidden_size=4, num_heads=1, seq_length=4)
     save_huggingface(InMemory(build_model(config, CPU, torch.float32, root_key(0))), tmp_path / "a")
     save_huggingface(InMemory(our_model()), tmp_path / "b")
     for file in ("config.json", "generation_config.json"):

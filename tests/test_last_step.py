@@ -10,7 +10,8 @@ from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.parallel.names import parse_plan
 from dtgpt.report import Report
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.ranks import pool
 from tests.runs import change, newest_run
 
@@ -45,8 +46,8 @@ def at_the_end(run) -> list:
 @pytest.mark.parametrize(
     "place, name, left",
     [
-        (Training, "_report_held_out", "test loss, last sample, loss plot"),
-        (Training, "sample", "last sample, loss plot"),
+        (Trainer, "_report_held_out", "test loss, last sample, loss plot"),
+        (Trainer, "sample", "last sample, loss plot"),
         (Report, "finish", "loss plot"),
     ],
 )
@@ -103,7 +104,7 @@ def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
 
 
 def test_a_signal_while_the_last_is_done_leaves_it_for_the_next_time(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(Training, "sample", lambda self: os.kill(os.getpid(), 15))
+    monkeypatch.setattr(Trainer, "sample", lambda self: os.kill(os.getpid(), 15))
     assert train(recipe) == 128 + 15
     run = newest_run(recipe)
     assert f"stopped at step 6/6; to go on, add --resume {run}" in capsys.readouterr().out

@@ -9,12 +9,13 @@ import torch
 
 from dtgpt.checkpoint.folder import read_state
 from dtgpt.errors import UserError
-from dtgpt.losses import IntervalLoss
 from dtgpt.metrics import read_records
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.train import Training, train
+from dtgpt.train.interval_loss import IntervalLoss
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.bodies_checkpoint import change_state
 from tests.bodies_train import train_until
 from tests.ranks import pool
@@ -114,13 +115,13 @@ def test_a_state_whose_interval_is_none_is_refused(recipe, saved):
 
 def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeypatch):
     """Where the steps that are looked at have one."""
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step(self):
         curve = done(self)
         return curve._replace(loss=curve.loss * math.nan) if self.step == 7 else curve
 
-    monkeypatch.setattr(Training, "train_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     with pytest.raises(UserError, match=r"has diverged: mean loss of 5 steps at step 10 is nan; start again"):
         train(recipe)
     with pytest.raises(UserError, match=r"has diverged: mean loss of 4 steps at step 9 is nan"):

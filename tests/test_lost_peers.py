@@ -18,10 +18,10 @@ POINTS = {
     "the agreement": "dtgpt.parallel.launch.code_digests",
     "making the mesh": "dtgpt.parallel.mesh.init_device_mesh",
     "verifying the checkpoint": "dtgpt.checkpoint.folder.Checkpoint.problem",
-    "reading the data": "dtgpt.begin.read_dataset",
+    "reading the data": "dtgpt.train.startup.read_dataset",
     "building the model": "dtgpt.train.build_stages",
     "loading the checkpoint": "dtgpt.train.load_training",
-    "the first step": "dtgpt.train.Training.train_step",
+    "the first step": "dtgpt.train.trainer.Trainer.train_step",
     "the second step": "dtgpt.optim.Update.apply",
 }
 
@@ -51,7 +51,7 @@ CASES["rank 0 dies before the others join"] = {0: ("torch.distributed.init_proce
 CASES["rank 0 never comes to torchrun's store"] = {0: None}
 CASES["rank 1 dies in the first step of a pipeline"] = CASES["rank 1 dies in the first step"]
 CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the first step"]
-CASES["rank 1 hangs"] = {1: ("dtgpt.train.Training.train_step", hang)}
+CASES["rank 1 hangs"] = {1: ("dtgpt.train.trainer.Trainer.train_step", hang)}
 
 
 def rank(index: int, folder: Path, port: int, words: list[str], change: tuple | None, store: bool) -> int:

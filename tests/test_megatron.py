@@ -8,7 +8,8 @@ import torch
 from dtgpt.errors import UserError
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.source import cut, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig, build_model, unique_parameters
+from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from tests.megatron_trees import CONFIG, LAYER, PLANS, H, check, make_weights, padded, write_tree
 
 WPE = "embedding.wpe.weight"
@@ -58,7 +59,7 @@ def test_a_missing_version_is_the_oldest_but_not_for_mcore(tmp_path, weights):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_weights_come_as_fp32(tmp_path, weights, dtype):
     write_tree(tmp_path, weights, 2, 2, dtype=dtype, layernorm_epsilon=1e-6)
-    config = GPTConfig(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131, layer_norm_eps=1e-6)
+    config = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131, layer_norm_eps=1e-6)
     source = Megatron(tmp_path / "iter_0000030", true_vocab_size=131)
     check(source, {n: t.to(dtype).float() for n, t in weights.items()}, config)
 
@@ -112,7 +113,7 @@ def test_the_padding_of_gpt2s_vocabulary_is_recognized(tmp_path, weights, tp):
 
 def ngc_like(root, hidden=128):
     """As the 345M release: fp16, `transformer`, `.attention.`, no args, no version, QKV [3, np, hn], not a zip file."""
-    config = GPTConfig(num_layers=2, hidden_size=hidden, num_heads=2, seq_length=16, vocab_size=128)
+    config = GPT2Config(num_layers=2, hidden_size=hidden, num_heads=2, seq_length=16, vocab_size=128)
     generator = torch.Generator().manual_seed(3)
     ours = {n: torch.randn(s, generator=generator).half() for n, s in parameter_shapes(config).items()}
     transformer = {}

@@ -10,7 +10,7 @@ from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.megatron_export import save_megatron
 from dtgpt.interop.source import pad_rows, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from tests.megatron_trees import CONFIG, LAYERS, PLANS, H, InMemory, check, make_weights, padded, write_tree
 
 
@@ -76,7 +76,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_export_and_gpt2s_vocabulary(tmp_path, dtype):
-    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=4, seq_length=4)
+    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=4, seq_length=4)
     tensors = {n: torch.randn(s) for n, s in parameter_shapes(config).items()}
     tensors[TABLE] = pad_rows(tensors[TABLE], config)
     save_megatron(InMemory(config, tensors), tmp_path / "out", 4, dtype=dtype)
@@ -89,7 +89,7 @@ def test_narrow_export_and_gpt2s_vocabulary(tmp_path, dtype):
 
 
 def test_ranks_of_padding_alone_are_written(tmp_path):
-    config = GPTConfig(num_layers=1, hidden_size=8, num_heads=8, seq_length=4, vocab_size=9)
+    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=8, seq_length=4, vocab_size=9)
     tensors = {n: torch.randn(s) for n, s in parameter_shapes(config).items()}
     tensors[TABLE] = pad_rows(tensors[TABLE], config)
     save_megatron(InMemory(config, tensors), tmp_path / "out", 8)

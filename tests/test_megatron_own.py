@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.begin import begin_from
 from dtgpt.errors import UserError
 from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
+from dtgpt.train.startup import begin_from
 from tests.megatron_trees import check, make_weights, write_tree
 from tests.test_cli import in_process
 

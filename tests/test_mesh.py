@@ -5,7 +5,8 @@ import torch
 from safetensors import SafetensorError
 
 from dtgpt.errors import UserError
-from dtgpt.parallel.mesh import Mesh, Place, chunk
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
 from tests.bodies_mesh import agree_on, agreement, coordinates, errors, open_and_close, read_texts, reductions, timeouts
@@ -14,10 +15,10 @@ from tests.ranks import pool
 LARGE = ["dp3_tp4_pp2", "dp4_zero3_tp2_pp3_zbv", "dp1", "tp5", "pp3_interleaved2", "dp2_zero1_pp2_gpipe"]
 
 
-def places(name: str) -> list[Place]:
+def places(name: str) -> list[RankCoordinates]:
     plan = parse_plan(name)
     plan = plan.for_world(plan.world)
-    return [Place(plan, rank) for rank in range(plan.world)]
+    return [RankCoordinates(plan, rank) for rank in range(plan.world)]
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -35,7 +36,7 @@ def test_every_rank_has_a_place_of_its_own_with_tp_fastest(name):
 def test_a_neighbour_differs_in_the_pipeline_coordinate_alone(name):
     for place in places(name):
         for pp in range(place.plan.pp):
-            other = Place(place.plan, place.neighbour(pp))
+            other = RankCoordinates(place.plan, place.neighbour(pp))
             assert (other.pp, other.dp, other.tp) == (pp, place.dp, place.tp)
         assert place.neighbour(place.pp) == place.rank
 
@@ -54,7 +55,7 @@ def test_places_are_those_of_the_device_mesh(plan):
     answers = pool().run(4, coordinates, degrees)
     assert len({ours for ours, _, _ in answers}) == 4
     for rank, (ours, theirs, groups) in enumerate(answers):
-        place = Place(degrees, rank)
+        place = RankCoordinates(degrees, rank)
         assert ours == theirs
         assert groups.get("tp") == ([rank - place.tp + i for i in range(2)] if degrees.tp > 1 else None)
         assert groups["pp"] == [place.neighbour(pp) for pp in range(degrees.pp)]

@@ -5,28 +5,17 @@ import pytest
 import torch
 
 from dtgpt.errors import UserError
-from dtgpt.model import (
-    GPT,
-    GPT2_124M,
-    GPT2_345M,
-    GPT2_774M,
-    GPT2_1558M,
-    GPT3_175B,
-    GPTConfig,
-    allocate,
-    build_model,
-    fill_weight,
-    unique_parameters,
-)
+from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config, allocate
 from dtgpt.ops.cross_entropy import cross_entropy
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold, normal, root_key
 
 CPU = torch.device("cpu")
-TINY = GPTConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=100, dropout=0.2)
+TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=100, dropout=0.2)
 
 
-def build(config=TINY, seed=1, dtype=torch.float32) -> GPT:
+def build(config=TINY, seed=1, dtype=torch.float32) -> Decoder:
     return build_model(config, CPU, dtype, root_key(seed))
 
 
@@ -40,7 +29,7 @@ def test_named_sizes_have_the_published_number_of_parameters(config, millions):
         assert config.padded_vocab_size == 50304
     with torch.device("meta"):
         small = replace(config, num_layers=2)
-        assert sum(p.numel() for p in GPT(small).parameters()) == small.num_parameters
+        assert sum(p.numel() for p in Decoder(small).parameters()) == small.num_parameters
 
 
 def test_flops_count_weights_and_full_attention():
@@ -100,7 +89,7 @@ def test_a_part_of_the_model_gets_its_part_of_the_weights(removed):
     """A model without its first block and without one end; the tied table has one name in both ends."""
     whole = dict(build().named_parameters())
     with torch.device("meta"):
-        part = GPT(TINY)
+        part = Decoder(TINY)
     part.keep(range(1, 2), embedding=removed != "embedding", head=removed != "head")
     allocate(part, CPU)
     kept = unique_parameters(part)
@@ -132,7 +121,7 @@ def test_initial_weights_have_the_stated_spread():
             assert abs(p.mean()) < 5 * std / math.sqrt(p.numel()), name
 
 
-def gradient(model: GPT, tokens: torch.Tensor, micro_batch_size: int) -> dict[str, torch.Tensor]:
+def gradient(model: Decoder, tokens: torch.Tensor, micro_batch_size: int) -> dict[str, torch.Tensor]:
     model.zero_grad()
     batch = len(tokens)
     for rows in torch.arange(batch).split(micro_batch_size):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.batch_size import BatchSizes
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.optim import Update, clip_factor, learning_rates, make_optimizer
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
@@ -20,7 +20,7 @@ from tests.runs import change, constant, rate_of
 def schedule(kind: str, steps=100, **changes) -> list[float]:
     recipe = Recipe(
         name="x",
-        model=GPTConfig(num_layers=1, hidden_size=8, num_heads=1),
+        model=GPT2Config(num_layers=1, hidden_size=8, num_heads=1),
         optimizer=OptimizerConfig(lr=1.0, min_lr=0.1, schedule=kind, warmup=10, **changes),
         steps=steps,
         micro_batch_size=1,
@@ -49,7 +49,7 @@ def test_warmup_may_be_a_share_and_decay_may_end_before_the_run():
     rates = schedule("cosine", decay_steps=50)
     assert rates[50] == rates[100] == pytest.approx(0.1)
     recipe = Recipe(
-        name="x", model=GPTConfig(num_layers=1, hidden_size=8, num_heads=1),
+        name="x", model=GPT2Config(num_layers=1, hidden_size=8, num_heads=1),
         optimizer=OptimizerConfig(lr=1.5e-4, warmup=0.01, decay_steps=320_000),
         steps=500_000, micro_batch_size=1, global_batch_size=1,
     )  # fmt: skip

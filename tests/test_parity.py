@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from dtgpt import compare
 from dtgpt.compare import Record, difference, record
 from dtgpt.metrics import read_records
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
 from dtgpt.recipe import LossScaleConfig, OptimizerConfig, Recipe
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.ranks import pool
 
 # fp32 sums in another order differ in the last of 24 bits, and five steps of AdamW carry that on: 1e-6 is what is seen.
@@ -48,7 +48,7 @@ def recipe(recipe) -> Recipe:
 
 def sized_for(recipe: Recipe, plan: Plan) -> Recipe:
     """As many layers and micro-batches as the plan needs: small ones are quick, each size needs a reference."""
-    model = GPTConfig(
+    model = GPT2Config(
         num_layers=max(2, plan.num_stages), hidden_size=32, num_heads=4, seq_length=16, vocab_size=257, dropout=0.1
     )
     return replace(recipe, model=model, global_batch_size=2 * (plan.dp or 1) * max(2, plan.pp))

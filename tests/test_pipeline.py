@@ -7,30 +7,32 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.model import GPT, GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPTConfig, build_model, unique_parameters
-from dtgpt.parallel.mesh import Place, chunk
+from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.pipeline import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
+from dtgpt.parallel.pipeline import EMBEDDING_COST
 from dtgpt.parallel.plan import SCHEDULES, Plan
+from dtgpt.parallel.stages import balanced_cut, block_ranges, keep_stage
 from tests.bodies_shards import CPU, KEY, logits_of_stages
 from tests.ranks import pool
 
-TINY = GPTConfig(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
 PLANS = [Plan(dp=1, pp=pp, schedule=schedule) for pp in (2, 3, 4) for schedule in SCHEDULES.values()]
 PLANS += [Plan(dp=1, pp=2, blocks_per_stage=(9, 3)), Plan(dp=1, pp=2, schedule="Interleaved1F1B", stages_per_rank=6)]
 
 
 @functools.cache
-def head_cost(config: GPTConfig) -> float:
+def head_cost(config: GPT2Config) -> float:
     """In blocks, counted from the FLOPs of the named parts."""
     with torch.device("meta"):
-        block = sum(p.numel() for p in GPT(replace(config, num_layers=1)).blocks.parameters() if p.dim() > 1)
+        block = sum(p.numel() for p in Decoder(replace(config, num_layers=1)).blocks.parameters() if p.dim() > 1)
     block = 6 * block + 12 * config.hidden_size * config.seq_length
     return 6 * config.padded_vocab_size * config.hidden_size / block
 
 
-def costs(config: GPTConfig, cut: tuple[int, ...]) -> list[float]:
+def costs(config: GPT2Config, cut: tuple[int, ...]) -> list[float]:
     """Of each stage, in blocks."""
     stages = [float(blocks) for blocks in cut]
     stages[0] += EMBEDDING_COST
@@ -81,16 +83,16 @@ def test_stages_go_round_the_ranks_in_turn_or_like_the_letter_v():
     )
     assert [interleaved.stage_rank(s) for s in range(12)] == [0, 1, 2, 3] * 3
     assert [zbv.stage_rank(s) for s in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [Place(zbv, rank).stages for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert [Place(interleaved, rank).stages for rank in (0, 3)] == [[0, 4, 8], [3, 7, 11]]
+    assert [RankCoordinates(zbv, rank).stages for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [RankCoordinates(interleaved, rank).stages for rank in (0, 3)] == [[0, 4, 8], [3, 7, 11]]
 
 
 @pytest.mark.parametrize("plan", PLANS[:8], ids=lambda plan: plan.name)
 def test_the_parameters_of_all_stages_are_those_of_the_model_by_name(plan):
     config = replace(TINY, num_layers=8)
     with torch.device("meta"):
-        whole = {name: p.shape for name, p in unique_parameters(GPT(config)).items()}
-        parts = [unique_parameters(keep_stage(GPT(config), stage, plan)) for stage in range(plan.num_stages)]
+        whole = {name: p.shape for name, p in unique_parameters(Decoder(config)).items()}
+        parts = [unique_parameters(keep_stage(Decoder(config), stage, plan)) for stage in range(plan.num_stages)]
     names = [name for part in parts for name in part]
     assert sorted(names) == sorted([*whole, TABLE])  # the table is on the first and on the last stage
     assert TABLE in parts[0] and TABLE in parts[-1]
@@ -116,7 +118,7 @@ def test_stages_in_a_row_are_the_model():
 
 
 @functools.cache
-def whole_logits(config: GPTConfig, tokens: bytes) -> torch.Tensor:
+def whole_logits(config: GPT2Config, tokens: bytes) -> torch.Tensor:
     model = build_model(config, CPU, torch.float32, KEY)
     with torch.no_grad():
         return model(torch.frombuffer(bytearray(tokens), dtype=torch.int64).reshape(-1, config.seq_length))
@@ -149,7 +151,7 @@ def test_every_layout_of_stages_has_the_logits_of_the_whole_model(recipe, name, 
         expected = whole_logits(config, tokens.numpy().tobytes())
         holders = 0
         for rank, answer in enumerate(answers):
-            place, (logits, row) = Place(plan, rank), answer[index]
+            place, (logits, row) = RankCoordinates(plan, rank), answer[index]
             torch.testing.assert_close(row, expected[0, -1], rtol=1e-4, atol=1e-6)
             assert torch.equal(row, answers[0][index][1])  # bitwise: ranks choose the same token
             if logits is None:

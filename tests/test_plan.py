@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import SCHEDULES, Plan
@@ -17,7 +17,7 @@ from dtgpt.recipe import Recipe
 from tests.bodies_mesh import refusal_of_build
 from tests.ranks import pool
 
-MODEL = GPTConfig(num_layers=4, hidden_size=48, num_heads=4, seq_length=16, vocab_size=257)
+MODEL = GPT2Config(num_layers=4, hidden_size=48, num_heads=4, seq_length=16, vocab_size=257)
 OWN = {
     "two-stages": Plan(pp=2, stages_per_rank=2),
     "deep-zbv": Plan(pp=2, schedule="ZBVZeroBubble", stages_per_rank=4),

@@ -12,7 +12,8 @@ from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.recipe import Recipe
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.bodies_train import skipped_after_each_step, steps_with_an_overflow
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, rate_of, training
@@ -134,7 +135,7 @@ def test_bf16_weights_are_the_rounded_masters_after_every_step(recipe, micro_bat
         assert not all(torch.equal(shard.local, shard.parameter.float()) for shard in run.shards)
 
 
-def gradients_by_hand(run: Training, count: int) -> list[list[torch.Tensor]]:
+def gradients_by_hand(run: Trainer, count: int) -> list[list[torch.Tensor]]:
     """Of each shard, those of each micro-batch of the first step as backward makes them."""
     windows, ids, key = run.batches.take(0)
     keys = dropout_keys(key, ids, run.recipe.model.num_sites)

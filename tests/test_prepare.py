@@ -22,7 +22,7 @@ from tests.prepared import leftovers, run, words_of
 from tests.vocabularies import DATA, gpt2_files
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
-RUN = "import sys; from dtgpt.prepare.command import prepare_command; sys.exit(prepare_command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")

@@ -21,23 +21,23 @@ def test_python_values_are_taken_for_words(tmp_path):
     path = tmp_path / "h.jsonl"
     write_lines(path, [{"text": "a"}])
     config = PrepareConfig(input=path, output_prefix=tmp_path / "out", tokenizer="bytes", append_eod=True, strict=False)
-    assert (config.input, config.append_eod, config.strict) == ((str(path),), "on", "off")
+    assert (config.input, config.append_eod, config.strict) == ((str(path),), True, False)
     prepare(config)
     assert IndexedDataset(tmp_path / "out_text_document").window(0).tolist() == [97, 256]
     assert PrepareConfig(input=str(path)).input == PrepareConfig(input=[path]).input == (str(path),)
 
 
 @pytest.mark.parametrize("wrong, words", [
-    ({"append_eod": "yes"}, "append_eod='yes' is none of on, off"),
-    ({"append_eod": 1}, "append_eod=1 is none of on, off"),
-    ({"workers": "2"}, "workers='2' is of a wrong type; give a whole number"),
-    ({"workers": True}, "workers=True is of a wrong type; give a whole number"),
-    ({"input": 5}, "input=5 is of a wrong type; give a text or a list"),
-    ({"json_keys": ("a", 5)}, "json_keys=.* is of a wrong type; give a text or a list"),
-    ({"tokenizer": None}, "tokenizer=None is of a wrong type; give a text"),
-    ({"vocab_file": 5}, "vocab_file=5 is of a wrong type; give a text"),
-    ({"txt": "word"}, "txt='word' is none of file, line"),
-    ({"log_interval": -1}, "--log-interval -1 is negative"),
+    ({"append_eod": "yes"}, "append_eod='yes' is not valid; use True or False"),
+    ({"append_eod": 1}, "append_eod=1 is not valid; use True or False"),
+    ({"workers": "2"}, "workers='2' is not valid; use a whole number"),
+    ({"workers": True}, "workers=True is not valid; use a whole number"),
+    ({"input": 5}, "input=5 is not valid; use a list of texts"),
+    ({"json_keys": ("a", 5)}, "json_keys=.* is not valid; use a list of texts"),
+    ({"tokenizer": None}, "tokenizer=None is not valid; use text"),
+    ({"vocab_file": 5}, "vocab_file=5 is not valid; use text or none"),
+    ({"txt": "word"}, "txt='word' is not valid; use one of file, line"),
+    ({"log_interval": -1}, "log_interval=-1 is out of range; use 0 or more"),
 ])  # fmt: skip
 def test_values_of_another_type_are_refused(wrong, words):
     with pytest.raises(UserError, match=words):

@@ -15,7 +15,7 @@ from tests.prepared import leftovers, run, words_of
 
 RENAMES = """
 import os, pathlib, sys
-from dtgpt.prepare.command import prepare_command
+from dtgpt.commands.prepare import command as prepare_command
 rename, done = pathlib.Path.rename, []
 def until_killed(path, target):
     if len(done) == int(sys.argv[1]):

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.begin import read_dataset
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.samples import load_samples
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.tokenizers.open import open_tokenizer
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
+from dtgpt.train.trainer import Trainer
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
 
@@ -107,14 +108,14 @@ def test_another_order_is_told_at_a_resume(recipe, capsys):
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_data_that_shrink_while_a_run_trains_on_them_end_it_with_a_sentence(recipe, suffix, monkeypatch):
     """Not with a signal: exit code 2, and the file is named."""
-    path, step = Path(recipe.data.path + suffix), Training.train_step
+    path, step = Path(recipe.data.path + suffix), Trainer.train_step
 
     def cut(self):
         if self.step == 3:
             os.truncate(path, 100)
         return step(self)
 
-    monkeypatch.setattr(Training, "train_step", cut)
+    monkeypatch.setattr(Trainer, "train_step", cut)
     with pytest.raises(UserError, match=rf"numbers{suffix} had \d+ bytes when it was opened, and ends at byte 100 now"):
         train(recipe)
 
@@ -199,7 +200,7 @@ def test_a_run_is_saved_before_its_test_loss_is_looked_at(recipe, monkeypatch):
     def no_number(*arguments):
         return (float("nan"), float("nan")) if arguments[-1] == "test" else (1.0, 1.0)
 
-    monkeypatch.setattr("dtgpt.evaluate.held_out_loss", no_number)
+    monkeypatch.setattr("dtgpt.train.evaluate.held_out_loss", no_number)
     with pytest.raises(UserError, match="test loss and bits/byte at step 2"):
         train(change(recipe, steps=2, data={"split": "90,5,5"}))
     assert (newest_run(recipe) / "checkpoints" / "step_00000002").is_dir()
@@ -215,14 +216,14 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
     [
         ({"tokenizer": "auto"}, ["nothing tells of which tokenizer", "--data.tokenizer_file"]),
         ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
-        ({"train_samples": 0}, ["data.train_samples=0 is not positive"]),
+        ({"train_samples": 0}, ["data.train_samples=0 is out of range; use 1 or more"]),
         ({"vocab_file": "vocab.json"}, ["belong together"]),
-        ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["is of the tokenizer gpt2"]),
+        ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["belongs to the tokenizer gpt2"]),
         ({"path": "0.3 {0} 0.7"}, ["there is no dataset 0.3"]),
         ({"path": "0.3 {0} x {0}"}, ["'x' is not a weight"]),
         ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
-        ({"path": None, "valid_path": "{0}"}, ["data.valid_path is of prepared data"]),
-        ({"path": None, "train_samples": 5}, ["data.train_samples is of prepared data"]),
+        ({"path": None, "valid_path": "{0}"}, ["data.valid_path needs prepared data"]),
+        ({"path": None, "train_samples": 5}, ["data.train_samples needs prepared data"]),
         ({"tokenizer_file": "t.json"}, ["data.tokenizer=bytes", "both name a tokenizer"]),
         ({"split": "90,5,5", "test_path": "{0}"}, ["data.split=90,5,5", "leave data.split out"]),
     ],

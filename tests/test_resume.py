@@ -10,7 +10,7 @@ import dtgpt.checkpoint.host
 from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.errors import UserError
 from dtgpt.run import lock_run, run_to_resume
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.bodies_checkpoint import change_state
 from tests.runs import change, losses, newest_run
 

@@ -9,7 +9,8 @@ import dtgpt.run
 from dtgpt.checkpoint.folder import list_checkpoints
 from dtgpt.errors import UserError
 from dtgpt.run import Claim
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.bodies_train import train_while_the_folder_goes
 from tests.ranks import pool
 from tests.runs import change, newest_run
@@ -34,8 +35,8 @@ def remove_above(run: Path) -> None:
 def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monkeypatch, work, interval):
     """Whether the next that it would write is a record or, a while later, a checkpoint."""
     recipe = change(recipe, steps=10_000, log={"interval": interval, "eval_interval": 0})
-    recipe = change(recipe, checkpoint={"interval": 2, "background": "off"})
-    done, gone = Training.train_step, []
+    recipe = change(recipe, checkpoint={"interval": 2, "background": False})
+    done, gone = Trainer.train_step, []
 
     def step_then_work(self):
         result = done(self)
@@ -44,7 +45,7 @@ def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monk
             work(newest_run(recipe))
         return result
 
-    monkeypatch.setattr(Training, "train_step", step_then_work)
+    monkeypatch.setattr(Trainer, "train_step", step_then_work)
     step = 5 if interval == 1 else 6
     with pytest.raises(UserError, match=rf"was moved, removed or replaced .* at step {step}; nothing more is written"):
         train(recipe)
@@ -54,7 +55,7 @@ def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monk
 
 def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(recipe, monkeypatch):
     recipe = change(recipe, steps=10**6, log={"interval": 10**6, "eval_interval": 0}, checkpoint={"interval": 0})
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step_then_move(self):
         result = done(self)
@@ -62,7 +63,7 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
             move(newest_run(recipe))
         return result
 
-    monkeypatch.setattr(Training, "train_step", step_then_move)
+    monkeypatch.setattr(Trainer, "train_step", step_then_move)
     with pytest.raises(UserError, match=r"the run folder .*test-001 was moved, removed or replaced"):
         train(recipe)
     assert not (Path(recipe.runs) / "test-001").exists()
@@ -70,7 +71,7 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
 
 @pytest.mark.parametrize("when", ["the last checkpoint", "the end"])
 def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
-    save, sample = Training._save, Training.sample
+    save, sample = Trainer._save, Trainer.sample
 
     def move_at_the_last(self, *arguments, **options):
         if self.step == recipe.steps and when == "the last checkpoint":
@@ -82,8 +83,8 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
             move(newest_run(recipe))
         return sample(self)
 
-    monkeypatch.setattr(Training, "_save", move_at_the_last)
-    monkeypatch.setattr(Training, "sample", move_then_sample)
+    monkeypatch.setattr(Trainer, "_save", move_at_the_last)
+    monkeypatch.setattr(Trainer, "sample", move_then_sample)
     with pytest.raises(UserError, match="was moved, removed or replaced"):
         train(recipe)
     assert [p.name for p in Path(recipe.runs).iterdir()] == ["elsewhere"]
@@ -92,7 +93,7 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
 
 
 @pytest.mark.parametrize("plan", ["dp2", "pp2", "tp2_sp", "dp2_zero3"])
-@pytest.mark.parametrize("background", ["on", "off"])
+@pytest.mark.parametrize("background", [True, False])
 def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):
     recipe = change(recipe, steps=1000, plan=plan, micro_batch_size=2, log={"interval": 3, "eval_interval": 0})
     recipe = change(recipe, checkpoint={"interval": 2, "background": background}, data={"held_out": 0.0})

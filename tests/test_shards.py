@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.model import TABLE, GPTConfig, build_model, unique_parameters
+from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
@@ -14,7 +15,7 @@ from dtgpt.parallel.shards import slices
 from tests.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
 from tests.ranks import pool
 
-CONFIG = GPTConfig(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 # 256 rows of the vocabulary and 16 positions in 3 parts, and 144 rows of the smallest weight in 3 heads.
 THREE = replace(CONFIG, hidden_size=48, num_heads=3, vocab_size=200)
 SHORT = replace(CONFIG, seq_length=2)  # fewer positions than ranks: some hold an empty part
@@ -39,7 +40,7 @@ every_plan = pytest.mark.parametrize("name, world, config", PLANS, ids=[name for
 
 
 @functools.cache
-def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
+def whole_weights(config: GPT2Config) -> dict[str, torch.Tensor]:
     return unique_parameters(build_model(config, CPU, torch.float32, KEY))
 
 
@@ -48,7 +49,7 @@ def plan_of(name: str, world: int) -> Plan:
 
 
 @functools.cache
-def answers_of(name: str, world: int, config: GPTConfig = CONFIG) -> list:
+def answers_of(name: str, world: int, config: GPT2Config = CONFIG) -> list:
     """What `shards_of` answers on each rank."""
     return pool().run(world, shards_of, config, plan_of(name, world))
 

@@ -15,7 +15,8 @@ import pytest
 from dtgpt.cli import main
 from dtgpt.run import lock_run
 from dtgpt.signals import StopRequest
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.runs import newest_run
 
 ROOT = Path(__file__).parent.parent
@@ -27,14 +28,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 def train_with(recipe, number: int) -> int:
     """The exit code of a run that gets a signal during its third step."""
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step_then_signal(self):
         if self.step == 2:
             os.kill(os.getpid(), number)
         return done(self)
 
-    with mock.patch.object(Training, "train_step", step_then_signal):
+    with mock.patch.object(Trainer, "train_step", step_then_signal):
         return train(recipe)
 
 
@@ -145,7 +146,7 @@ def test_an_interrupt_before_the_first_step_is_one_line_and_leaves_nothing(tmp_p
     monkeypatch.chdir(tmp_path)
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interrupt = mock.patch("dtgpt.begin.read_dataset", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        interrupt = mock.patch("dtgpt.train.startup.read_dataset", lambda _: os.kill(os.getpid(), signal.SIGINT))
         with interrupt, pytest.raises(SystemExit) as end:
             main(["train", str(TINY), "--device", "cpu"])
     finally:

@@ -16,7 +16,7 @@ from dtgpt.plot import plot_runs
 from dtgpt.prepare.target import lock_prefix
 from dtgpt.run import lock_run
 from dtgpt.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text
-from dtgpt.train import train
+from dtgpt.train.loop import train
 from tests.runs import change, losses, newest_run
 
 ME = f"pid {os.getpid()} on "
@@ -167,7 +167,7 @@ def planting(request, monkeypatch, tmp_path):
             special(run / "samples" / f"step_{step:08d}.txt", request.param, precious)
         return run
 
-    monkeypatch.setattr("dtgpt.begin.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
     return precious
 
 
@@ -190,7 +190,7 @@ def test_samples_are_not_written_through_a_link(recipe, tmp_path, monkeypatch, c
         (run / "samples").symlink_to(tmp_path / "elsewhere")
         return run
 
-    monkeypatch.setattr("dtgpt.begin.create_run", create_run)
+    monkeypatch.setattr("dtgpt.train.startup.create_run", create_run)
     assert train(change(recipe, steps=1)) == 0
     assert list((tmp_path / "elsewhere").iterdir()) == [] and "is a link" in capsys.readouterr().err
 

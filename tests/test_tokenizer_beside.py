@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.begin import read_dataset
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.prepared import is_prepared
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, generate_from
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.tokenizers.char import Char, Ids
 from dtgpt.tokenizers.nanogpt_meta import read_meta
 from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.train import train
+from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
 
@@ -54,10 +54,10 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
     per_token = len(TEXT.encode()) / len(TEXT) * np.log(2)
     assert per_byte["valid_bits_per_byte"] == pytest.approx(per_byte["valid_loss"] / per_token, rel=0.1)
     assert set((run / "samples" / "step_00000002.txt").read_text()) <= {*TEXT, "\ufffd"}
-    assert generate_from(run, GenerateConfig(prompt="the q", tokens=4)).startswith("the q")
-    assert len(generate_from(run, GenerateConfig(tokens=4))) <= 4
+    assert generate_from(run, GenerateOptions(prompt="the q", tokens=4)).startswith("the q")
+    assert len(generate_from(run, GenerateOptions(tokens=4))) <= 4
     with pytest.raises(UserError, match="does not know the character 'Z'"):
-        generate_from(run, GenerateConfig(prompt="Z", tokens=4))
+        generate_from(run, GenerateOptions(prompt="Z", tokens=4))
 
 
 def test_ids_need_no_tokenizer(chars):
@@ -73,7 +73,7 @@ def test_ids_need_no_tokenizer(chars):
     assert any("valid_loss" in r for r in records) and "bits_per_byte" not in (run / "metrics.jsonl").read_text()
     for prompt in ("", "the"):
         with pytest.raises(UserError, match=r"trained on token ids alone \(data.tokenizer=ids\)"):
-            generate_from(run, GenerateConfig(prompt=prompt, tokens=4))
+            generate_from(run, GenerateOptions(prompt=prompt, tokens=4))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_ids_need_no_tokenizer(chars):
         ({"data": {"tokenizer": "bytes"}}, ["data.tokenizer=bytes is not the tokenizer that", "meta.pkl", "(char, 27"]),
         ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 60}}, ["data.tokenizer=bpe is trained on plain text"]),
         ({"log": {"prompt": "ZZ"}}, ["does not know the character 'Z'"]),
-        ({"data": {"eod_mask_loss": "on"}}, ["data.eod_mask_loss=on needs an end of text"]),
+        ({"data": {"eod_mask_loss": True}}, ["data.eod_mask_loss=on needs an end of text"]),
         ({"data": {"tokenizer": "ids"}, "log": {"prompt": "x"}}, ["data.tokenizer=ids"]),
         ({"data": {"valid_path": None}}, ["1 document", "leaves none for validation", "--data.valid_path", "val.bin"]),
         ({"model": {"vocab_size": 20}}, ["model.vocab_size=20 is smaller than the tokenizer's 27"]),

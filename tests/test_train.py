@@ -11,7 +11,8 @@ from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.ops.dropout import dropout_keys
 from dtgpt.ops.random import fold
-from dtgpt.train import Training, train
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
 from tests.runs import change, constant, losses, newest_run, training
 
 
@@ -89,13 +90,13 @@ def test_compiled_training_follows_eager_training(recipe):
 
 
 def test_a_held_out_loss_that_is_no_number_is_told_as_that(recipe, monkeypatch):
-    monkeypatch.setattr(Training, "held_out_loss", lambda *_: (float("nan"), float("nan")))
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda *_: (float("nan"), float("nan")))
     with pytest.raises(UserError, match=r"has diverged: held-out loss and bits/byte at step 5 are nan and nan"):
         train(recipe)
 
 
 def test_a_stop_request_ends_the_run_with_a_checkpoint(recipe, monkeypatch, capsys):
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step_then_signal(self):
         result = done(self)
@@ -103,7 +104,7 @@ def test_a_stop_request_ends_the_run_with_a_checkpoint(recipe, monkeypatch, caps
             os.kill(os.getpid(), 15)
         return result
 
-    monkeypatch.setattr(Training, "train_step", step_then_signal)
+    monkeypatch.setattr(Trainer, "train_step", step_then_signal)
     assert train(recipe) == 128 + 15
     run = newest_run(recipe)
     assert [c.name for c in list_checkpoints(run / "checkpoints")] == ["step_00000003"]
@@ -132,7 +133,7 @@ def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
 
 
 def test_an_interrupted_sample_is_not_kept(recipe, monkeypatch):
-    monkeypatch.setattr(dtgpt.evaluate, "sample_text", lambda *_, **__: os.kill(os.getpid(), 15) or "half a te")
+    monkeypatch.setattr(dtgpt.train.evaluate, "sample_text", lambda *_, **__: os.kill(os.getpid(), 15) or "half a te")
     assert train(recipe) == 128 + 15
     assert not (newest_run(recipe) / "samples").exists()
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000010"]
@@ -149,13 +150,13 @@ def test_a_signal_saves_also_when_nobody_reads_stderr(recipe, monkeypatch):
     def gone(*_):
         raise BrokenPipeError
 
-    done = Training.train_step
+    done = Trainer.train_step
 
     def step_then_signal(self):
         os.kill(os.getpid(), 2)
         return done(self)
 
-    monkeypatch.setattr(Training, "train_step", step_then_signal)
+    monkeypatch.setattr(Trainer, "train_step", step_then_signal)
     monkeypatch.setattr(os, "write", gone)
     assert train(recipe) == 128 + 2
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000001"]

@@ -23,11 +23,11 @@ from typing import Any
 from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_file
 from dtgpt.errors import UserError, shown
 from dtgpt.loss_scale import check_state
-from dtgpt.losses import check_interval
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.storage import read_regular, remove_tree, sync_path, write_text
 from dtgpt.threads import Threads
+from dtgpt.train.interval_loss import check_interval
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
@@ -64,7 +64,7 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         self.state = read_state(folder)
-        self.config = GPTConfig(**self.state["model"])
+        self.config = GPT2Config(**self.state["model"])
         self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
         self._pieces: dict[str, dict[str, list[tuple[str, Piece, int]]]] = {}  # kind of file -> tensor -> where
 
@@ -158,7 +158,7 @@ def _check(state: dict[str, Any], text: str) -> None:
     digest = state.pop("digest")
     if digest != _digest(state) or _text(state | {"digest": digest}) != text:
         raise ValueError("its digest is another one")
-    GPTConfig(**state["model"]).validate()
+    GPT2Config(**state["model"]).validate()
     counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
         raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")

@@ -18,7 +18,7 @@ from dtgpt.checkpoint.folder import MOMENTS, READERS, Checkpoint, list_checkpoin
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Part, Source, parameter_shapes
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
@@ -150,7 +150,7 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
     raise UserError(f"{problem}; {left}, or restore the file")
 
 
-def check_same_model(where: Path, saved: GPTConfig, wanted: GPTConfig) -> None:
+def check_same_model(where: Path, saved: GPT2Config, wanted: GPT2Config) -> None:
     """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
     there, here = asdict(saved), asdict(wanted)
     differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.source import Part, cut, pad_rows, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 
 THEIR_NAMES = {
     "embedding.": "", "head.": "", "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
@@ -37,7 +37,7 @@ def is_matrix(name: str) -> bool:
     return name.endswith(".weight") and (".attn." in name or ".mlp." in name)
 
 
-def from_gpt2(stored: Tensor, name: str, config: GPTConfig, part: Part | None) -> Tensor:
+def from_gpt2(stored: Tensor, name: str, config: GPT2Config, part: Part | None) -> Tensor:
     """dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own. `stored`: GPT-2's tensor, where a
     matrix is `[out, in]`; it may lie in a mapped file."""
     whole = stored
@@ -51,7 +51,7 @@ def from_gpt2(stored: Tensor, name: str, config: GPTConfig, part: Part | None) -
     return torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(piece)
 
 
-def gpt2_shapes(config: GPTConfig, found: Shapes, place: Path) -> dict[str, tuple[int, ...]]:
+def gpt2_shapes(config: GPT2Config, found: Shapes, place: Path) -> dict[str, tuple[int, ...]]:
     """Shapes that GPT-2's tensors must have, by dtgpt's names: the table without padding, matrices `[out, in]`. Raises
     UserError where `found`, by GPT-2's names, has another number of blocks: a wrong number is found out cheaply."""
     blocks = {match[1] for name in found if (match := re.match(r"h\.(\d+)\.", name))}
@@ -105,7 +105,7 @@ def setting(settings: Mapping[str, Any], names: tuple[str, ...], default: int | 
     return value
 
 
-def checked(config: GPTConfig, place: Path) -> GPTConfig:
+def checked(config: GPT2Config, place: Path) -> GPT2Config:
     """The same; raises UserError, with the place, when no model has this shape."""
     try:
         config.validate()

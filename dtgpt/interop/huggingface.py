@@ -29,7 +29,7 @@ from dtgpt.interop.gpt2 import (
     setting,
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
-from dtgpt.model import GPT2_124M, TABLE, GPTConfig
+from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.storage import new_folder, open_regular, read_json, write_json
 from dtgpt.tokenizers.export import CLASS, first_token
 from dtgpt.tokenizers.tokenizer import Tokenizer
@@ -144,7 +144,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in named.items()}
 
 
-def _read_config(path: Path) -> GPTConfig:
+def _read_config(path: Path) -> GPT2Config:
     """`config.json`, where what is missing has transformers' defaults; raises UserError for what dtgpt has not."""
     settings = _read_json(path)
     width = setting(settings, ("n_embd", "hidden_size"), 768, path)
@@ -164,7 +164,7 @@ def _read_config(path: Path) -> GPTConfig:
     epsilon = settings.get("layer_norm_epsilon", 1e-5)
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
         raise UserError(f"{path} has layer_norm_epsilon={shown(epsilon)}; it must be more than 0 and less than 1")
-    config = GPTConfig(
+    config = GPT2Config(
         num_layers=setting(settings, ("n_layer", "num_hidden_layers"), 12, path),
         hidden_size=width,
         num_heads=setting(settings, ("n_head", "num_attention_heads"), 12, path),
@@ -220,7 +220,7 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(config: GPTConfig, dtype: torch.dtype) -> list[list[str]]:
+def _shards(config: GPT2Config, dtype: torch.dtype) -> list[list[str]]:
     """dtgpt's names, file by file, none above SHARD_BYTES unless one tensor is."""
     shards, size = [[]], 0
     for name, shape in parameter_shapes(config).items():
@@ -246,7 +246,7 @@ def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def _settings(config: GPTConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+def _settings(config: GPT2Config, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     """What goes into each JSON file. Without a tokenizer only GPT-2's own vocabulary tells which id ends a text: its
     last."""
     end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None

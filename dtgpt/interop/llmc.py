@@ -16,7 +16,7 @@ from torch import Tensor
 from dtgpt.errors import UserError
 from dtgpt.interop.gpt2 import checked, from_gpt2
 from dtgpt.interop.source import Part, Source
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.storage import open_regular
 
 MAGIC = 20240326
@@ -36,7 +36,7 @@ class LLMC(Source):
         header, size = _header(path)
         self._dtype = DTYPES[header[1]]
         length, vocabulary, layers, heads, width, rows = header[2:8]
-        config = GPTConfig(
+        config = GPT2Config(
             num_layers=layers, hidden_size=width, num_heads=heads, seq_length=length, vocab_size=vocabulary
         )
         self.config = checked(config, path)
@@ -78,7 +78,7 @@ def _header(path: Path) -> tuple[list[int], int]:
     return header, size
 
 
-def _layout(config: GPTConfig, rows: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+def _layout(config: GPT2Config, rows: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """(first element, shape) by name, for blocks that of block 0 by the name within it; and the count of elements."""
     h = config.hidden_size
     blocks = {

@@ -22,7 +22,7 @@ from dtgpt.interop.megatron_config import (
 from dtgpt.interop.megatron_names import BLOCK_PARAMETERS, POSITIONS, cut_dimension, reorder_qkv
 from dtgpt.interop.megatron_tree import RankFiles
 from dtgpt.interop.source import Part, Source, cut, pad_rows, parameter_shapes
-from dtgpt.model import TABLE, GPTConfig
+from dtgpt.models.gpt2 import TABLE, GPT2Config
 
 COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
@@ -139,7 +139,7 @@ class Megatron(Source):
             where[f"head.ln_f.{kind}"] = stages[-1], chunks - 1, f"head.ln_f.{kind}"
         return where
 
-    def _read_config(self) -> tuple[GPTConfig, list[str]]:
+    def _read_config(self) -> tuple[GPT2Config, list[str]]:
         first = self._ranks[0, 0]
         for name in (TABLE, POSITIONS):
             tensor = first.chunks[0].get(name)
@@ -155,7 +155,7 @@ class Megatron(Source):
             )
         return config, notes
 
-    def _check_tensors(self, config: GPTConfig) -> None:
+    def _check_tensors(self, config: GPT2Config) -> None:
         """Raise UserError where a rank lacks a tensor, has one too many, or one of another shape."""
         shapes = {**parameter_shapes(config), TABLE: (self._rows, config.hidden_size)}
         expected: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}

@@ -12,7 +12,7 @@ from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.gpt2 import checked
 from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron_names import POSITIONS, padded_rows
-from dtgpt.model import GPT2_124M, TABLE, GPTConfig
+from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 
 GPT2_VOCABULARY = GPT2_124M.vocab_size
 HEAD_DIM = 64  # of every published GPT-2
@@ -60,7 +60,7 @@ EXACT_GELU_NOTE = (
 
 def read_config(
     args: Namespace | None, first: Mapping[str, Tensor], num_layers: int, tensor_parallel_size: int, path: Path
-) -> tuple[GPTConfig, list[str]]:
+) -> tuple[GPT2Config, list[str]]:
     """Config, whose vocabulary is all rows of the table, and notes. `first`: the tensors of the first stage's first
     rank, with the token table `[rows, H]` and the positions `[T, H]`. Raises UserError, also where args and tensors
     disagree."""
@@ -74,7 +74,7 @@ def read_config(
     }
     notes: list[str] = []
     if args is None:
-        heads, eps = _guess_heads(hidden, path), GPTConfig.layer_norm_eps
+        heads, eps = _guess_heads(hidden, path), GPT2Config.layer_norm_eps
         notes.append(f"{path} says nothing of attention heads; {hidden} / {HEAD_DIM} = {heads} were taken")
     else:
         _check_agreement(args, found, path)
@@ -82,7 +82,7 @@ def read_config(
         _refuse_widths(args, heads, hidden, path)
         if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
             notes.append(EXACT_GELU_NOTE)
-    config = GPTConfig(
+    config = GPT2Config(
         num_layers=num_layers,
         hidden_size=hidden,
         num_heads=heads,
@@ -159,7 +159,7 @@ def _number(args: Namespace, name: str, path: Path) -> int:
 def _epsilon(args: Namespace, path: Path) -> float:
     """`norm_epsilon` since 2024, `layernorm_epsilon` before."""
     given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
-    value = next((value for value in given if value is not None), GPTConfig.layer_norm_eps)
+    value = next((value for value in given if value is not None), GPT2Config.layer_norm_eps)
     if not isinstance(value, int | float) or not 0 < value < 1:
         raise UserError(f"{path} has args with a LayerNorm epsilon of {shown(value)}; it must be between 0 and 1")
     return float(value)

@@ -12,7 +12,8 @@ from dtgpt.errors import UserError
 from dtgpt.interop.megatron_names import BLOCK_NAMES, POSITIONS, cut_dimension, padded_rows
 from dtgpt.interop.megatron_tree import DTYPES, FILE_NAMES, TRACKER, rank_folder
 from dtgpt.interop.source import Source, parameter_shapes
-from dtgpt.model import GPT2_124M, TABLE, VOCAB_MULTIPLE, GPTConfig
+from dtgpt.models.config import VOCAB_MULTIPLE
+from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.storage import new_folder
 
 VERSION = 3.0
@@ -61,7 +62,7 @@ def _save(content: dict[str, Any], path: Path) -> None:
             raise OSError(str(error).splitlines()[0]) from None
 
 
-def _check_sizes(config: GPTConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+def _check_sizes(config: GPT2Config, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     for what, size, over, ranks in (
         ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
         ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
@@ -151,7 +152,7 @@ def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _args(
-    config: GPTConfig,
+    config: GPT2Config,
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     dtype: torch.dtype,
@@ -190,7 +191,7 @@ def _args(
     )
 
 
-def _shape_args(config: GPTConfig) -> dict[str, Any]:
+def _shape_args(config: GPT2Config) -> dict[str, Any]:
     return {
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,

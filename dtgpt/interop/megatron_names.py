@@ -11,7 +11,7 @@ import re
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.model import TABLE
+from dtgpt.models.gpt2 import TABLE
 
 # dtgpt's name in a block -> Megatron's: first the one of 2023, which is written, then others that are read.
 BLOCK_NAMES = {

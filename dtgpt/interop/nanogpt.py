@@ -11,7 +11,7 @@ from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.foreign_pickle import open_pickle
 from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting
 from dtgpt.interop.source import Part, Source
-from dtgpt.model import GPT2_124M, TABLE, GPTConfig
+from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size
@@ -64,11 +64,11 @@ class NanoGPT(Source):
         return from_gpt2(stored, name, self.config, part)
 
 
-def _config(args: Mapping[str, Any], path: Path) -> GPTConfig:
+def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
     layers, width, heads, length, vocabulary = (
         setting(args, (name,), None, path) for name in ("n_layer", "n_embd", "n_head", "block_size", "vocab_size")
     )
-    config = GPTConfig(
+    config = GPT2Config(
         num_layers=layers,
         hidden_size=width,
         num_heads=heads,

@@ -11,7 +11,7 @@ from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import Plan
 
@@ -52,7 +52,7 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
 
 
-def open_config(path: Path) -> GPTConfig:
+def open_config(path: Path) -> GPT2Config:
     """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. Raises UserError as
     `open_source` does."""
     own = [path] if (path / STATE).is_file() else []

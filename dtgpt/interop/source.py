@@ -1,8 +1,8 @@
-"""Weights of a whole GPT on disk, whatever wrote them, read tensor by tensor.
+"""Weights of a whole Decoder on disk, whatever wrote them, read tensor by tensor.
 
 Every format is a `Source`; whatever takes weights (training, inference, export to another format) takes a source. Names
-and shapes are those of `dtgpt.model.unique_parameters`: matrices `[out, in]`, the fused QKV in the order `[N, 3, D]`,
-the token table padded to `config.padded_vocab_size` rows.
+and shapes are those of `unique_parameters`: matrices `[out, in]`, the fused QKV in the order `[N, 3, D]`, the token
+table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtgpt.model import GPT, GPTConfig, build_model, unique_parameters
+from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.gpt2 import GPT2Config
 
 Part = Sequence[range]
 
@@ -19,7 +20,7 @@ Part = Sequence[range]
 class Source(ABC):
     """`config` is the shape of the model, without dropout; `notes` are sentences that its user should read."""
 
-    config: GPTConfig
+    config: GPT2Config
     notes: Sequence[str] = ()
 
     @abstractmethod
@@ -27,10 +28,10 @@ class Source(ABC):
         """The parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
 
 
-def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     """Global shape of every parameter, by name."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in unique_parameters(GPT(config)).items()}
+        return {name: tuple(p.shape) for name, p in unique_parameters(Decoder(config)).items()}
 
 
 def cut(whole: Tensor, part: Part | None) -> Tensor:
@@ -38,7 +39,7 @@ def cut(whole: Tensor, part: Part | None) -> Tensor:
     return whole if part is None else whole[tuple(slice(r.start, r.stop) for r in part)]
 
 
-def pad_rows(table: Tensor, config: GPTConfig) -> Tensor:
+def pad_rows(table: Tensor, config: GPT2Config) -> Tensor:
     """A token table with the rows of the model: of what was written, the true vocabulary; below it zeros, which never
     enter a softmax."""
     padded = table.new_zeros(config.padded_vocab_size, table.shape[1])
@@ -47,7 +48,7 @@ def pad_rows(table: Tensor, config: GPTConfig) -> Tensor:
 
 
 @torch.no_grad()
-def load_model(source: Source, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
+def load_model(source: Source, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
     """A whole model on one device with the weights of `source`."""
     model = build_model(source.config, device, dtype, key=None).to(dtype)
     for name, parameter in unique_parameters(model).items():

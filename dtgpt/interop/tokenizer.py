@@ -5,7 +5,7 @@ from pathlib import Path
 from dtgpt.checkpoint.folder import STATE
 from dtgpt.errors import UserError
 from dtgpt.interop.open import run_of
-from dtgpt.model import GPTConfig
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.run import load_tokenizer
 from dtgpt.tokenizers.open import OF_MODELS, open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 
 def named_tokenizer(
-    config: GPTConfig, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
+    config: GPT2Config, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> Tokenizer | None:
     """The tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raises
     UserError where it has more tokens than the model."""

@@ -18,6 +18,7 @@ from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random import block_words, covering_blocks, fold
 
 LANES = 8  # elements that share one evaluation of Philox
+Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `Dropout.site`
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
 
 
@@ -132,23 +133,25 @@ _fast.register_autograd(_backward, setup_context=_save)
 
 
 class Dropout(nn.Module):
-    """A dropout site: `forward(x, key)` drops where a key is given; no key (evaluation) means identity.
+    """A dropout site. Keys int64 `[B, S, 2]` are those of S sites, of which this one has the given `index`; no keys
+    (evaluation) means identity.
 
     `start` is set by a plan that hands this module a shard: the global index of the shard's first element.
     """
 
-    def __init__(self, p: float):
+    def __init__(self, p: float, index: int = 0):
         super().__init__()
-        self.p = p
+        self.p, self.index = p, index
         self.start: tuple[int, ...] | None = None
 
-    def site(self, key: Tensor | None) -> tuple:
-        """(key, p, start) for an operation that has this dropout folded in; the key is None where nothing drops."""
-        dropping = None if self.p == 0 else key
-        return (dropping, self.p) if self.start is None else (dropping, self.p, self.start)
+    def site(self, keys: Tensor | None) -> Site:
+        """Return (key, p) or (key, p, start) for an operation that applies this dropout itself; the key is None where
+        nothing drops."""
+        key = None if keys is None or self.p == 0 else keys[:, self.index]
+        return (key, self.p) if self.start is None else (key, self.p, self.start)
 
-    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
-        return x if key is None else dropout(x, key, self.p, self.start)
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        return x if keys is None else dropout(x, keys[:, self.index], self.p, self.start)
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (f", start={self.start}" if self.start else "")

@@ -11,67 +11,70 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig, allocate
-from dtgpt.ops.attention import causal_attention
-from dtgpt.parallel.cost import keeps_totals
-from dtgpt.parallel.data import Accumulation, shard_over_data
+from dtgpt.execution import Settings
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.parallel.engine import Engine, SingleStageEngine
+from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.passes import Passes
-from dtgpt.parallel.pipeline import Pipeline, keep_stage
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.pipeline import PipelineEngine
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import apply_table, make_table
-from dtgpt.recipe import Recipe
 
 
 def build_stages(
-    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, key: Tensor | None, compiled: bool = False, masters: bool = True
-) -> tuple[list[GPT], Shards]:
-    """The pipeline stages of this rank, one of them without a pipeline, and the shards that they consist of. No rank
-    holds more than its shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No
-    `masters`: nothing is to be trained."""
-    stages = [lay_out_stage(recipe, mesh, dtype, stage, compiled, masters) for stage in mesh.place.stages]
+    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True
+) -> tuple[list[Decoder], Shards]:
+    """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
+    shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference."""
+    stages = [lay_out_stage(settings, mesh, stage, masters) for stage in mesh.place.stages]
     for stage in stages:
-        allocate(stage, mesh.device)
+        stage.allocate(mesh.device)
     shards = Shards(stages, mesh, masters)
     if key is not None:
-        shards.initialize(recipe.model, key)
+        shards.initialize(settings.model, key)
     return stages, shards
 
 
-def lay_out_stage(
-    recipe: Recipe, mesh: Mesh, dtype: torch.dtype, stage: int, compiled: bool, masters: bool = True
-) -> GPT:
-    """One stage on the meta device, cut as the plan says."""
-    plan, config = mesh.plan, recipe.model
+def lay_out_stage(settings: Settings, mesh: Mesh, stage: int, masters: bool = True) -> Decoder:
+    """Return one stage on the meta device, cut as the plan says."""
+    plan, config = settings.plan, settings.model
+    dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
     with torch.device("meta"):
-        part = keep_stage(GPT(config, dtype), stage, plan).to(
-            dtype if plan.narrows_weights or not masters else torch.float32
-        )
+        part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
         apply_table(part, mesh.devices["tp"], make_table(config, plan))
-    for block in part.blocks.values():
-        block.attn.core = partial(causal_attention, backend=recipe.attention)
-        if recipe.recompute == "selective":
-            block.attn.core = recomputed(block.attn.core)
-        elif recipe.recompute == "full":
-            block.forward = recomputed(block.forward)
-    if compiled:
+    set_execution(part, settings)
+    if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
     if plan.zero:
-        shard_over_data(part, mesh, dtype)
+        shard_over_data(part, mesh, settings.dtype)
     return part
 
 
+def set_execution(part: Decoder, settings: Settings) -> None:
+    """Give the attention cores their back end, and let what `recompute` names run again in backward."""
+    for module in part.modules():
+        if isinstance(module, AttentionCore):
+            module.backend = settings.attention
+            if settings.recompute == "selective":
+                module.forward = recomputed(module.forward)
+    if settings.recompute == "full":
+        for block in part.blocks.values():
+            block.forward = recomputed(block.forward)
+
+
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Save the inputs alone and run `function` once more in backward (Chen et al. 2016). There is no generator state to
+    """Save the inputs alone and run `function` again in backward (Chen et al. 2016). There is no generator state to
     keep: masks are drawn again from their keys."""
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_forward(part: GPT, whole: bool) -> None:
+def compile_forward(part: Decoder, whole: bool) -> None:
     """Compile each block, and the embedding where it is a plain module. It is the forward that is compiled, so that the
     hooks of `fully_shard` run around it, uncompiled. Blocks share their code: it is compiled once."""
     ends = [part.embedding] if whole else []
@@ -80,41 +83,40 @@ def compile_forward(part: GPT, whole: bool) -> None:
             module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
 
 
-def make_passes(stages: list[GPT], shards: Shards, recipe: Recipe, graphs: Graphs, dtype: torch.dtype) -> Passes:
-    """What runs forward and backward under the plan."""
-    mesh = shards.mesh
-    plan, count = mesh.plan, recipe.micro_batches(mesh.plan.dp)
-    if keeps_totals(plan, count, dtype.itemsize):
-        shards.buckets = Buckets(stages, mesh.dp_group, count, hooks=not plan.splits_backward)
-    if plan.pp == 1:
-        return Accumulation(stages[0], shards, graphs)
-    return Pipeline(stages, shards, graphs, recipe.micro_batch_size, count, dtype)
+def make_engine(stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs) -> Engine:
+    """Return what runs forward and backward under the plan."""
+    if settings.sums_gradients:
+        hooks = not settings.plan.splits_backward
+        shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
+    if settings.plan.pp == 1:
+        return SingleStageEngine(stages[0], shards, graphs)
+    return PipelineEngine(stages, shards, graphs, settings)
 
 
-def scale_gradients(stages: list[GPT], scale: Tensor) -> None:
-    """Let the output layer multiply the gradient of its loss by the scalar `scale`, whatever it holds at the time."""
-    for stage in stages:
-        if stage.head is not None:
-            stage.head.lm_head.gradient_scale = scale
+def scale_gradients(stages: list[Decoder], scale: Tensor) -> None:
+    """Let the output layer multiply the gradient of its loss by the scalar `scale`, read at each pass."""
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, Output):
+            module.gradient_scale = scale
 
 
-def gradient_share(micro_batches: int, plan: Plan) -> float:
+def gradient_share(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
     return 1 / (micro_batches * plan.dp)
 
 
 @torch.no_grad()
-def try_table(passes: Passes, config: GPTConfig, device: torch.device) -> None:
-    """Run the model once, where a recipe changed the plan's table; raises UserError where its styles do not fit."""
-    tokens = torch.zeros(1, config.seq_length, dtype=torch.int64, device=device)
+def smoke_test_table(engine: Engine, settings: Settings) -> None:
+    """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
+    tokens = torch.zeros(1, settings.model.seq_length, dtype=torch.int64, device=settings.device)
     try:
-        passes.logits(tokens)
+        engine.logits(tokens)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"the modules of the plan's table do not fit each other ({reason}); give a pair such as mlp.fc and "
-            "mlp.proj styles that belong together, or leave both out"
+            f"the modules of the plan's table do not fit each other ({reason}); give a COLUMN and a ROW module that "
+            "follow each other styles that belong together, or leave both out"
         ) from None

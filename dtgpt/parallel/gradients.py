@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.model import GPT
+from dtgpt.models.decoder import Decoder
 from dtgpt.ops.adamw import Accumulator
 
 
@@ -140,7 +140,7 @@ class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
     gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
 
-    def __init__(self, stages: list[GPT], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool):
         self.hooks = hooks
         passes = passes if hooks else 1
         self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
@@ -168,7 +168,7 @@ class Buckets:
         return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
 
 
-def _parts(stage: GPT) -> list[list[nn.Parameter]]:
+def _parts(stage: Decoder) -> list[list[nn.Parameter]]:
     """Parameters that belong together, each tensor once."""
     blocks = [list(block.parameters()) for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}

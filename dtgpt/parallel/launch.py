@@ -13,16 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import dtgpt
 from dtgpt.console import say
 from dtgpt.errors import UserError
-from dtgpt.overrides import leaves
+from dtgpt.execution import Settings
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
-from dtgpt.recipe import Recipe
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
 NCCL_REPORTS = {
@@ -39,18 +37,20 @@ LATE = ("timed out", "timeout")
 
 
 @contextmanager
-def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process) -> Iterator[Mesh]:
-    """The mesh of `plan`, after all processes agreed that they run the same. Ends the process group if it began it."""
+def open_mesh(settings: Settings, timeout: float, process: Process, values: dict[str, str]) -> Iterator[Mesh]:
+    """Yield the mesh of the plan, after all processes agreed that they run the same: `values` of the recipe, plan, code
+    and torch. Ends the process group if it began it. `timeout`: seconds that a collective may wait."""
+    plan, device = settings.plan, settings.device
     if plan.tp > 1:
-        make_table(recipe.model, plan)  # a wrong pattern shows before anything is started
+        make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, recipe.timeout)
+        start_process_group(device, timeout)
     try:
         if plan.world > 1:
-            agree_on_run(recipe, plan, device)
+            agree_on_run(values, plan, device)
         mesh = Mesh(plan, device)
-        mesh.set_timeout(recipe.timeout)
+        mesh.set_timeout(timeout)
         if process.local_world % plan.tp and plan.world > 1:
             say(
                 f"tp={plan.tp} does not divide the {process.local_world} ranks of a node: tp crosses nodes",
@@ -58,8 +58,8 @@ def open_mesh(recipe: Recipe, plan: Plan, device: torch.device, process: Process
             )
         yield mesh
     finally:
-        for let_go in mesh.before_end if mesh else []:
-            let_go()
+        for release in mesh.before_end if mesh else []:
+            release()
         if started:
             end_process_group()
 
@@ -91,9 +91,9 @@ def end_process_group() -> None:
     dist.destroy_process_group()
 
 
-def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:
-    """Raise UserError, the same on every rank, where a rank differs from rank 0 in recipe, plan, code or torch."""
-    values = {name: str(value) for name, _, _, value in leaves(recipe)}
+def agree_on_run(values: dict[str, str], plan: Plan, device: torch.device) -> None:
+    """Raise UserError, the same on every rank, where a rank differs from rank 0 in `values`, plan, code or torch."""
+    values = dict(values)
     values["the plan"] = json.dumps(asdict(plan), default=repr)
     values["torch"], values["the kind of device"] = torch.__version__, device.type
     values |= {f"the code of {name}": digest for name, digest in code_digests().items()}
@@ -102,7 +102,7 @@ def agree_on_run(recipe: Recipe, plan: Plan, device: torch.device) -> None:
 
 def code_digests() -> dict[str, str]:
     """A short digest of each source file of dtgpt."""
-    root = Path(dtgpt.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".cuh"))
     return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
 

@@ -1,12 +1,7 @@
-"""Where this process stands in a plan, and what the processes do together.
+"""The processes of a run as a mesh: groups of ranks, and what all ranks decide together."""
 
-Ranks are ordered (pp, dp, tp) with tp fastest: the ranks that talk most are neighbours on one node.
-"""
-
-import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.errors import UserError
-from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")
@@ -26,67 +22,14 @@ DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard
 messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; None: the default group, which is gloo
 
 
-@dataclass(frozen=True)
-class Place:
-    """Coordinates of one rank in a plan."""
-
-    plan: Plan
-    rank: int
-
-    @property
-    def tp(self) -> int:
-        return self.rank % self.plan.tp
-
-    @property
-    def dp(self) -> int:
-        return self.rank // self.plan.tp % self.plan.dp
-
-    @property
-    def pp(self) -> int:
-        return self.rank // (self.plan.tp * self.plan.dp)
-
-    @property
-    def shard(self) -> int:
-        return self.dp % self.plan.shard
-
-    @property
-    def stages(self) -> list[int]:
-        """The pipeline stages of this rank, by depth."""
-        return [s for s in range(self.plan.num_stages) if self.plan.stage_rank(s) == self.pp]
-
-    @property
-    def holds_first(self) -> bool:
-        return 0 in self.stages
-
-    @property
-    def holds_last(self) -> bool:
-        return self.plan.num_stages - 1 in self.stages
-
-    def comes_from(self, stage: int) -> int | None:
-        """The pipeline rank that sends `stage` of this rank its input; None where nothing is sent."""
-        return self._other(stage - 1) if stage > 0 else None
-
-    def goes_to(self, stage: int) -> int | None:
-        """The pipeline rank to which `stage` of this rank sends its output; None where nothing is sent."""
-        return self._other(stage + 1) if stage + 1 < self.plan.num_stages else None
-
-    def _other(self, stage: int) -> int | None:
-        pp = self.plan.stage_rank(stage)
-        return pp if pp != self.pp else None
-
-    def neighbour(self, pp: int) -> int:
-        """The rank with the same dp and tp coordinates on pipeline rank `pp`."""
-        return self.rank + (pp - self.pp) * self.plan.dp * self.plan.tp
-
-
 class Mesh:
     """The processes of a run. With one process there is no process group, and everything here is the identity."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: ResolvedPlan, device: torch.device):
         self.plan, self.device = plan, device
         self.world = plan.world
         self.rank = dist.get_rank() if self.world > 1 else 0
-        self.place = Place(plan, self.rank)
+        self.place = RankCoordinates(plan, self.rank)
         self.devices: DeviceMesh | None = None
         self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
@@ -110,7 +53,7 @@ class Mesh:
             return None
         mine = None
         for rank in range(self.plan.dp * self.plan.tp):
-            pair = [rank, Place(self.plan, rank).neighbour(last)]
+            pair = [rank, RankCoordinates(self.plan, rank).neighbour(last)]
             group = dist.new_group(pair)
             mine = group if self.rank in pair else mine
         return mine
@@ -142,8 +85,8 @@ class Mesh:
         return bool(self.max(float(flag)))
 
     def vote(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank. On several GPUs the answer is that of the vote before, which is known
-        without waiting for the step that has just been queued; all ranks get the same one."""
+        """Return whether the flag is up on any rank, the same on all. On GPUs, return the result of the *previous*
+        call, so that it never waits for the step just queued."""
         if self.world == 1 or self.device.type == "cpu":
             return self.any(flag)
         before = self._ballot
@@ -217,9 +160,3 @@ def agree(values: dict[str, Any], remedy: str) -> None:
             ours, other = everyone[0].get(name), theirs.get(name)
             if ours != other:
                 raise UserError(f"rank {rank} differs from rank 0 in {name}: {other} there, {ours} on rank 0; {remedy}")
-
-
-def chunk(whole: range, pieces: int, index: int) -> range:
-    """Piece `index` of a range cut as torch.chunk does: pieces of equal size, the last ones shorter or empty."""
-    size = math.ceil(len(whole) / pieces)
-    return whole[index * size : (index + 1) * size]

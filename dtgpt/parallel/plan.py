@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dtgpt.console import counted
 from dtgpt.errors import UserError, shown
-from dtgpt.model import GPTConfig
+from dtgpt.models.config import ModelConfig
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 LARGEST = 1_000_000  # of any degree
@@ -109,9 +109,9 @@ class Plan:
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.schedule == "ZBVZeroBubble" and lap % 2 else place
 
-    def for_world(self, world: int, started: bool = True) -> "Plan":
-        """The plan with dp filled in for `world` processes; raises UserError where they do not make it. started: False
-        where `dtgpt plan --world` asks about processes that there are not."""
+    def for_world(self, world: int, started: bool = True) -> "ResolvedPlan":
+        """Return the plan with dp filled in for `world` processes; raises UserError where they do not make it. started:
+        False where `dtgpt plan --world` asks about processes that do not exist."""
         one = self.tp * self.pp
         known = [f"{n}={value}" for n, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value != 1]
         factors = " x ".join(part for part in known if not part.endswith("None")) or "one"
@@ -127,7 +127,7 @@ class Plan:
                     f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
                     f"{given}; {remedy.format(self.dp * one)}{other}"
                 )
-            return self
+            return self._resolved(self.dp)
         if world % one:
             low = max(1, world // one)
             near = f"{low * one} or {(low + 1) * one}" if world > one else f"{one}"
@@ -135,13 +135,31 @@ class Plan:
                 f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is no "
                 f"multiple; {remedy.format(near)}"
             )
-        return replace(self, dp=world // one)
+        return self._resolved(world // one)
 
-    def without_idle_zero(self) -> "Plan":
-        """Return the plan without ZeRO where there is one replica, over which it cuts nothing."""
+    def _resolved(self, dp: int) -> "ResolvedPlan":
+        return ResolvedPlan(**{**vars(self), "dp": dp})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Plan):
+    """A plan whose data parallel degree is known: what `Plan.for_world` returns, and all that runs is built from."""
+
+    dp: int = 1
+
+    def without_idle_zero(self) -> "ResolvedPlan":
+        """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
         return replace(self, zero=0) if self.zero and self.dp == 1 else self
 
-    def validate(self, model: GPTConfig, micro_batch_size: int, global_batch_size: int) -> None:
+    def can_split(self, model: ModelConfig, global_batch_size: int, micro_batch_size: int) -> bool:
+        """Return whether `validate` accepts the batch."""
+        try:
+            self.validate(model, micro_batch_size, global_batch_size)
+        except UserError:
+            return False
+        return True
+
+    def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
         if self.table and self.tp == 1:
@@ -157,7 +175,7 @@ class Plan:
                 f"the stages of schedule {self.schedule} need a pipeline, but pp=1; add pp2 or more to the plan"
             )
 
-    def _validate_tensor(self, model: GPTConfig) -> None:
+    def _validate_tensor(self, model: ModelConfig) -> None:
         if model.num_heads % self.tp:
             raise UserError(
                 f"model.num_heads={model.num_heads} cannot be split over tp={self.tp}; "
@@ -184,7 +202,7 @@ class Plan:
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:
-        dp = self.dp or 1
+        dp = self.dp
         share = micro * dp
         if whole % share == 0:
             return
@@ -199,7 +217,7 @@ class Plan:
             f"dp={dp} replicas; use {remedy}"
         )
 
-    def _validate_pipeline(self, model: GPTConfig, micro: int, whole: int) -> None:
+    def _validate_pipeline(self, model: ModelConfig, micro: int, whole: int) -> None:
         stages, layers, per_rank = self.num_stages, model.num_layers, self.stages_of_rank
         if self.schedule in ("1F1B", "GPipe") and per_rank != 1:
             raise UserError(
@@ -226,7 +244,7 @@ class Plan:
         self._validate_micro_batches(micro, whole)
 
     def _validate_micro_batches(self, micro: int, whole: int) -> None:
-        dp = self.dp or 1
+        dp = self.dp
         count = whole // (micro * dp)
         if self._schedule_runs(count):
             return

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.model import GPT, TABLE, GPTConfig, fill_weight, unique_parameters
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.adamw import largest_magnitude, squared_norm
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Buckets, local_gradient
-from dtgpt.parallel.mesh import Mesh, Place, chunk
+from dtgpt.parallel.mesh import Mesh
 
 Part = tuple[range, ...]
 SMALL = 1 << 16  # elements of a part below which one rank writes all of it
@@ -56,27 +58,28 @@ class Shard:
 class Shards:
     """All that this rank holds of the model, as shards, and their gradients."""
 
-    def __init__(self, stages: list[GPT], mesh: Mesh, masters: bool = True):
+    def __init__(self, stages: list[Decoder], mesh: Mesh, masters: bool = True):
         """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds."""
         self.mesh = mesh
         self.all: list[Shard] = []
         for stage in stages:
             partial = _sums_over_tp(stage)
             for name, parameter in unique_parameters(stage).items():
-                second = stage.embedding is None and name == TABLE
+                second = stage.embedding is None and stage.config.tied and name == stage.config.table_name
                 self.all.append(_shard(len(self.all), name, parameter, mesh.place, name in partial, second, masters))
         self.buckets: Buckets | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.second]
         self._shares = torch.tensor([1 / self.all[i].copies for i in self._counted], device=mesh.device)
-        self._tables = [s.index for s in self.all if s.name == TABLE]
+        config = stages[0].config
+        self._tables = [s.index for s in self.all if config.tied and s.name == config.table_name]
         self._partial = [s.index for s in self.all if s.partial]
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.all)
 
     @torch.no_grad()
-    def initialize(self, config: GPTConfig, key: Tensor) -> None:
+    def initialize(self, config: ModelConfig, key: Tensor) -> None:
         """Draw this rank's part of the initial weights, straight into its memory."""
         for shard in self.all:
             fill_weight(shard.local, shard.name, shard.part, config, key)
@@ -173,7 +176,7 @@ class Shards:
 
 
 def _shard(
-    index: int, name: str, parameter: nn.Parameter, place: Place, partial: bool, second: bool, masters: bool
+    index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, second: bool, masters: bool
 ) -> Shard:
     part, tp_cut = _part(parameter, place)
     own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
@@ -194,13 +197,13 @@ def _shard(
     )
 
 
-def _sums_over_tp(stage: GPT) -> set[str]:
+def _sums_over_tp(stage: Decoder) -> set[str]:
     """Names of the parameters whose gradients the table of tensor parallelism leaves as addends on the ranks."""
     modules = stage.named_modules()
     return {f"{name}.{p}" for name, module in modules for p in getattr(module, "sums_over_tp", ())}
 
 
-def _part(parameter: nn.Parameter, place: Place) -> tuple[Part, bool]:
+def _part(parameter: nn.Parameter, place: RankCoordinates) -> tuple[Part, bool]:
     """(global indices of this rank's part, whether tp cuts it). Tensor parallelism cuts first, then ZeRO cuts the first
     dimension of what is left."""
     part = [range(size) for size in parameter.shape]

@@ -6,7 +6,6 @@ local tensors; inside a module of the table, weights and activations are DTensor
 """
 
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -22,12 +21,25 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtgpt.errors import UserError
-from dtgpt.model import GPT, GPTConfig, Product
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import DeferredBiasLinear
+from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
 from dtgpt.parallel.plan import Plan
+
+BETWEEN = "what lies between the matrices follows from sequence parallelism"
+FIXED = {  # roles that a plan's table cannot replace, and why
+    Role.VOCABULARY: "the loss and the tied table are cut over the vocabulary",
+    Role.OUTPUT: "the loss and the tied table are cut over the vocabulary",
+    Role.HEAD_DROPOUT: "the masks of a dropout site follow from the modules around it",
+    Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
+    Role.NORM: BETWEEN,
+    Role.POSITIONS: BETWEEN,
+}
 
 
 class _SumInPlace(torch.autograd.Function):
-    """The sum over ranks that then all hold it; of its gradient each rank holds the whole."""
+    """All-reduce in place, forward; the identity backward, since the gradient is whole on every rank."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -39,9 +51,9 @@ class _SumInPlace(torch.autograd.Function):
         return grad, None
 
 
-class RowwiseProduct(RowwiseParallel):
-    """`RowwiseParallel` for a product whose bias is added behind the sum over the ranks: the bias stays a plain
-    tensor on every rank. A sum that all are to hold is made in place, where DTensor would copy its addend first."""
+class DeferredBiasRowwise(RowwiseParallel):
+    """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
+    on every rank. A sum that all ranks keep is made in place, where DTensor would copy its addend first."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
@@ -57,7 +69,7 @@ class RowwiseProduct(RowwiseParallel):
         return module
 
     @classmethod
-    def like(cls, style: RowwiseParallel) -> "RowwiseProduct":
+    def like(cls, style: RowwiseParallel) -> "DeferredBiasRowwise":
         layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
         return cls(**layouts, use_local_output=style.use_local_output)
 
@@ -69,8 +81,8 @@ def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SequencePart(ParallelStyle):
-    """For a module that sees its part of the sequence with parameters that every rank holds: the gradients of these
-    `names` add up over the ranks."""
+    """For a module that takes its part of the sequence and has replicated parameters: the gradients of `names` are
+    summed over the tp ranks."""
 
     def __init__(self, *names: str):
         super().__init__()
@@ -100,8 +112,8 @@ class SequencePositions(SequencePart):
         return "SequencePositions()"
 
 
-class SequenceProduct(RowwiseProduct):
-    """`RowwiseProduct` that leaves each rank its part of the sequence, to which it then adds the bias."""
+class SequenceRowwise(DeferredBiasRowwise):
+    """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.sums_over_tp = ("bias",)
@@ -153,117 +165,99 @@ class DropoutShard(ParallelStyle):
         return f"DropoutShard(dim={self.dim}, sizes={self.sizes})"
 
 
-def default_table(config: GPTConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Styles by module pattern. What is not in the table is replicated: every tp rank does the same."""
-    length, heads = config.seq_length, config.num_heads
-    # What lies between the matrices: whole on every rank, or its part of the sequence.
-    between = Shard(1) if sequence_parallel else Replicate()
-    product = SequenceProduct if sequence_parallel else RowwiseProduct
-    table: dict[str, ParallelStyle] = {
-        "embedding.wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "blocks.*.attn.qkv": ColwiseParallel(input_layouts=between),
-        "blocks.*.attn.dropout": DropoutShard(0, (heads, length, length)),
-        "blocks.*.attn.proj": product(output_layouts=between),
-        "blocks.*.mlp.fc": ColwiseParallel(input_layouts=between),
-        "blocks.*.mlp.proj": product(output_layouts=between),
-        "head.lm_head": VocabularyShard(between),
-    }
-    if sequence_parallel:
-        site = DropoutShard(0, (length, config.hidden_size))
-        norm = SequencePart("weight", "bias")
-        table |= {
-            "embedding.wpe": SequencePositions(),
-            "embedding.drop": site,
-            "blocks.*.ln_1": norm,
-            "blocks.*.drop_1": site,
-            "blocks.*.ln_2": norm,
-            "blocks.*.drop_2": site,
-            "head.ln_f": norm,
-        }
-    return table
-
-
 Table = Mapping[str, ParallelStyle | None]
 
 
-def make_table(config: GPTConfig, plan: Plan) -> Table:
-    """The plan's own entries, then the default ones: the first that matches a module counts. Raises UserError for a
-    pattern that names no module, or one whose style follows from others."""
+def default_table(config: ModelConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same."""
+    length, heads = config.seq_length, config.num_heads
+    # Between the matrices activations are whole on every rank, or each rank has its part of the sequence.
+    between = Shard(1) if sequence_parallel else Replicate()
+    row = SequenceRowwise if sequence_parallel else DeferredBiasRowwise
+    styles: dict[Role, ParallelStyle] = {
+        Role.VOCABULARY: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        Role.QKV: ColwiseParallel(input_layouts=between),
+        Role.COLUMN: ColwiseParallel(input_layouts=between),
+        Role.ROW: row(output_layouts=between),
+        Role.OUTPUT: VocabularyShard(between),
+        Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
+    }
+    if sequence_parallel:
+        styles |= {
+            Role.POSITIONS: SequencePositions(),
+            Role.NORM: SequencePart("weight", "bias"),
+            Role.STREAM_DROPOUT: DropoutShard(0, (length, config.hidden_size)),
+        }
+    return {pattern: styles[role] for pattern, role in config.roles.items() if role in styles}
+
+
+def make_table(config: ModelConfig, plan: Plan) -> Table:
+    """Return the plan's own entries, then the default ones: the first that matches a module counts. Raises UserError
+    for a pattern that names no module, or one whose style follows from others."""
     default = default_table(config, plan.sequence_parallel)
-    if plan.table:
-        with torch.device("meta"):
-            model = GPT(config)
-        _check_own(plan.table, [name for name, _ in model.named_modules()])
-    product = SequenceProduct if plan.sequence_parallel else RowwiseProduct
+    if not plan.table:
+        return default
+    with torch.device("meta"):
+        model = Decoder(config)
+    _check_own(plan.table, model)
+    row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
     own = {
-        pattern: product.like(style) if type(style) is RowwiseParallel and _are_products(model, pattern) else style
+        pattern: row.like(style) if type(style) is RowwiseParallel and _defer_bias(model, pattern) else style
         for pattern, style in plan.table.items()
     }
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
-    if plan.table and plan.sequence_parallel:
+    if plan.sequence_parallel:
         _check_covers(table, model)
     return table
 
 
-def _are_products(model: GPT, pattern: str) -> bool:
-    """Whether the modules of this pattern leave their bias to what comes behind them."""
-    return any(isinstance(module, Product) for name, module in model.named_modules() if _matches(name, pattern))
+def _defer_bias(model: Decoder, pattern: str) -> bool:
+    """Return whether the modules of this pattern leave their bias to the following operation."""
+    return any(isinstance(m, DeferredBiasLinear) for name, m in model.named_modules() if matches(name, pattern))
 
 
-def _check_covers(table: Table, model: GPT) -> None:
+def _check_covers(table: Table, model: Decoder) -> None:
     for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)) and style_of(name, table) is None:
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if has_parameters and style_of(name, table, model.config.roles) is None:
             raise UserError(
                 f"under sequence parallelism {name!r} would see its part of the sequence alone and its gradient would "
                 "be wrong; leave its entry out of the plan's table"
             )
 
 
-def _check_own(table: Table, names: list[str]) -> None:
-    fixed = {name: reason for name in names if (reason := _why_fixed(name))}
+def _check_own(table: Table, model: Decoder) -> None:
+    names, roles = [name for name, _ in model.named_modules()], model.config.roles
+    fixed = {name: reason for name in names if (reason := FIXED.get(role_of(name, roles)))}
     for pattern, style in table.items():
         if style is not None and not isinstance(style, ParallelStyle):
             raise UserError(
-                f"the plan's table gives {pattern!r} {style!r}, which is no style; give one such as ColwiseParallel(), "
-                "or None"
+                f"the plan's table gives {pattern!r} {style!r}, which is not a style; give one such as "
+                "ColwiseParallel(), or None"
             )
-        matched = [name for name in names if _matches(name, pattern)]
+        matched = [name for name in names if matches(name, pattern)]
         if not matched:
-            free = (name.split(".") for name in names if name and name not in fixed)
-            known = sorted({".".join("*" if part.isdigit() else part for part in parts) for parts in free})
+            known = [pattern for pattern, role in roles.items() if role not in FIXED]
             raise UserError(f"the plan's table names {pattern!r}, but no module; use one of {', '.join(known)}")
         for name in matched:
             if name in fixed:
                 raise UserError(f"the plan's table replaces {name!r}, but {fixed[name]}; leave this entry out")
 
 
-def _why_fixed(name: str) -> str | None:
-    if name in ("embedding.wte", "head.lm_head"):
-        return "the loss and the tied table are cut over the vocabulary"
-    if ".drop" in f".{name}":
-        return "the masks of a dropout site follow from the modules around it"
-    if ".ln_" in f".{name}" or name == "embedding.wpe":
-        return "what lies between the matrices follows from sequence parallelism"
-    return None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatch(p, w) for p, w in zip(parts, wanted, strict=True))
-
-
-def style_of(module: str, table: Table) -> ParallelStyle | None:
-    """The style that the table gives the module of this name; None: replicated."""
-    if module.endswith("attn.dropout"):  # sees the heads that qkv gives it
-        qkv = style_of(module.removesuffix("dropout") + "qkv", table)
-        if not isinstance(qkv, ColwiseParallel):
+def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
+    """Return the style that the table gives the module of this name; None: replicated."""
+    if role_of(module, roles) is Role.HEAD_DROPOUT:  # drops in the heads that the QKV projection beside it makes
+        parent = module.rpartition(".")[0]
+        beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]
+        if not any(isinstance(style_of(name, table, roles), ColwiseParallel) for name in beside):
             return None
-    return next((style for pattern, style in table.items() if _matches(module, pattern)), None)
+    return next((style for pattern, style in table.items() if matches(module, pattern)), None)
 
 
-def apply_table(part: GPT, mesh: DeviceMesh, table: Table) -> None:
+def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties."""
-    styles = {name: style_of(name, table) for name, _ in part.named_modules()}
+    roles = part.config.roles
+    styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
     part.tie_weights()

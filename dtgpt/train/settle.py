@@ -12,11 +12,11 @@ from dtgpt.checkpoint.folder import list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.load import FREE
 from dtgpt.console import counted, say
 from dtgpt.errors import UserError, shown
-from dtgpt.field_types import kinds_of, misfit
+from dtgpt.field_types import check_value, kinds_of, misfit
 from dtgpt.interop.open import open_config
 from dtgpt.overrides import LARGEST, leaves, replace_values, value_text
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import check_name, value_of
+from dtgpt.recipe_checks import RUN_NAME, value_of
 from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
 
 
@@ -46,8 +46,8 @@ def plan_error(error: UserError, recipe: Recipe) -> UserError:
 def _run_of(asked: Recipe) -> Path | None:
     if not asked.resume:
         return None
-    check_name(asked.name)  # by which `auto` searches
-    return run_to_resume(asked)[0]
+    check_value("name", asked.name, RUN_NAME)  # by which `auto` searches
+    return run_to_resume(asked.resume, Path(asked.runs), asked.name)[0]
 
 
 def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
@@ -89,7 +89,7 @@ def _counted_on(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
     many as the samples after it fill, whatever sizes its steps had."""
     recipe.validate()
-    run, chosen = run_to_resume(recipe)
+    run, chosen = run_to_resume(recipe.resume, Path(recipe.runs), recipe.name)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
         state = read_state(found) if found else {}

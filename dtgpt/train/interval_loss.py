@@ -1,4 +1,4 @@
-"""The training loss between two points of the log, and whether a run has diverged."""
+"""The mean training loss between two records, and whether a run has diverged."""
 
 import math
 from typing import Any

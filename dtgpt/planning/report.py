@@ -1,4 +1,4 @@
-"""`dtgpt plan`: what a recipe would do under a plan, told without a GPU and without processes."""
+"""The report of `dtgpt plan`: memory, messages and idle time of a recipe under a plan, without a GPU or processes."""
 
 import difflib
 import re
@@ -6,13 +6,13 @@ import re
 import torch
 
 from dtgpt.console import counted, hanging, parameters
-from dtgpt.device import DEVICE_MEMORY, choose_dtype, total_memory, wants_compiler
+from dtgpt.device import DEVICE_MEMORY, total_memory
 from dtgpt.errors import UserError
-from dtgpt.parallel.cost import parameters_of
-from dtgpt.parallel.memory import Memory, fullest, memory_by_rank
-from dtgpt.parallel.pipeline import block_ranges
-from dtgpt.parallel.plan import Plan
-from dtgpt.parallel.traffic import bubble, collectives_of
+from dtgpt.execution import Settings
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.memory import Memory, fullest, memory_by_rank
+from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import notes
 
@@ -23,27 +23,22 @@ HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps betwee
 
 
 def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
-    """The report. `world`: processes, by default the fewest that the plan needs; `gpu`: a name of DEVICE_MEMORY or a
-    size in GiB, by default the CUDA device of this machine, else H200."""
+    """Return the report. `world`: number of processes, by default the fewest that the plan needs; `gpu`: a name of
+    DEVICE_MEMORY or a size in GiB, by default the CUDA device of this machine, else H200."""
     recipe.validate()
-    plan = fewest(recipe) if world is None else recipe.plan_for(world, started=False)
+    plan = recipe.plan_for(world or recipe.named_plan().world, started=world is None)
     kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
-    dtype, compiled = choose_dtype(recipe, kind), wants_compiler(recipe, kind, plan)
+    settings = recipe.settings(plan, kind, here=False)
     device, size = _device(gpu)
-    memories = memory_by_rank(recipe, plan, dtype, kind)
+    memories = memory_by_rank(settings)
     most = fullest(memories)
-    lines = [*_mesh(recipe, plan, dtype, compiled), "", *_memory(recipe, plan, memories), ""]
-    lines += [*_traffic(recipe, plan, list(memories), dtype), ""]
+    lines = [*_mesh(recipe.name, settings), "", *_memory(settings, memories), ""]
+    lines += [*_traffic(settings, list(memories)), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
     lines += [hanging(f"note: {note}", 6) for note in notes(recipe, plan.dp, kind.type)]
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
     return "\n".join(lines)
-
-
-def fewest(recipe: Recipe) -> Plan:
-    plan = recipe.named_plan()
-    return recipe.plan_for(plan.world)
 
 
 def _device(gpu: str | None) -> tuple[str, float]:
@@ -74,17 +69,17 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
-def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> list[str]:
-    config, passes = recipe.model, recipe.micro_batches(plan.dp)
+def _mesh(name: str, settings: Settings) -> list[str]:
+    config, plan, passes = settings.model, settings.plan, settings.micro_batches
     lines = [
-        f"recipe  {recipe.name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
-        f"{config.hidden_size}, T={config.seq_length}, {str(dtype).removeprefix('torch.')}"
-        f"{', compiled' if compiled else ''}",
+        f"recipe  {name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
+        f"{config.hidden_size}, T={config.seq_length}, {str(settings.dtype).removeprefix('torch.')}"
+        f"{', compiled' if settings.compile else ''}",
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")
         + ("; sequence parallel" if plan.sequence_parallel else ""),
-        f"batch   {counted(recipe.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
-        f"{counted(passes, 'micro-batch', 'micro-batches')} x {recipe.micro_batch_size}",
+        f"batch   {counted(settings.global_batch_size, 'sample')} = {counted(plan.dp, 'replica')} x "
+        f"{counted(passes, 'micro-batch', 'micro-batches')} x {settings.micro_batch_size}",
     ]
     if plan.pp > 1:
         cut = [len(blocks) for blocks in block_ranges(config, plan)]
@@ -98,7 +93,8 @@ def _mesh(recipe: Recipe, plan: Plan, dtype: torch.dtype, compiled: bool) -> lis
     return [hanging(line, 8) for line in lines]
 
 
-def _memory(recipe: Recipe, plan: Plan, memories: dict[int, Memory]) -> list[str]:
+def _memory(settings: Settings, memories: dict[int, Memory]) -> list[str]:
+    plan = settings.plan
     columns = [SHORT.get(name, name) for name in vars(memories[0])]
     unit, name = (GIB, "GiB") if fullest(memories).total >= GIB else (GIB / 1024, "MiB")
     lines = [f"{name} by pipeline rank" if plan.pp > 1 else f"{name} on each rank"]
@@ -106,7 +102,7 @@ def _memory(recipe: Recipe, plan: Plan, memories: dict[int, Memory]) -> list[str
     for rank, memory in memories.items():
         group = plan.dp * plan.tp
         label = f"{rank}" if group == 1 else f"{rank}-{rank + group - 1}"
-        count = parameters(sum(p.local for p in parameters_of(recipe.model, plan, rank))).split(" param")[0]
+        count = parameters(sum(p.local for p in parameters_of(settings.model, plan, rank))).split(" param")[0]
         rows.append([label, count, *(_figure(n / unit) for n in (*vars(memory).values(), memory.total))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for label, *cells in rows:  # one blank between columns: 80 of them are few
@@ -118,13 +114,13 @@ def _figure(size: float) -> str:
     return f"{size:.2f}" if size < 100 else f"{size:.1f}"
 
 
-def _traffic(recipe: Recipe, plan: Plan, ranks: list[int], dtype: torch.dtype) -> list[str]:
-    if plan.world == 1:
+def _traffic(settings: Settings, ranks: list[int]) -> list[str]:
+    if settings.plan.world == 1:
         return ["no collectives: one process"]
     lines = []
     for rank in dict.fromkeys((ranks[0], ranks[-1])):
         lines.append(f"messages of rank {rank} in one step")
-        for c in collectives_of(recipe, plan, rank, dtype):
+        for c in collectives_of(settings, rank):
             each = f"{c.count:>8} x {_bytes(c.bytes / c.count):>10} = {_bytes(c.bytes):>10}"
             left = f"  {c.kind:<15}{c.over:<4}{each}  "
             lines.append(hanging(left + c.what, len(left)))

@@ -1,4 +1,4 @@
-"""Make batches while the device works."""
+"""Batches prepared while the device computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,8 +10,8 @@ Make = Callable[[int], tuple[Tensor, ...]]  # the tensors of a step on the CPU
 
 
 class Prefetcher:
-    """Provide the tensors of each step on the device. With CUDA a thread makes those of the next step in pinned memory;
-    where no thread can be started, the tensors of a step are made when they are taken."""
+    """The tensors of a step on the device. With CUDA a thread prepares those of the next step in pinned memory; where
+    no thread can be started, each step's are prepared when they are taken."""
 
     def __init__(self, make: Make, device: torch.device):
         self.make, self.device = make, device
@@ -19,7 +19,7 @@ class Prefetcher:
         self._next: tuple[int, Future] | None = None
 
     def take(self, step: int) -> tuple[Tensor, ...]:
-        """Return the tensors of `step` and begin those of the step after it. Never waits for the device."""
+        """Return the tensors of `step`, and begin with the next step. Never waits for the device."""
         if self.device.type == "cpu" and self._thread is None:
             return self.make(step)
         begun, self._next = self._next, None

@@ -1,53 +1,76 @@
-"""Before the first step: check what was asked for, bring the processes together, find what to go on from, read data."""
+"""Before the first step: check the recipe, bring the processes together, find what to resume, read data."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from dtgpt.batch_size import BatchSizes
 from dtgpt.checkpoint.folder import Checkpoint, set_aside
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.console import say
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.prepared import is_prepared, load_prepared
-from dtgpt.device import check_memory, choose_device, choose_dtype, memory_errors_as_sentences
+from dtgpt.device import check_memory, memory_errors_as_sentences
 from dtgpt.errors import UserError
+from dtgpt.execution import Settings, choose_device
 from dtgpt.interop.open import open_source, run_of
 from dtgpt.metrics import check_wandb
-from dtgpt.model import GPTConfig
-from dtgpt.parallel.cost import state_bytes
+from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
+from dtgpt.planning.parameters import state_bytes
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import notes
-from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume
+from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume, values_of
 from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.train.trainer import Trainer
 
 
-def start(recipe: Recipe, stack: ExitStack) -> tuple[Recipe, Mesh, Process]:
-    """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` parts
-    them again."""
+class Started(NamedTuple):
+    """What a run has once its processes have met."""
+
+    recipe: Recipe  # with a number of steps, and the tokenizer that `auto` means
+    settings: Settings
+    mesh: Mesh
+    process: Process
+
+
+def start(recipe: Recipe, stack: ExitStack) -> Started:
+    """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
+    the process group."""
     process = Process.from_environment()
     recipe.validate()
     recipe = recipe.counted().with_tokenizer()
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
-    device = choose_device(recipe, process.local_rank)
+    device = choose_device(recipe.device, process.local_rank)
     for note in notes(recipe, plan.dp, device.type):
         say(note, warning=True)
-    width = choose_dtype(recipe, device).itemsize
-    check_memory(state_bytes(recipe, plan, process.rank, width), process.local_world, device)
+    settings = recipe.settings(plan, device)
+    check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
     stack.enter_context(lost_peers_as_sentences(recipe.timeout, lambda: "start the run again"))
-    return recipe, stack.enter_context(open_mesh(recipe, plan, device, process)), process
+    values = {name: str(value) for name, value in values_of(recipe).items()}
+    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
+    return Started(recipe, settings, mesh, process)
+
+
+@contextmanager
+def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
+    """Yield a trainer of the recipe at its first step, without a run folder: processes, data, model, optimizer."""
+    with ExitStack() as stack:
+        begun = start(recipe, stack)
+        dataset = read_on_every_node(begun.recipe, begun.mesh, begun.process)
+        yield Trainer(begun.recipe, begun.settings, begun.mesh, dataset)
 
 
 def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Checkpoint | None]:
-    """The run folder to go on with, which `claim` takes, and its checkpoint, every file of which was verified; None,
-    None for a new run."""
-    run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe))
+    """Return the run folder to go on with, locked by `claim`, and its checkpoint, every file of which was verified;
+    None, None for a new run."""
+    run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe.resume, Path(recipe.runs), recipe.name))
     if run is None:
         if recipe.resume == AUTO:
             say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
@@ -59,19 +82,20 @@ def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Che
 
 
 def new_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> Path:
-    """A new run folder, which `claim` takes."""
+    """Return a new run folder, locked by `claim`."""
     run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
     mesh.on_rank_0(lambda: claim.take(run))
     return run
 
 
 def leave_newer(run: Path, step: int) -> None:
-    """Checkpoints of later steps than that from which the run goes on are damaged, or of another history."""
+    """Rename checkpoints of later steps than the one from which the run goes on: they are damaged, or of another
+    history."""
     for name in set_aside(run / "checkpoints", step):
         say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)
 
 
-def begin_from(path: Path, config: GPTConfig, tokenizer: Tokenizer, shards: Shards, mesh: Mesh) -> None:
+def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, shards: Shards, mesh: Mesh) -> None:
     """Fill the shards of a new run with the weights of another one, or of another library."""
     source = open_source(path, mesh)
     held = source.config
@@ -103,7 +127,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
     """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
     if is_prepared(data.path):
-        samples = data.train_samples or BatchSizes(recipe).before(recipe.counted().steps)
+        samples = data.train_samples or recipe.batch_sizes().before(recipe.counted().steps)
         seed, length = recipe.seed, recipe.model.seq_length
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
@@ -119,9 +143,7 @@ def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Raise UserError where the recipe asks for what the tokenizer cannot do, before steps are spent."""
     if recipe.log.sample_tokens:
         tokenizer.encode(recipe.log.prompt)
-    asked = [
-        n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n) == "on"
-    ]
+    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n)]
     if asked and tokenizer.end_of_text is None:
         raise UserError(
             f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "

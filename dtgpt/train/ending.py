@@ -1,4 +1,4 @@
-"""How a run ends: what is left to do after its last step, and why it ends before."""
+"""The end of a run: what is left to do after its last step, and why it ends before."""
 
 import signal
 from importlib.util import find_spec
@@ -19,15 +19,14 @@ LEFT = {"valid": "held-out loss", "test": "test loss", "sample": "last sample", 
 OVER = "{} has done its {}; nothing is left to do"
 
 
-def is_over(run: Path, checkpoint: Checkpoint, recipe: Recipe) -> bool:
-    """Return whether the run has done more steps than the recipe has, and say so. Raises UserError where the user named
-    the run."""
+def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -> bool:
+    """Return whether the run has done more than `steps`, and say so. Raises UserError where the user named the run."""
     done = checkpoint.state["step"]
-    if done > recipe.steps and recipe.resume != AUTO:
+    if done > steps and resume != AUTO:
         raise UserError(f"{run} has already done {counted(done, 'step')}; raise --steps to go on")
-    if done > recipe.steps:
+    if done > steps:
         say(OVER.format(run, counted(done, "step")))
-    return done > recipe.steps
+    return done > steps
 
 
 def left_to_do(run: Path | None, checkpoint: Checkpoint | None, recipe: Recipe, data: Dataset) -> list[str] | None:
@@ -52,13 +51,15 @@ def left_to_do(run: Path | None, checkpoint: Checkpoint | None, recipe: Recipe, 
     return left
 
 
-def stopped(where: str, stop: StopRequest, leaving: bool, recipe: Recipe, mesh: Mesh, hint: str = "") -> int:
-    """Say where and why a run ends early, and return its exit code: 0 where an option asked for it, else 128 + the
-    signal, agreed across ranks. `leaving`: because of `exit_interval`."""
-    number, minutes = int(mesh.max(stop.requested or 0)), recipe.exit_after
+def say_stopped(
+    where: str, hint: str, stop: StopRequest, minutes: float | None, interval: int | None, mesh: Mesh
+) -> int:
+    """Say why a run ends early. Return its exit code: 0 after `exit_after` minutes or by `exit_interval`, else 128 +
+    the signal, agreed across ranks."""
+    number = int(mesh.max(stop.requested or 0))
     code, reason = 128 + (number or signal.SIGTERM), ""
-    if number == 0 and leaving:
-        code, reason = 0, f" (exit_interval {recipe.exit_interval})"
+    if number == 0 and interval is not None:
+        code, reason = 0, f" (exit_interval {interval})"
     elif number == 0 and minutes is not None:
         code, reason = 0, f" after {minutes:g} minute{'' if minutes == 1 else 's'} (exit_after)"
     say(f"stopped {where}{reason}{hint}")

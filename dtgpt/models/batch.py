@@ -1,0 +1,29 @@
+"""The inputs of a forward pass."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """Tokens and what belongs to them; a field that is None changes nothing.
+
+    The order is that of the arguments of `Decoder.forward`.
+    """
+
+    tokens: Tensor  # int64 [B, T]
+    dropout_keys: Tensor | None = None  # int64 [B, num_sites, 2]; None: no dropout
+    targets: Tensor | None = None  # int64 [B, T]: the token after each; None: logits instead of a loss
+    positions: Tensor | None = None  # int64 [B, T]; None: 0, 1, ...
+    document_bounds: Tensor | None = None  # int32 [B, T, 2]: first position and end of what each token may attend to
+    loss_weights: Tensor | None = None  # fp32 [B, T]: factor of each token's loss
+
+    @property
+    def beside_tokens(self) -> dict[str, Tensor]:
+        """The other fields that are there, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None and name != "tokens"}
+
+    def chunk(self, pieces: int) -> "list[Batch]":
+        """Return the batch cut into `pieces` equal micro-batches."""
+        columns = [[None] * pieces if value is None else value.chunk(pieces) for value in self]
+        return [Batch(*values) for values in zip(*columns, strict=True)]

@@ -1,0 +1,103 @@
+"""A decoder-only transformer of any architecture: embedding, blocks, head. Nothing here knows of devices or training.
+
+Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.layers import Context
+from dtgpt.ops.random import fold, normal, row_chunks
+
+
+class Decoder(nn.Module):
+    """Tokens `[B, T]` to logits `[B, T, V]`, or to the mean loss where targets `[B, T]` are given.
+
+    Logits of the padding, `[..., config.vocab_size:]`, mean nothing: loss and sampling leave them out. Blocks are keyed
+    by their global index, so that a parameter keeps its name in a part of the model: without the embedding a part takes
+    activations `[B, T, H]`, without the head it returns them. `dtype` is that of activations; parameters may be fp32.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.layout = config, config.layout
+        self.embedding: nn.Module | None = config.make_embedding(dtype)
+        self.blocks = nn.ModuleDict({str(i): config.make_block() for i in range(config.num_layers)})
+        self.head: nn.Module | None = config.make_head()
+        self.tie_weights()
+
+    def forward(
+        self, x: Tensor, dropout_keys: Tensor | None = None, targets: Tensor | None = None,
+        positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
+        layout = self.layout
+
+        def context(first: int, sites: int) -> Context:
+            keys = None if dropout_keys is None else dropout_keys[:, first : first + sites]
+            return Context(keys, positions, document_bounds)
+
+        if self.embedding is not None:
+            x = self.embedding(x, context(0, layout.embedding_sites))
+        for index, block in self.blocks.items():
+            x = block(x, context(layout.embedding_sites + layout.block_sites * int(index), layout.block_sites))
+        return x if self.head is None else self.head(x, targets, loss_weights)
+
+    def tie_weights(self) -> None:
+        """Make the output projection the token embedding, again after whatever replaced parameters."""
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            output = self.get_submodule(self.config.output_name.rpartition(".")[0])
+            output.weight = self.get_parameter(self.config.table_name)
+
+    def keep(self, blocks: range, embedding: bool, head: bool) -> None:
+        """Leave only these blocks, and the ends where wanted: the part of the model that one pipeline stage holds."""
+        for index in [i for i in self.blocks if int(i) not in blocks]:
+            del self.blocks[index]
+        self.embedding = self.embedding if embedding else None
+        self.head = self.head if head else None
+
+    def allocate(self, device: torch.device) -> None:
+        """Give a model on the meta device its memory, with whatever values are there."""
+        self.to_empty(device=device)
+        self.tie_weights()
+
+
+def unique_parameters(model: Decoder) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, each once. A tied table has the name of the token embedding, also in a part of the
+    model that holds the head alone: initial weights and checkpoints know one name for it."""
+    config, unique = model.config, {}
+    for name, parameter in model.named_parameters():
+        if config.tied and name == config.output_name:
+            name = config.table_name
+        if name in unique:
+            raise ValueError(f"{name} is two parameters: the tie is broken; call tie_weights() first")
+        unique[name] = parameter
+    return unique
+
+
+@torch.no_grad()
+def fill_weight(part: Tensor, name: str, index: Sequence[range], config: ModelConfig, key: Tensor) -> None:
+    """Fill `part`, the elements with the global `index` of parameter `name`, in place with initial weights: a function
+    of (key, name, index) alone."""
+    mean, std = config.initial_weight(name)
+    if std == 0:
+        part.fill_(mean)
+        return
+    weight_key = fold(key, name).to(part.device)
+    for rows, piece in row_chunks(index):
+        part[rows] = std * normal(weight_key, piece)
+
+
+def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, key: Tensor | None) -> Decoder:
+    """Return a whole model on one device, with initial weights from `key [2]`. No key: the memory is left as it is, for
+    a checkpoint to fill."""
+    with torch.device("meta"):
+        model = Decoder(config, dtype)
+    model.allocate(device)
+    if key is not None:
+        for name, parameter in unique_parameters(model).items():
+            fill_weight(parameter, name, [range(n) for n in parameter.shape], config, key)
+    return model

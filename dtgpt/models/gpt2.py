@@ -1,0 +1,167 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+Learned positions, pre-LayerNorm, tanh-GELU, biases, tied embeddings, dropout at GPT-2's three sites (embeddings,
+attention probabilities, the end of each residual branch). GPT-3 (Brown et al. 2020) with dense attention has the same
+modules.
+
+Shapes: B samples, T positions, H hidden size, N heads, D = H / N, V padded vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from dtgpt.field_types import Bounds
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.layers import (
+    AttentionCore,
+    Branch,
+    Context,
+    DeferredBiasLinear,
+    FinalNorm,
+    LayerNorm,
+    Linear,
+    Output,
+    add,
+)
+from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.dropout import Dropout
+from dtgpt.ops.gelu import bias_gelu
+
+TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
+
+ROLES: Roles = {
+    "embedding.wte": Role.VOCABULARY,
+    "embedding.wpe": Role.POSITIONS,
+    "embedding.drop": Role.STREAM_DROPOUT,
+    "blocks.*.ln_1": Role.NORM,
+    "blocks.*.attn.qkv": Role.QKV,
+    "blocks.*.attn.dropout": Role.HEAD_DROPOUT,
+    "blocks.*.attn.proj": Role.ROW,
+    "blocks.*.drop_1": Role.STREAM_DROPOUT,
+    "blocks.*.ln_2": Role.NORM,
+    "blocks.*.mlp.fc": Role.COLUMN,
+    "blocks.*.mlp.proj": Role.ROW,
+    "blocks.*.drop_2": Role.STREAM_DROPOUT,
+    "head.ln_f": Role.NORM,
+    "head.lm_head": Role.OUTPUT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(ModelConfig):
+    """The shape of a GPT-2. The named sizes are `GPT2_124M` ... `GPT3_175B` below."""
+
+    architecture: ClassVar[str] = "gpt2"
+    roles: ClassVar[Roles] = ROLES
+    tied: ClassVar[bool] = True
+
+    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm", Bounds(above=0, below=1)] = 1e-5
+
+    def make_embedding(self, dtype: torch.dtype) -> "Embedding":
+        return Embedding(self, dtype)
+
+    def make_block(self) -> "Block":
+        return Block(self)
+
+    def make_head(self) -> "Head":
+        return Head(self)
+
+    def comparable(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the bias of QKV, stored per head as `[N, 3, D]`, without its keys; every other tensor as it is. A bias
+        of the keys moves all scores of a query alike, which the softmax does not see: its gradient is rounding."""
+        if not name.endswith("attn.qkv.bias"):
+            return tensor
+        return tensor.reshape(self.num_heads, 3, -1)[:, [0, 2]].contiguous()
+
+
+GPT2_124M = GPT2Config(num_layers=12, hidden_size=768, num_heads=12)
+GPT2_345M = GPT2Config(num_layers=24, hidden_size=1024, num_heads=16)
+GPT2_774M = GPT2Config(num_layers=36, hidden_size=1280, num_heads=20)
+GPT2_1558M = GPT2Config(num_layers=48, hidden_size=1600, num_heads=25)
+GPT3_175B = GPT2Config(num_layers=96, hidden_size=12288, num_heads=96, seq_length=2048)
+
+
+class Embedding(nn.Module):
+    """tokens `[B, T]` -> activations `[B, T, H]`: token plus learned position, which are 0, 1, ... by default."""
+
+    def __init__(self, config: GPT2Config, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.wte = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.seq_length, config.hidden_size)
+        self.drop = Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        positions = context.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), context.dropout_keys)
+
+
+class Block(nn.Module):
+    """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
+
+    Each sum is fused with the norm behind it and with the bias and the dropout of its branch, so that an activation is
+    read and written once between two matrices.
+    """
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attn = Attention(config)
+        self.drop_1 = Dropout(config.dropout, index=1)
+        self.ln_2 = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config)
+        self.drop_2 = Dropout(config.dropout, index=2)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        keys = context.dropout_keys
+        x, h = self.ln_1(x)
+        x, h = self.ln_2(x, self.attn(h, context), self.drop_1.site(keys))
+        return add(x, self.mlp(h), self.drop_2.site(keys))
+
+
+class Attention(nn.Module):
+    """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored per head, `[N, 3, D]` along
+    its output dimension, so that a cut between heads keeps each head's q, k and v together."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dropout = Dropout(config.dropout, index=0)
+        self.core = AttentionCore()
+        self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, context: Context) -> Branch:
+        qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
+        heads = self.core(qkv, self.dropout.site(context.dropout_keys), context.document_bounds)
+        return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
+
+
+class MLP(nn.Module):
+    """Two matrices with a tanh-GELU between them, `[B, T, H]` -> `[B, T, 4 H]` -> `[B, T, H]`."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.fc = DeferredBiasLinear(config.hidden_size, 4 * config.hidden_size)
+        self.proj = DeferredBiasLinear(4 * config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Branch:
+        return Branch(self.proj(bias_gelu(self.fc(x), self.fc.bias)), self.proj.bias)
+
+
+class Head(nn.Module):
+    """[B, T, H] -> logits `[B, T, V]`, or the mean loss of targets `[B, T]`."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.ln_f = FinalNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.lm_head = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+        return self.lm_head(self.ln_f(x), targets, loss_weights)

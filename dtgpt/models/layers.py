@@ -1,0 +1,96 @@
+"""Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtgpt.ops.attention import Backend, causal_attention
+from dtgpt.ops.dropout import Site
+from dtgpt.ops.head import head_loss
+from dtgpt.ops.layer_norm import layer_norm, norm_and_pass, residual_norm
+from dtgpt.ops.linear import linear
+from dtgpt.ops.residual import residual
+
+NO_DROPOUT: Site = (None, 0.0)
+
+
+class Context(NamedTuple):
+    """What a block knows of a batch beside its activations; None changes nothing."""
+
+    dropout_keys: Tensor | None = None  # int64 [B, S, 2] of this block's S sites
+    positions: Tensor | None = None  # int64 [B, T]
+    document_bounds: Tensor | None = None  # int32 [B, T, 2]
+
+
+class Branch(NamedTuple):
+    """The output of a residual branch, whose bias the following operation adds."""
+
+    product: Tensor  # [B, T, H]
+    bias: Tensor | None  # [H]
+
+
+class Linear(nn.Linear):
+    """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class DeferredBiasLinear(nn.Linear):
+    """A `Linear` that leaves its bias to the following operation, which adds it on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm of the residual stream, fused with the residual sum before it."""
+
+    def forward(self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT) -> tuple[Tensor, Tensor]:
+        """Return (x, norm(x)), each `[B, T, H]`; with a branch (sum, norm(sum)), sum = x + dropout(branch)."""
+        if branch is None:
+            return norm_and_pass(x, self.weight, self.bias, self.eps)
+        return residual_norm(x, *branch, self.weight, self.bias, self.eps, *site)
+
+
+class FinalNorm(nn.LayerNorm):
+    """LayerNorm at the end of the residual stream, `[B, T, H]` -> `[B, T, H]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def add(x: Tensor, branch: Branch, site: Site) -> Tensor:
+    """Return the residual sum x + dropout(branch), `[B, T, H]`."""
+    return residual(x, *branch, *site)
+
+
+class AttentionCore(nn.Module):
+    """Causal attention without its projections. The plan's build sets the back end."""
+
+    backend: Backend = "auto"
+
+    def forward(self, qkv: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
+        """Return `[B, T, N, D]` from packed `[B, T, N, 3, D]`."""
+        return causal_attention(qkv, *site, spans=document_bounds, backend=self.backend)
+
+
+class Output(nn.Linear):
+    """The output projection, and the loss after it.
+
+    `gradient_scale`, a scalar on the device that the training loop sets, multiplies the gradient of the loss: the share
+    of a micro-batch, and the loss scale of fp16. The loss itself stays as it is.
+    """
+
+    def __init__(self, hidden_size: int, padded_vocab_size: int, vocab_size: int):
+        super().__init__(hidden_size, padded_vocab_size, bias=False)
+        self.vocab_size = vocab_size
+        self.gradient_scale: Tensor | None = None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+        """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`."""
+        weight = self.weight.to(x.dtype)
+        if targets is None:
+            return F.linear(x, weight)
+        return head_loss(x, weight, targets, self.vocab_size, scale=self.gradient_scale, weights=loss_weights)

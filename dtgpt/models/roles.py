@@ -1,0 +1,41 @@
+"""What a module is to the rest of dtgpt.
+
+An architecture (`dtgpt.models.gpt2`) lists the role of each of its modules by name pattern. Tensor parallelism, memory,
+messages and FLOPs follow from roles and shapes; no other room names a module.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from fnmatch import fnmatch
+
+
+class Role(Enum):
+    VOCABULARY = "token embedding [V, H]"
+    POSITIONS = "table of learned positions [P, H]"
+    NORM = "normalisation of the residual stream"
+    QKV = "linear map to queries, keys and values, cut between heads"
+    COLUMN = "linear map [out, H] that is cut by its outputs"
+    ROW = "linear map [H, in] that is cut by its inputs, without its bias"
+    OUTPUT = "output projection [V, H] and loss"
+    HEAD_DROPOUT = "dropout of attention probabilities [N, T, T]"
+    STREAM_DROPOUT = "dropout of the residual stream [T, H]"
+
+
+Roles = Mapping[str, Role]  # module pattern -> role
+COLUMNS = (Role.QKV, Role.COLUMN)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a dotted module name matches a pattern, part by part: `blocks.3.attn` and `blocks.*.attn`."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatch(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def role_of(name: str, roles: Roles) -> Role | None:
+    """Return the role of the module called `name`; None for a container."""
+    return next((role for pattern, role in roles.items() if matches(name, pattern)), None)
+
+
+def patterns_of(role: Role, roles: Roles) -> list[str]:
+    """Return the module patterns that have this role."""
+    return [pattern for pattern, own in roles.items() if own is role]

@@ -1,0 +1,66 @@
+"""Where a rank stands in a plan. Ranks are ordered (pp, dp, tp) with tp fastest: the ranks that exchange most are
+neighbours on one node."""
+
+import math
+from dataclasses import dataclass
+
+from dtgpt.parallel.plan import ResolvedPlan
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Coordinates of one rank in a plan."""
+
+    plan: ResolvedPlan
+    rank: int
+
+    @property
+    def tp(self) -> int:
+        return self.rank % self.plan.tp
+
+    @property
+    def dp(self) -> int:
+        return self.rank // self.plan.tp % self.plan.dp
+
+    @property
+    def pp(self) -> int:
+        return self.rank // (self.plan.tp * self.plan.dp)
+
+    @property
+    def shard(self) -> int:
+        return self.dp % self.plan.shard
+
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stages of this rank, by depth."""
+        return [s for s in range(self.plan.num_stages) if self.plan.stage_rank(s) == self.pp]
+
+    @property
+    def holds_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        return self.plan.num_stages - 1 in self.stages
+
+    def comes_from(self, stage: int) -> int | None:
+        """Return the pipeline rank that sends `stage` of this rank its input; None where nothing is sent."""
+        return self._other(stage - 1) if stage > 0 else None
+
+    def goes_to(self, stage: int) -> int | None:
+        """Return the pipeline rank to which `stage` of this rank sends its output; None where nothing is sent."""
+        return self._other(stage + 1) if stage + 1 < self.plan.num_stages else None
+
+    def _other(self, stage: int) -> int | None:
+        pp = self.plan.stage_rank(stage)
+        return pp if pp != self.pp else None
+
+    def neighbour(self, pp: int) -> int:
+        """Return the rank with the same dp and tp coordinates on pipeline rank `pp`."""
+        return self.rank + (pp - self.pp) * self.plan.dp * self.plan.tp
+
+
+def chunk(whole: range, pieces: int, index: int) -> range:
+    """Return piece `index` of a range cut as torch.chunk does: pieces of equal size, the last ones shorter or empty."""
+    size = math.ceil(len(whole) / pieces)
+    return whole[index * size : (index + 1) * size]

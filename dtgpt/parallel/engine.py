@@ -1,0 +1,107 @@
+"""What the training loop asks of a plan: gradients of a batch, losses, logits."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from dtgpt.models.batch import Batch
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.fsdp import reshard, set_step_phase
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shards
+
+
+class Engine(Protocol):
+    def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
+        """Leave in the shards the gradient of the global batch, of which `batch` is this replica's part, run in
+        `micro_batches` equal pieces; times the `gradient_scale` of the output layer.
+
+        Returns the mean loss, detached: 0 on a rank that does not hold the head. The next call returns the same tensor
+        with another value.
+        """
+        ...
+
+    def expect(self, micro_batches: int) -> None:
+        """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
+        ...
+
+    def mean_loss(self, batch: Batch) -> Tensor | None:
+        """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
+        hold the head."""
+        ...
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Return this rank's columns of the logits `[B, T, V_local]` of `tokens [B, T]`, without dropout or gradient;
+        None on a rank that does not hold the head."""
+        ...
+
+
+class SingleStageEngine(Engine):
+    """Forward and backward of each micro-batch in turn.
+
+    A graph holds one micro-batch: the first, the last, or any between. With `fully_shard` it holds all of them, since
+    each pass waits for events of the one before, which must then be of the same graph.
+    """
+
+    def __init__(self, model: Decoder, shards: Shards, graphs: Graphs):
+        self.model, self.shards, self.graphs = model, shards, graphs
+        self._loss = torch.zeros((), device=shards.mesh.device)
+
+    def expect(self, micro_batches: int) -> None:
+        if self.shards.buckets is not None:
+            self.shards.buckets.expect(micro_batches)
+
+    def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
+        if isinstance(self.model, FSDPModule):
+            without_graphs = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
+            self.graphs.run("micro-batches", without_graphs, *batch)
+        else:
+            self._accumulate(self.graphs.run, micro_batches, *batch)
+        return self._loss
+
+    def _accumulate(self, run: Callable[..., Any], micro_batches: int, *fields: Tensor | None) -> None:
+        for index, piece in enumerate(Batch(*fields).chunk(micro_batches)):
+            name = f"micro-batch{' first' * (index == 0)}{' last' * (index == micro_batches - 1)}"
+            run(name, partial(self._micro_step, index, micro_batches), *piece)
+
+    def _micro_step(self, index: int, micro_batches: int, *fields: Tensor | None) -> None:
+        last = index == micro_batches - 1
+        if self.shards.buckets is not None:
+            self.shards.buckets.begin(done=index)
+        set_step_phase(self.model, self.shards.mesh.plan.zero, last)
+        loss = self.model(*fields)
+        loss.backward()
+        share = loss.detach() / micro_batches
+        self._loss.copy_(share) if index == 0 else self._loss.add_(share)
+        if last:
+            self.shards.take_gradients()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.mean_loss(Batch(tokens))
+
+    @torch.no_grad()
+    def mean_loss(self, batch: Batch) -> Tensor:
+        result = self.model(*batch)
+        reshard(self.model)
+        return result
+
+
+def gather_logits(logits: Tensor | None, position: int, config: ModelConfig, mesh: Mesh) -> Tensor:
+    """Return the logits `[V]` of one position of the first sample, the same on every rank, from what `Engine.logits`
+    returned on the ranks."""
+    if mesh.world == 1:
+        return logits[0, position]
+    row = torch.zeros(config.padded_vocab_size, device=mesh.device)
+    if logits is not None and mesh.place.dp == 0:
+        columns = chunk(range(len(row)), mesh.plan.tp, mesh.place.tp)
+        row[columns.start : columns.stop] = logits[0, position].float()
+    dist.all_reduce(row)  # everything else is zero, so that the sum is exact
+    return row

@@ -1,0 +1,47 @@
+"""The cut of a model into pipeline stages, by cost."""
+
+from functools import cache
+
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.plan import Plan
+
+EMBEDDING_COST = 0.05  # of a block's: a lookup, a sum and a dropout, all bound by memory
+
+
+def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
+    """Return the blocks of each stage: as the plan says, or so that the costliest stage is as cheap as can be."""
+    sizes = plan.blocks_per_stage or balanced_cut(config, plan.num_stages)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
+
+@cache
+def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Return the blocks per stage, at least one each. Cost is in FLOPs of a token; the head counts on the last stage,
+    the embedding on the first. Among cuts with the same costliest stage, the one with the most even rest."""
+    head = 6 * config.hidden_size * config.padded_vocab_size / config.flops_per_block
+
+    def cost(stage: int, blocks: int) -> float:
+        return blocks + EMBEDDING_COST * (stage == 0) + head * (stage == stages - 1)
+
+    @cache
+    def best(stage: int, left: int) -> tuple[float, float, tuple[int, ...]]:
+        """(largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
+        if stage == stages - 1:
+            return cost(stage, left), cost(stage, left) ** 2, (left,)
+        choices = []
+        for blocks in range(1, left - (stages - stage - 1) + 1):
+            largest, squares, cut = best(stage + 1, left - blocks)
+            here = cost(stage, blocks)
+            choices.append((max(here, largest), here**2 + squares, (blocks, *cut)))
+        return min(choices)
+
+    return best(0, config.num_layers)[2]
+
+
+def keep_stage(model: Decoder, stage: int, plan: Plan) -> Decoder:
+    """Remove from a whole model (on the meta device) all but one stage."""
+    blocks = block_ranges(model.config, plan)[stage]
+    model.keep(blocks, embedding=stage == 0, head=stage == plan.num_stages - 1)
+    return model

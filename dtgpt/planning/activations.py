@@ -1,0 +1,117 @@
+"""The activations that one block keeps for backward, measured: a block runs on the meta device with the sizes of one
+rank, and what autograd saves is counted. `tests` hold this against a real block, and benchmarks against an H200."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dtgpt.execution import Settings
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.roles import COLUMNS, Role, role_of
+from dtgpt.parallel.coordinates import chunk
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """One block on one rank, for a micro-batch."""
+
+    saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
+    widest: int  # bytes of the largest activation
+
+
+def block_activations(settings: Settings) -> float:
+    """Return the bytes that one block keeps for backward under the default table of tensor parallelism, without
+    weights."""
+    if settings.recompute == "full":
+        return residual_bytes(settings)  # the input of the block
+    core = 0 if settings.recompute == "selective" else core_bytes(settings)
+    return block_sizes(settings).saved + core
+
+
+def block_sizes(settings: Settings) -> BlockSizes:
+    """Return the sizes of a block under the plan, measured once for each shape."""
+    plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
+    return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype)
+
+
+def residual_bytes(settings: Settings) -> float:
+    """Return the bytes of the residual stream between matrices, `[B, T, H]`, or `[B, T / tp, H]` by sequence."""
+    tokens = settings.micro_batch_size * settings.model.seq_length
+    whole = settings.dtype.itemsize * tokens * settings.model.hidden_size
+    return whole / (settings.plan.tp if settings.plan.sequence_parallel else 1)
+
+
+def score_elements(settings: Settings) -> float:
+    """Return the elements of the attention scores `[B, N / tp, T, T]`."""
+    length = settings.model.seq_length
+    return settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
+
+
+def core_bytes(settings: Settings) -> float:
+    """Return the bytes that the attention core keeps beside its input and its output."""
+    scores, width = score_elements(settings), settings.dtype.itemsize
+    if settings.attention_backend == "explicit":
+        return (4 + width) * scores  # probabilities in fp32, and after dropout
+    if settings.attention_backend == "fused_softmax":
+        kept = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
+        return kept * width * scores
+    return 4 * scores / settings.model.seq_length  # the logarithm of each row's sum, fp32
+
+
+@lru_cache(maxsize=32)
+def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype) -> BlockSizes:
+    length, saved = config.seq_length, {}
+    with torch.device("meta"):
+        block = config.make_block().to(dtype)
+        x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
+    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+    widest = max(_cut(config, name, module, tp, sequence_parallel) for name, module in block.named_modules())
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage  # kept, so that no other storage takes its address
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        block(x.requires_grad_(), Context())
+    return BlockSizes(sum(s.nbytes() for s in saved.values()), batch * length * widest * dtype.itemsize)
+
+
+def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
+    """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
+    role = role_of(f"blocks.0.{name}", config.roles)
+    if isinstance(module, AttentionCore):
+        module.forward = lambda qkv, *_: _Core.apply(qkv)
+    if not isinstance(module, nn.Linear):
+        return 0
+    if role in COLUMNS:
+        rows = len(chunk(range(module.out_features), tp, 0))
+        module.weight = nn.Parameter(module.weight[:rows])
+        module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
+        if sequence_parallel:  # its input is all-gathered
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].repeat(1, tp, 1), *inputs[1:]))
+        return rows
+    if role is Role.ROW:
+        module.weight = nn.Parameter(module.weight[:, : len(chunk(range(module.in_features), tp, 0))])
+        if sequence_parallel:  # its output is reduce-scattered
+            module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
+    return module.out_features
+
+
+class _Core(torch.autograd.Function):
+    """An attention core that keeps its input and its output."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor) -> Tensor:
+        out = qkv.new_empty(*qkv.shape[:3], qkv.shape[-1])
+        ctx.save_for_backward(qkv, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise NotImplementedError

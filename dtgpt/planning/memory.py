@@ -1,0 +1,147 @@
+"""The memory that a plan needs on each rank, in bytes of PyTorch's allocator, without a GPU."""
+
+from dataclasses import dataclass, replace
+
+from dtgpt.execution import Settings
+from dtgpt.models.roles import Role
+from dtgpt.ops.head import LOGITS_BYTES
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.activations import block_activations, block_sizes, core_bytes, residual_bytes, score_elements
+from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the fullest moment of a step."""
+
+    weights: int  # fp32 masters
+    optimizer: int  # two fp32 moments
+    gradients: int
+    gathered: int  # weights that matmuls read: all-gathered by ZeRO, or casts
+    activations: int
+    edges: int  # buffers of the pipeline
+    working: int  # of the operation that runs at that moment
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def memory_of(settings: Settings, rank: int) -> Memory:
+    """Return the fullest moment of a training step on `rank`: the head's forward pass, which makes its gradients, or
+    the backward pass of the last block on a rank that does not hold the head, or the end of the step where activations
+    are small."""
+    plan, config, micro_batches = settings.plan, settings.model, settings.micro_batches
+    place, held = RankCoordinates(plan, rank), parameters_of(config, plan, rank)
+    ranges = block_ranges(config, plan)
+    blocks = sum(len(ranges[stage]) for stage in place.stages)
+    local = sum(p.local for p in held)
+
+    in_flight = stages_in_flight(plan, micro_batches, place.pp)
+    kept = in_flight / len(place.stages) * blocks * block_activations(settings)
+    head = 2 * residual_bytes(settings) + 2 * _whole(settings)  # the norm, and the gradient of its output
+    gathered = _gathered(held, blocks, settings)
+    if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
+        head += 2 * _logits(settings)
+        gathered = round(gathered * in_flight / len(place.stages))
+    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
+    common["edges"] = _edges(settings, place, in_flight)
+
+    full = gradient_bytes(held, settings)
+    start = full if settings.sums_gradients else 0
+    start = start if micro_batches == 1 or plan.zero == 0 else full  # the first micro-batch finds no gradient yet
+    working = _block_work(settings)
+    if place.holds_last:
+        working = max(working, _head_work(held, settings))
+    activations = round(kept + (head if place.holds_last else 0))
+    early = Memory(**common, gradients=start, activations=activations, working=round(working))
+    around = sum(4 * p.by_tp for p in held if not p.in_block)
+    late = Memory(**common, gradients=full, activations=0, working=around)
+    return max(early, late, key=lambda memory: memory.total)
+
+
+def memory_by_rank(settings: Settings) -> dict[int, Memory]:
+    """Return the memory of the first rank of each pipeline rank, which holds as much as any that shares its stages."""
+    plan = settings.plan
+    return {rank: memory_of(settings, rank) for rank in range(0, plan.world, plan.dp * plan.tp)}
+
+
+def fullest(memories: dict[int, Memory]) -> Memory:
+    return max(memories.values(), key=lambda memory: memory.total)
+
+
+def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
+    """Return the forward passes of a stage whose activations pipeline rank `pp` keeps at its fullest moment."""
+    if plan.pp == 1:
+        return 1
+    if plan.schedule == "GPipe":
+        return micro_batches
+    if plan.schedule == "1F1B":
+        return min(plan.pp - pp, micro_batches)
+    per_rank = plan.stages_of_rank
+    if plan.schedule == "ZBVZeroBubble":
+        return min(2 * plan.pp, per_rank * micro_batches)
+    round_size = micro_batches // max(1, micro_batches // plan.pp)
+    warmup = (per_rank - 1) * round_size + 2 * (plan.pp - 1 - pp)
+    return min(warmup + 1, per_rank * micro_batches)
+
+
+def _whole(settings: Settings) -> float:
+    """Return the bytes of `[B, T, H]`, the input of a matrix."""
+    tokens = settings.micro_batch_size * settings.model.seq_length
+    return settings.dtype.itemsize * tokens * settings.model.hidden_size
+
+
+def _logits(settings: Settings) -> float:
+    """Return the bytes of this rank's logits `[B, T, V / tp]`."""
+    columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
+    return settings.dtype.itemsize * settings.micro_batch_size * settings.model.seq_length * columns
+
+
+def _gathered(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
+    """Return the bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
+    all-gathered buffers. ZeRO-3 holds one block and prefetches the next. In a graph, memory that several streams used
+    is not reused, so that all weights, and all gradients on their way to be cut, have a place of their own."""
+    plan, width = settings.plan, settings.dtype.itemsize
+    in_blocks = sum(p.by_tp for p in held if p.in_block)
+    around = sum(p.by_tp for p in held if not p.in_block)
+    if plan.zero == 0:
+        return width * (in_blocks + around) if width < 4 else 0
+    if settings.graphs:
+        return (width + 4) * (in_blocks + around)
+    if plan.zero == 3 and plan.pp == 1:
+        in_blocks = min(in_blocks, 2 * in_blocks // max(blocks, 1))
+    return width * (in_blocks + around)
+
+
+def _edges(settings: Settings, place: RankCoordinates, in_flight: int) -> int:
+    """Return the bytes of the buffers that `torch.distributed.pipelining` keeps for every micro-batch on each edge
+    where a rank receives. What a rank sent is kept until its backward pass."""
+    if settings.plan.pp == 1:
+        return 0
+    receives = sum((place.comes_from(s) is not None) + (place.goes_to(s) is not None) for s in place.stages)
+    return round((receives * settings.micro_batches + in_flight) * residual_bytes(settings))
+
+
+def _head_work(held: list[LocalParameter], settings: Settings) -> float:
+    """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
+    there are several chunks, and in backward a copy of it."""
+    weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
+    width, logits = settings.dtype.itemsize, _logits(settings)
+    sums = 4 * weight if logits > LOGITS_BYTES and width < 4 else 0
+    return max(min(logits, LOGITS_BYTES) + width * weight + sums, 2 * width * weight)
+
+
+def _block_work(settings: Settings) -> float:
+    """Return the bytes of a block's backward pass: gradients of its widest tensors, of the scores where they are
+    explicit, and what is computed again."""
+    width, backend = settings.dtype.itemsize, settings.attention_backend
+    again = 0.0
+    if settings.recompute == "full":
+        again = block_activations(replace(settings, recompute="none"))
+    elif settings.recompute == "selective":
+        again = core_bytes(settings)
+    scores = (4 + 2 * width) * score_elements(settings) if backend in ("explicit", "fused_softmax") else 0
+    return 2 * block_sizes(settings).widest + 2 * _whole(settings) + scores + again

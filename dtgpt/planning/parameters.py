@@ -1,0 +1,93 @@
+"""The parameters, gradients and optimizer state of each rank, from shapes alone: no process group, no tensor."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from dtgpt.execution import Settings
+from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.roles import Role, role_of
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.plan import ResolvedPlan
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter on a rank; sizes in elements."""
+
+    name: str  # of the whole parameter
+    role: Role | None  # of its module
+    in_block: bool
+    style: ParallelStyle | None  # of tensor parallelism
+    whole: int
+    by_tp: int  # after tensor parallelism: what the rank computes with
+    local: int  # after ZeRO: what the rank keeps
+
+
+def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[LocalParameter]:
+    """Return what `rank` holds, by the same rules as `dtgpt.parallel.shards` finds in the finished model."""
+    place = RankCoordinates(plan, rank)
+    table: Table = make_table(config, plan) if plan.tp > 1 else {}
+    ranges, held = block_ranges(config, plan), []
+    for stage in place.stages:
+        for name, shape, in_block in _parameters_of_stage(config, ranges, stage):
+            module, _, kind = name.rpartition(".")
+            role, style = role_of(module, config.roles), style_of(module, table, config.roles)
+            local, dim = list(shape), tp_dimension(kind, role, style)
+            if dim is not None and dim < len(shape):
+                local[dim] = len(chunk(range(shape[dim]), plan.tp, place.tp))
+            by_tp = math.prod(local)
+            local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
+            tied = config.tied and name == config.output_name
+            whole_name = config.table_name if tied else name
+            held.append(LocalParameter(whole_name, role, in_block, style, math.prod(shape), by_tp, math.prod(local)))
+    return held
+
+
+def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[tuple[str, Shape, bool]]:
+    """Yield (name, whole shape, whether it belongs to a block) of each parameter that the stage holds."""
+    layout, first, last = config.layout, stage == 0, stage == len(ranges) - 1
+    if first:
+        yield from ((name, shape, False) for name, shape in layout.embedding)
+    for index in ranges[stage]:
+        yield from ((name, shape, True) for name, shape in layout.of_block(index))
+    for name, shape in layout.head if last else ():
+        if not (config.tied and name == config.output_name and first):  # the embedding of the same stage
+            yield name, shape, False
+
+
+def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:
+    """Return the dimension that tensor parallelism cuts of a module's parameter `kind`, weight or bias, or None."""
+    if isinstance(style, ColwiseParallel | VocabularyShard):
+        return 0
+    if isinstance(style, RowwiseParallel):
+        return 0 if role is Role.VOCABULARY else (1 if kind == "weight" else None)
+    return None
+
+
+def gradient_width(settings: Settings) -> int:
+    """Return the bytes of an element of the gradient that the optimizer gets: as narrow as the weights where replicas
+    sent it so, and where a single micro-batch made it."""
+    narrow = settings.low_precision and (settings.plan.dp > 1 or settings.micro_batches == 1)
+    return settings.dtype.itemsize if narrow else 4
+
+
+def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
+    """Return the bytes of gradients on a rank. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last micro-batch; a
+    pipeline sums all micro-batches before it cuts."""
+    plan, several = settings.plan, settings.micro_batches > 1
+    if plan.dp > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
+        return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
+    cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and not several))
+    return sum(gradient_width(settings) * (p.local if cut else p.by_tp) for p in held)
+
+
+def state_bytes(settings: Settings, rank: int) -> int:
+    """Return the bytes of weights, gradients and AdamW's two moments on `rank`."""
+    held = parameters_of(settings.model, settings.plan, rank)
+    copies = settings.dtype.itemsize if settings.low_precision else 0
+    return sum(12 * p.local + copies * p.by_tp for p in held) + gradient_bytes(held, settings)

@@ -1,0 +1,119 @@
+"""The messages between the ranks of a plan in one optimizer step, and the idle time of a pipeline."""
+
+from dataclasses import dataclass
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from dtgpt.execution import Settings
+from dtgpt.models.roles import Role
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.plan import Plan
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
+from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message of one rank in a step."""
+
+    kind: str  # all-gather, reduce-scatter, all-reduce, send
+    over: str  # the ranks that take part: dp, tp, pp
+    what: str
+    count: int
+    bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
+
+
+def collectives_of(settings: Settings, rank: int) -> list[Collective]:
+    """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
+    held = parameters_of(settings.model, settings.plan, rank)
+    place, ranges = RankCoordinates(settings.plan, rank), block_ranges(settings.model, settings.plan)
+    blocks = sum(len(ranges[stage]) for stage in place.stages)
+    found = _over_tp(settings, place, held) + _over_dp(settings, place, held, blocks) + _over_pp(settings, place, held)
+    return [c for c in found if c.count]
+
+
+def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:
+    plan, passes = settings.plan, settings.micro_batches
+    if plan.tp == 1:
+        return []
+    tokens = settings.micro_batch_size * settings.model.seq_length
+    unit = settings.dtype.itemsize * tokens * settings.model.hidden_size
+    first, last = place.holds_first, place.holds_last
+    loss = "loss: maximum, sum and target of each row"
+    found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
+    # A matrix cut by rows sums its output, in forward; one cut by columns the gradient of its input, in backward.
+    weights = [p for p in held if p.in_block and p.name.endswith(".weight")]
+    cuts = sum(isinstance(p.style, RowwiseParallel | ColwiseParallel) for p in weights)
+    if plan.sequence_parallel:
+        n = passes * (cuts + first + last)
+        into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
+        found.append(Collective("all-gather", "tp", into, n, n * unit))
+        found.append(Collective("reduce-scatter", "tp", out, n, n * unit))
+        found.append(_partial_gradients(held))
+    else:
+        n = passes * (cuts + last)
+        found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
+        found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
+    return found
+
+
+def _partial_gradients(held: list[LocalParameter]) -> Collective:
+    """Return the sum over tp of gradients of replicated parameters under sequence parallelism, where a rank sees its
+    part of the sequence. ZeRO has cut them before."""
+    partial = [
+        p
+        for p in held
+        if isinstance(p.style, SequencePart) or (isinstance(p.style, SequenceRowwise) and p.name.endswith(".bias"))
+    ]
+    size = 4 * sum(p.local for p in partial)
+    return Collective("all-reduce", "tp", "gradients of norms, biases and positions, fp32", 1, size)
+
+
+def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParameter], blocks: int) -> list[Collective]:
+    plan, passes = settings.plan, settings.micro_batches
+    if plan.dp == 1:
+        return []
+    ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
+    groups = blocks + ends  # each block, and the rest of a stage
+    whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
+    if plan.zero == 0 and not settings.low_precision:
+        return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
+    if plan.zero == 0:
+        return [
+            Collective("all-to-all", "dp", "gradients, pieces to sum", groups, width * whole),
+            Collective("all-gather", "dp", "gradients, the sums", groups, width * whole),
+        ]
+    fetches = 2 * passes if plan.zero == 3 and plan.pp == 1 else 1
+    reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
+    return [
+        Collective("all-gather", "dp", "weights", groups * fetches, width * whole * fetches),
+        Collective("reduce-scatter", "dp", "gradients, fp32", groups * reductions, 4 * whole * reductions),
+    ]
+
+
+def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParameter]) -> list[Collective]:
+    plan, passes, config = settings.plan, settings.micro_batches, settings.model
+    if plan.pp == 1:
+        return []
+    edge = settings.dtype.itemsize * settings.micro_batch_size * config.seq_length * config.hidden_size
+    edge //= plan.tp if plan.sequence_parallel else 1
+    # Activations on, gradients back.
+    sends = sum((place.goes_to(s) is not None) + (place.comes_from(s) is not None) for s in place.stages)
+    found = [Collective("send", "pp", "activations and gradients", sends * passes, sends * passes * edge)]
+    tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
+    if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
+        size = gradient_width(settings) * tables[0].local
+        found.append(Collective("all-reduce", "pp", "gradient of the tied table", 1, size))
+    return found
+
+
+def bubble(plan: Plan, micro_batches: int) -> float | None:
+    """Return the share of a step in which a pipeline rank is idle, with stages of equal time (Narayanan et al. 2021,
+    section 2.2). ZBVZeroBubble has none with 2 pp - 1 micro-batches or more, where forward, backward for inputs and
+    backward for weights take the same time (Qi et al. 2024, section 6); None with fewer, for which no formula is known.
+    """
+    idle = plan.pp - 1
+    if plan.schedule == "ZBVZeroBubble":
+        return 0.0 if micro_batches >= 2 * plan.pp - 1 else None
+    return idle / (plan.stages_of_rank * micro_batches + idle)

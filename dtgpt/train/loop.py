@@ -1,0 +1,266 @@
+"""Training, from recipe to samples. Read this file first.
+
+recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
+"""
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
+from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.state import describe
+from dtgpt.console import say
+from dtgpt.data.dataset import Part
+from dtgpt.device import peak_memory
+from dtgpt.errors import UserError
+from dtgpt.parallel.launch import lost_peers_as_sentences
+from dtgpt.recipe import Recipe
+from dtgpt.report import NullReport, Report
+from dtgpt.run import Claim, changes_since, values_of
+from dtgpt.signals import StopRequest
+from dtgpt.train import startup
+from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
+from dtgpt.train.interval_loss import IntervalLoss, check_finite
+from dtgpt.train.trainer import StepResult, Trainer
+
+
+def train(recipe: Recipe) -> int:
+    """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
+
+    Every process of the plan calls it. Whatever is wrong with the recipe, the plan, the data or the machine raises
+    UserError before a run folder is made or changed.
+    """
+    stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
+    with ExitStack() as stack:
+        begun = startup.start(recipe, stack)
+        recipe, mesh = begun.recipe, begun.mesh
+        claim = stack.enter_context(Claim())
+        run, checkpoint = startup.find_run(recipe, mesh, claim)
+        if run and checkpoint and is_over(run, checkpoint, recipe.steps, recipe.resume):
+            return 0
+        dataset = startup.read_on_every_node(recipe, mesh, begun.process)
+        left = mesh.on_rank_0(lambda: left_to_do(run, checkpoint, recipe, dataset))
+        if left == []:
+            return 0
+        stack.enter_context(stop)
+        trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not (checkpoint or recipe.init_from))
+        loop = Loop(recipe, trainer, claim, stop)
+        if checkpoint:
+            loop.resume(checkpoint)
+        elif recipe.init_from is not None:
+            tokenizer = dataset.tokenizer
+            startup.load_initial_weights(Path(recipe.init_from), recipe.model, tokenizer, trainer.shards, mesh)
+        if loop.interrupted():
+            return loop.stopped("before the first step")
+        if run:
+            values = values_of(recipe.resolved())
+            say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, values))]))
+            mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
+        else:
+            run = startup.new_run(recipe, mesh, claim)
+        return loop.run_to_end(run, left)
+
+
+class Due(NamedTuple):
+    """What a step calls for."""
+
+    report: bool  # a progress line
+    record: bool  # which goes into the metrics, too
+    evaluate: bool
+    save: bool
+    sample: bool
+    last: bool  # the last step of the recipe
+
+
+class Loop:
+    """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
+
+    def __init__(self, recipe: Recipe, trainer: Trainer, claim: Claim, stop: StopRequest):
+        self.recipe, self.trainer, self.claim, self.stop = recipe, trainer, claim, stop
+        self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
+        self.leaving = False  # because of `exit_interval`
+        self.report: Report | NullReport = NullReport()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint of any plan."""
+        run, state, trainer = checkpoint.folder.parents[1], checkpoint.state, self.trainer
+        startup.check_tokenizer(run, trainer.dataset.tokenizer)
+        load_training(checkpoint, trainer.shards, trainer.optimizer.adamw)
+        trainer.restore(state, self.recipe.batch_sizes(state["step"], state["consumed_samples"]))
+        self.interval.restore(state)
+        if state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
+            say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
+
+    def run_to_end(self, run: Path, left: list[str] | None) -> int:
+        """Train, report into the folder `run`, which rank 0 has as its `claim`, and return the exit code of `train`.
+        `left`: what of the last step is to be reported, where all steps are done."""
+        recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
+        checkpoints = run / "checkpoints"
+        with ExitStack() as stack:
+
+            def open_report() -> None:
+                made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
+                self.report = stack.enter_context(Report(*made))
+
+            self.mesh.on_rank_0(open_report)
+
+            def remedy() -> str:
+                return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
+
+            stack.enter_context(lost_peers_as_sentences(recipe.timeout, remedy))
+            self.saver = stack.enter_context(
+                Saver(
+                    checkpoints, trainer.shards, trainer.optimizer.adamw, options.keep_last, options.keep_every,
+                    background=options.background, timeout=recipe.timeout,
+                )
+            )  # fmt: skip
+            trainer.before_update = self.saver.before_update
+            early = self.report_left(left) if left else self.take_steps()
+            self._check_folder()
+            self.report.finish()
+        if not early:
+            return 0
+        hint = f"; to go on, add --resume {run}" if trainer.step else ""
+        return self.stopped(f"at step {trainer.step}/{recipe.steps}", hint)
+
+    def take_steps(self) -> bool:
+        """Train to the end of the recipe; return whether the run was asked to end before."""
+        trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
+        while trainer.step < self.recipe.steps and not stopping:
+            result = trainer.train_step()
+            self.interval.add(result.loss)
+            # Read once, so that a signal from here on is met by the next step: the last step always saves.
+            stopping = self.mesh.vote(self._must_end())
+            self.leaving = trainer.step < self.recipe.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
+            stopping = stopping or self.leaving
+            due = self._due(first, stopping)
+            if due.report or due.evaluate or due.save or due.sample:
+                self._between_steps(result, due, must_save=due.last or stopping)
+        return stopping or self.interrupted()
+
+    def _due(self, first: int, stopping: bool) -> Due:
+        """Return what the step just taken calls for; `first`: the step at which this process began."""
+        step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.recipe.steps
+        record = last or is_due(step, log.interval) or step == 1  # as without a resume
+        return Due(
+            report=record or step == first + 1,
+            record=record,
+            evaluate=last or is_due(step, log.eval_interval),
+            save=last or is_due(step, self.recipe.checkpoint.interval) or stopping,
+            sample=last or is_due(step, log.sample_interval),
+            last=last,
+        )
+
+    def _between_steps(self, result: StepResult, due: Due, must_save: bool) -> None:
+        step = self.trainer.step
+        loss, mean, norm = self._read(result)
+        if due.report:
+            self._report_step(loss, mean, norm, due.record)
+        if is_due(step, self.recipe.log.interval):
+            self.interval.restart()
+        with self.report.paused():
+            if due.evaluate:
+                self._report_held_out("valid")
+            if due.save:
+                self._save(must_save)
+            if due.last:
+                self._report_held_out("test")
+            if due.sample:
+                self._report_sample()
+
+    def _read(self, result: StepResult) -> tuple[float, float, float]:
+        """Wait for the device, and return the loss of the step, the mean loss of the interval and the norm of the
+        gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
+        step, optimizer = self.trainer.step, self.trainer.optimizer
+        loss, mean, lost = self.interval.read(result.loss, self.claim.lost(at_once=True))
+        if lost:
+            raise folder_lost(self.saver.checkpoints.parent, step)
+        norm = result.norm.item()
+        if optimizer.scaler is None:
+            check_finite(step, "loss and gradient norm", loss, norm)
+        else:  # an overflow is a skipped step
+            check_finite(step, "loss", loss)
+            optimizer.check_overflow(norm)
+        check_finite(step, f"mean loss of {self.interval.steps} steps", mean)
+        return loss, mean, norm
+
+    def _report_step(self, loss: float, mean: float, norm: float, record: bool) -> None:
+        trainer = self.trainer
+        metrics = {
+            "loss": mean,
+            "step_loss": loss,
+            "grad_norm": norm,
+            "lr": trainer.optimizer.lr.item(),
+            "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
+            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)[0]),
+            **trainer.optimizer.metrics(),
+            **trainer.sizes.metrics(trainer.step - 1),
+        }
+        self.report.step(trainer.step, metrics, record)
+
+    def _report_held_out(self, part: Part) -> None:
+        if losses := self.trainer.held_out_loss(part, self.interrupted):
+            known = [value for value in losses if value is not None]
+            names = f"{'held-out' if part == 'valid' else part} loss{' and bits/byte' * (len(known) - 1)}"
+            check_finite(self.trainer.step, names, *known)
+            self.report.held_out(self.trainer.step, part, *losses)
+
+    def _report_sample(self) -> None:
+        if (text := self.trainer.sample(self.interrupted)) is not None:
+            self.report.sample(self.trainer.step, text)
+
+    def report_left(self, left: list[str]) -> bool:
+        """Report what is `left` of the last step; return whether the run was asked to end before all of it was done."""
+        say(f"{self.recipe.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
+        if "valid" in left:
+            self._report_held_out("valid")
+        if "test" in left:
+            self._report_held_out("test")
+        if "sample" in left:
+            self._report_sample()
+        if not (early := self.interrupted()):
+            say("all is done")
+        return early
+
+    def _save(self, must: bool) -> None:
+        """Begin to save a checkpoint. Where that fails (disk full) the run goes on with a warning, unless it `must`
+        save: then this waits until it is written."""
+        self._check_folder()
+        trainer, checkpoints = self.trainer, self.saver.checkpoints
+        samples = trainer.samples_before(trainer.step)
+        state = describe(asdict(self.recipe), trainer.settings, trainer.schedule, trainer.step, samples)
+        state |= {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **self.interval.state()}
+        try:
+            self.saver.save(trainer.step, state, must)
+        except (OSError, UserError) as error:
+            self._check_folder()  # which would explain it
+            if must:
+                again = f"to go on, add --resume {checkpoints.parent}"
+                raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
+            say(f"{error}; training goes on", warning=True)
+
+    def _check_folder(self) -> None:
+        """Raise UserError, on all ranks, where the run folder is gone."""
+        if self.mesh.any(self.claim.lost(at_once=True)):
+            raise folder_lost(self.saver.checkpoints.parent, self.trainer.step)
+
+    def _must_end(self) -> bool:
+        """Return whether this process has a reason to end after the step."""
+        return bool(self.stop) or self.claim.lost()
+
+    def interrupted(self) -> bool:
+        """Return whether any process has a reason to end, the same on all."""
+        return self.mesh.any(self._must_end())
+
+    def stopped(self, where: str, hint: str = "") -> int:
+        """Say where and why the run ends early, and return its exit code."""
+        interval = self.recipe.exit_interval if self.leaving else None
+        return say_stopped(where, hint, self.stop, self.recipe.exit_after, interval, self.mesh)
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Return whether the interval, 0: never, divides the step."""
+    return interval > 0 and step % interval == 0

@@ -1,0 +1,150 @@
+"""The model, optimizer and batches of a run: `gradients()` and `update()` are one optimizer step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.batch_size import BatchSizes
+from dtgpt.data.dataset import Dataset, Part
+from dtgpt.data.document_masks import DocumentMasks
+from dtgpt.data.prefetch import Prefetcher
+from dtgpt.execution import Settings
+from dtgpt.models.batch import Batch
+from dtgpt.ops.dropout import dropout_keys
+from dtgpt.ops.random import fold, root_key
+from dtgpt.optim import Update
+from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scale_gradients, smoke_test_table
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shard
+from dtgpt.recipe import Recipe
+from dtgpt.train import evaluate
+
+
+class StepResult(NamedTuple):
+    """The outcome of one optimizer step, on the device."""
+
+    loss: Tensor  # this rank's share of the mean loss
+    norm: Tensor  # of the gradient, before clipping
+
+
+def never() -> bool:
+    return False
+
+
+class Trainer:
+    """What a run computes with, in the order in which it is made. Files, reports and signals are the loop's."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, dataset: Dataset, draw_weights: bool = True):
+        """draw_weights: False leaves the weights' memory as it is, for a checkpoint or another model to fill."""
+        self.settings, self.mesh, self.dataset, self.log = settings, mesh, dataset, recipe.log
+        self.schedule, self.steps = recipe.schedule, recipe.steps
+        self.graphs = Graphs(settings.graphs)
+        mesh.before_end.append(self.graphs.release)
+
+        # Every random number of the run follows from these four keys.
+        root = root_key(recipe.seed)
+        weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
+        self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
+
+        stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
+        self.engine = make_engine(stages, self.shards, settings, self.graphs)
+        if settings.plan.table:
+            smoke_test_table(self.engine, settings)
+        self.step, self.sizes = 0, recipe.batch_sizes()
+        self.micro_batches = settings.micro_batches
+        share, rates = gradient_share(self.micro_batches, settings.plan), self.schedule.rates(self.steps, self.sizes)
+        self.optimizer = Update(self.shards, recipe.optimizer, recipe.loss_scale, rates, settings.dtype, share)
+        scale_gradients(stages, self.optimizer.gradient_scale)
+        self.batches = Prefetcher(self._read_batch, mesh.device)
+        data = recipe.data
+        options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
+        self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
+
+    def train_step(self) -> StepResult:
+        """Take one optimizer step. Nothing here waits for the device."""
+        return self.update(self.gradients())
+
+    def gradients(self) -> Tensor:
+        """Leave the gradient of the next global batch in the shards. Returns the mean loss over this rank's samples, 0
+        where the head is on another rank."""
+        self._expect(self.sizes.at(self.step) // (self.settings.micro_batch_size * self.settings.plan.dp))
+        self.graphs.next_step()
+        if not self.graphs.captured:
+            self.shards.drop_gradients()
+        windows, sample_ids, step_key = self.batches.take(self.step)
+        config = self.settings.model
+        keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
+        batch = self.masks.apply(Batch(windows[:, :-1], dropout_keys=keys, targets=windows[:, 1:]))
+        return self.engine.gradients(self.micro_batches, self._with_global_weights(batch))
+
+    def update(self, loss: Tensor) -> StepResult:
+        """Clip the gradients that `gradients` left in the shards, and step."""
+        self.before_update()
+        norm = self.graphs.run("update", self.optimizer.apply)
+        self.step += 1
+        return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
+
+    def gradient(self, shard: Shard) -> Tensor:
+        """Return what `gradients` left of this shard, without the loss scale."""
+        return self.shards.gradient(shard).float() * self.optimizer.inverse_scale()
+
+    def mean_loss(self, result: StepResult) -> float:
+        """Return the loss over the global batch, the same on every rank."""
+        return self.mesh.sum(result.loss).item() / (self.settings.plan.dp * self.settings.plan.tp)
+
+    def held_out_loss(
+        self, part: Part = "valid", interrupted: Callable[[], bool] = never
+    ) -> tuple[float, float | None] | None:
+        """Return as `evaluate.held_out_loss` does, for the fixed samples of a part of the dataset."""
+        length, size = self.settings.model.seq_length, self.settings.micro_batch_size
+        batches = list(self.dataset.held_out(part, length, size, self.log.eval_samples))
+        token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
+        return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted)
+
+    def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
+        """Return a text as the log options want it; None where they want none, or `interrupted` cut it short."""
+        tokenizer, log = self.dataset.tokenizer, self.log
+        if not log.sample_tokens or not tokenizer.spells or interrupted():
+            return None
+        key = fold(self.sample_key, self.step).to(self.mesh.device)
+        text = evaluate.sample(self.engine, self.mesh, self.settings.model, tokenizer, log, key, interrupted)
+        return None if interrupted() else text
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples that the run had seen when `step` began."""
+        return self.sizes.before(step)
+
+    def restore(self, state: dict[str, Any], sizes: BatchSizes) -> None:
+        """Take the `state` of a checkpoint, whose weights and moments are loaded; `sizes`: those from its step on."""
+        self.optimizer.restore(state)
+        self.step, self.sizes = state["step"], sizes
+        self.optimizer.follow(self.schedule.rates(self.steps, sizes))
+
+    def _with_global_weights(self, batch: Batch) -> Batch:
+        """Scale the loss weights so that the mean loss is that over the weights of the whole global batch."""
+        if batch.loss_weights is None:
+            return batch
+        plan = self.settings.plan
+        counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
+        share = batch.tokens.numel() * plan.dp / counted.clamp(min=1)
+        return batch._replace(loss_weights=batch.loss_weights * share.float())
+
+    def _expect(self, micro_batches: int) -> None:
+        """Prepare for another number of micro-batches, where the batch size ramps up."""
+        if micro_batches != self.micro_batches:
+            self.micro_batches = micro_batches
+            self.graphs.restart()
+            self.engine.expect(micro_batches)
+            self.optimizer.share_among(gradient_share(micro_batches, self.settings.plan))
+
+    def _read_batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's windows int64 `[B, T + 1]` and sample ids `[B]`, and the dropout key `[2]` of `step`."""
+        share = self.sizes.at(step) // self.settings.plan.dp
+        first = self.samples_before(step) + self.mesh.place.dp * share
+        sample_ids = first + torch.arange(share)
+        windows = self.dataset.windows(sample_ids, self.settings.model.seq_length, self.data_key)
+        return windows, sample_ids, fold(self.dropout_key, step)
