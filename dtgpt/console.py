@@ -47,6 +47,17 @@ def parameters(number: int) -> str:
     return counted(number, "parameter")
 
 
+def duration(seconds: float) -> str:
+    """Return a time for people, as `45s`, `14m`, `3h05m` or `2d04h`."""
+    seconds = round(seconds)
+    if seconds < 100:
+        return f"{seconds}s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 100:
+        return f"{minutes}m"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 48 else f"{days}d{hours % 24:02d}h"
+
+
 def prepare_streams() -> None:
     """Let characters that the terminal cannot encode be replaced. Open streams that were closed before the start on the
     null device, so that no file of the run gets their descriptors."""

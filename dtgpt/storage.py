@@ -202,12 +202,13 @@ class FileLock:
         if self._remove:
             with suppress(OSError):
                 self.path.unlink()  # while it is held: who waits for it looks whether it is still there
-        os.close(self._descriptor)
-        self._descriptor = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def is_there(self) -> bool:
         """Return whether the held file still has its name: no folder above it was moved, removed or replaced."""
-        return self._is_there(self._descriptor)
+        return self._descriptor is not None and self._is_there(self._descriptor)
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -216,7 +217,7 @@ class FileLock:
         except BlockingIOError:
             raise Held(_holder(descriptor)) from None
         except OSError as error:  # a file system without locks
-            self.problem = error.strerror
+            self.problem = error.strerror or str(error)
 
     def _is_there(self, descriptor: int) -> bool:
         """Return whether the file still has its name: its holder may just have removed it."""

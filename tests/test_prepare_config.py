@@ -10,7 +10,7 @@ from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
 from dtgpt.prepare.job import PrepareConfig, prepare
 from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import claimed_list
+from dtgpt.prepare.target import lock_list
 from dtgpt.tokenizers.open import open_tokenizer
 from tests.prepared import leftovers, run, words_of, write_lines
 from tests.vocabularies import sentencepiece_model, tokenizer_json
@@ -131,7 +131,7 @@ def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_
     prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "one", **config))
     assert not left.exists() and other.exists() and f"{left}, left by a preparation" in capsys.readouterr().err
     before = sorted(tmp_path.iterdir())
-    with claimed_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
+    with lock_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
         left.write_text("of the process that is at work")
         prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "two", overwrite=True, **config))
     assert left.exists() and sorted(tmp_path.iterdir()) == sorted([*before, left])

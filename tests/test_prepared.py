@@ -220,7 +220,7 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
         ({"vocab_file": "vocab.json"}, ["belong together"]),
         ({"vocab_file": "vocab.json", "merge_file": "merges.txt"}, ["belongs to the tokenizer gpt2"]),
         ({"path": "0.3 {0} 0.7"}, ["there is no dataset 0.3"]),
-        ({"path": "0.3 {0} x {0}"}, ["'x' is no weight"]),
+        ({"path": "0.3 {0} x {0}"}, ["'x' is not a weight"]),
         ({"path": "1.0 {0} 1.0 {0}-none"}, ["there is no dataset", "-none"]),
         ({"path": None, "valid_path": "{0}"}, ["data.valid_path needs prepared data"]),
         ({"path": None, "train_samples": 5}, ["data.train_samples needs prepared data"]),

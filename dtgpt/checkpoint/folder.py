@@ -239,8 +239,8 @@ def make_folder(checkpoints: Path, step: int) -> Path:
     return partial
 
 
-def appears(folder: Path) -> bool:
-    """Whether a folder that another process made is seen here, perhaps a little later."""
+def wait_until_visible(folder: Path) -> bool:
+    """Wait for a folder that another process made, and return whether it is visible here in time."""
     end = time.monotonic() + VISIBLE_WITHIN
     while not folder.is_dir() and time.monotonic() < end:
         time.sleep(0.05)

@@ -19,7 +19,6 @@ import torch
 
 from dtgpt.checkpoint.files import Written
 from dtgpt.checkpoint.folder import (
-    appears,
     commit,
     list_checkpoints,
     make_folder,
@@ -27,6 +26,7 @@ from dtgpt.checkpoint.folder import (
     remove,
     step_folder,
     step_of,
+    wait_until_visible,
 )
 from dtgpt.checkpoint.host import files_of
 from dtgpt.console import say, say_error
@@ -89,7 +89,7 @@ class Saver:
             say(f"{waited}; raise --checkpoint.interval", warning=True)
         self._must = must
         partial = self.mesh.on_rank_0(lambda: self._make_folder(step))
-        if self.mesh.any(not appears(partial)):
+        if self.mesh.any(not wait_until_visible(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
         self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
         if self._background:

@@ -8,6 +8,7 @@ state of August 2026); the sample index is computed here from cumulated lengths,
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -253,6 +254,7 @@ def load_samples(
         index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last, part)
         return {name: getattr(index, f"{name}_index") for name in ("document", "sample", "shuffle")}
 
+    arrays: Mapping[str, Array]
     if cache is None:
         arrays = build()
     else:

@@ -25,7 +25,7 @@ from dtgpt.prepare.encode import Counts, Encoded, EncodedKey, Encoder
 from dtgpt.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import check_target, claimed, claimed_list
+from dtgpt.prepare.target import check_target, lock_list, lock_prefix
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -84,11 +84,11 @@ def prepare(config: PrepareConfig) -> Summary:
     summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
         for prefix in prefixes.values():
-            stack.enter_context(claimed(prefix))
+            stack.enter_context(lock_prefix(prefix))
         for prefix in prefixes.values():  # when all that a killed process left is mended
             check_target(prefix, overwrite)
         if listed is not None:
-            stack.enter_context(claimed_list(listed, overwrite))
+            stack.enter_context(lock_list(listed, overwrite))
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
@@ -116,7 +116,7 @@ def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     config.validate()
     target = Path(config.output_prefix)
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
-    with claimed(target):
+    with lock_prefix(target):
         check_target(target, config.overwrite)
         merge(prefixes, target, _common_tokenizer(prefixes))
     return target, len(prefixes)

@@ -94,10 +94,10 @@ def check_merges(
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             return  # not a merge at all, as the library will say
         made.add(pair[0] + pair[1].removeprefix(prefix))
-        lost = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
-        if lost is not None:
+        missing = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
+        if missing is not None:
             raise UserError(
-                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(lost)}, so "
+                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(missing)}, so "
                 "that one was cut off or they are of two tokenizers; fetch them again"
             )
     apart = {*specials, words.get("unk_token")}

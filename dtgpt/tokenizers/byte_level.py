@@ -30,7 +30,7 @@ class ByteLevel(Tokenizer):
         used = len(set(self.specials.values())) + sum(map(bool, ranks))
         self.num_tokens = used if num_tokens is None else num_tokens
         self.end_name = next((end for end in ends if end in self.specials), None)
-        self.end_of_text = self.specials.get(self.end_name)
+        self.end_of_text = None if self.end_name is None else self.specials[self.end_name]
 
     @classmethod
     def from_encoding(cls, encoding: tiktoken.Encoding) -> "ByteLevel":

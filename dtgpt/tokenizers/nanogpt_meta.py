@@ -41,7 +41,7 @@ def read_meta(path: Path) -> Char | None:
 
 def _plain_value(content: bytes) -> Any:
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name not in PLAIN or (opcode.name in STORES and argument > len(content)):
+        if opcode.name not in PLAIN or (opcode.name in STORES and (argument or 0) > len(content)):
             raise ValueError(f"its instruction {opcode.name} is not opened, because it could run code")
     return pickle.loads(content)
 

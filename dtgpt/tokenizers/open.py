@@ -68,7 +68,7 @@ def open_tokenizer(
     Raises UserError where a file cannot be read or is none of the kinds, or where an encoding is not at hand.
     """
     check_named_once(name, vocab_file, merge_file, options)
-    if vocab_file is not None:
+    if vocab_file is not None and merge_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
         return make_tokenizer("bytes", [], 0)
@@ -102,7 +102,7 @@ def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, rem
     tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError where it
     cannot be made."""
     if kind == "char":
-        return Char.of_texts(documents)
+        return Char.of_texts(list(documents))
     if kind == "gpt2":
         return from_tiktoken("gpt2", remedy)
     if kind == "bytes":
@@ -184,7 +184,7 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
         raise UserError(f"{merges} holds {shown(wrong)}, which is no pair of tokens; give GPT-2's merges.txt")
     named = _end_named_beside(vocab)
-    end = named if named in ids else END_OF_TEXT
+    end = named if named is not None and named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
     check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)

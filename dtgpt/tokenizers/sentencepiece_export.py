@@ -47,13 +47,14 @@ def normalizes(tokenizer: SentencePiece) -> bool:
 
 def _parse(tokenizer: SentencePiece) -> Any:
     try:
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError:
         raise UserError(
             f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json without the package protobuf, which is "
             "missing; run pip install 'dtgpt[data]'"
         ) from None
-    model = ModelProto()
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    model = messages.ModelProto()
     model.ParseFromString(tokenizer.ranks[0])
     return model
 
