@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
 from dtgpt.device import device_name
+from dtgpt.environment import package_versions
 from dtgpt.errors import UserError, remedy, shown_name
 from dtgpt.overrides import leaves, value_text
 from dtgpt.parallel.mesh import Mesh
@@ -37,7 +37,6 @@ LOOK = 1.0  # s between two looks at whether the folder is still there
 LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
 OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
-PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
 
 def create_run(runs: Path, name: str) -> Path:
@@ -237,17 +236,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "git": _git_revision(),
     }
-
-
-def package_versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision() -> str | None:

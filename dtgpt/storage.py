@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
@@ -21,7 +22,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic
 LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
 
-def open_regular(path: Path, largest: int | None = None) -> BinaryIO:
+def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO,
     a device or a folder, also behind a link, and where the file has more than `largest` bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""dtgpt's weights in the names and layouts of Hugging Face's Decoder-2. Used by tests only."""
+"""dtgpt's weights in the names and layouts of Hugging Face's GPT-2. Used by tests only."""
 
 import torch
 from einops import rearrange

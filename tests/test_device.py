@@ -5,7 +5,7 @@ import torch
 
 from dtgpt.device import (
     check_memory,
-    memory_errors_as_sentences,
+    memory_errors_as_user_errors,
     peak_of_name,
     use_compiler,
     use_graphs,
@@ -76,9 +76,9 @@ def test_more_processes_than_cuda_devices_are_refused(recipe, monkeypatch):
 
 
 def test_running_out_of_memory_is_one_sentence():
-    with pytest.raises(UserError, match="ran out of memory; lower it"), memory_errors_as_sentences("lower it"):
+    with pytest.raises(UserError, match="ran out of memory; lower it"), memory_errors_as_user_errors("lower it"):
         torch.empty(1 << 60)
-    with pytest.raises(RuntimeError, match="something else"), memory_errors_as_sentences("lower it"):
+    with pytest.raises(RuntimeError, match="something else"), memory_errors_as_user_errors("lower it"):
         raise RuntimeError("something else")
 
 

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's Decoder-2, read and written; the other side is transformers itself."""
+"""Folders of Hugging Face's GPT-2, read and written; the other side is transformers itself."""
 
 import json
 import pickle

@@ -14,12 +14,11 @@ import torch
 
 import dtgpt
 from dtgpt.errors import UserError
-from dtgpt.interop.foreign_pickle import open_pickle
-from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
-from dtgpt.train.startup import begin_from
+from dtgpt.pickles import StandIn, open_pickle
+from dtgpt.train.startup import load_initial_weights
 from tests.megatron_trees import check, make_weights, write_tree
 from tests.test_cli import in_process
 
@@ -70,7 +69,7 @@ def test_a_run_begins_with_the_weights_of_the_tree(tree):
         shard.local.zero_()
     shards.publish()
     assert distance(tree, tree, model) > 0.1
-    begin_from(tree, model.config, None, shards, model.mesh)
+    load_initial_weights(tree, model.config, None, shards, model.mesh)
     assert distance(tree, tree, model) < 1e-5
 
 

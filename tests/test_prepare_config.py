@@ -69,7 +69,7 @@ def test_a_damaged_tokenizer_json_is_refused_in_the_words_of_its_library(tmp_pat
     saved = json.loads(path.read_text())
     damage(saved)
     path.write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json") as error:
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json") as error:
         open_tokenizer(str(path))
     assert "\n" not in str(error.value)
 

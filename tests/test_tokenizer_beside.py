@@ -103,12 +103,13 @@ class Hostile:
 @pytest.mark.parametrize(
     "content, words",
     [
-        (pickle.dumps(Hostile()), "could run code"),
-        (pickle.dumps(np.arange(3)), "could run code"),
-        (b"\x80\x04}r\xff\xff\xff\xff.", "LONG_BINPUT is not opened"),
+        (pickle.dumps(Hostile()), "holds <posix.system>, not a dictionary"),
+        (pickle.dumps({"stoi": Hostile()}), "its stoi is not a dictionary"),
+        (pickle.dumps({"stoi": {"a": 0}, "vocab_size": Hostile()}), "its vocab_size is <posix.system>"),
+        (pickle.dumps(np.arange(3)), "holds <numpy"),
         (b"", "is not nanoGPT's"),
         (pickle.dumps({"stoi": {"a": 0}})[:-3], "is not nanoGPT's"),
-        (pickle.dumps([1]), "holds a list"),
+        (pickle.dumps([1]), r"holds \[1\], not a dictionary"),
         (pickle.dumps({"stoi": {"ab": 0}}), "not a character and its id"),
         (pickle.dumps({"stoi": {"a": 2**40}}), "not a character and its id"),
         (pickle.dumps({"stoi": {"a": -1}}), "not a character and its id"),
@@ -131,6 +132,8 @@ def test_a_meta_of_any_protocol_is_read(tmp_path, protocol):
     known = open_tokenizer(str(tmp_path / "meta.pkl"))
     assert (known.vocab_size, known.opening, known.encode("a\n")) == (5, 3, [0, 3])
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}, protocol))
+    assert read_meta(tmp_path / "meta.pkl") is None
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\xff.")  # Python's own makes room for 2^32 values
     assert read_meta(tmp_path / "meta.pkl") is None
 
 

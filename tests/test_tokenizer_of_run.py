@@ -103,7 +103,9 @@ def test_tokenizers_of_older_runs_are_read(tmp_path):
 @pytest.mark.parametrize("wrong", [-1, 100_000])
 def test_an_id_that_a_vocabulary_does_not_know_is_named(tmp_path, kind, wrong):
     known = open_tokenizer(make(kind, tmp_path))
-    with pytest.raises(UserError, match=rf"{wrong} is no token of .*0 to {known.vocab_size - 1}; give the tokenizer"):
+    with pytest.raises(
+        UserError, match=rf"{wrong} is not a token of .*0 to {known.vocab_size - 1}; give the tokenizer"
+    ):
         known.decode([5, wrong])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.commands.command import Command
 from dtgpt.console import say
-from dtgpt.device import memory_errors_as_sentences
+from dtgpt.device import memory_errors_as_user_errors
 from dtgpt.field_types import Bounds
 from dtgpt.generate import logits_of, sample_text, tokenizer_of
 from dtgpt.interop.open import open_source
@@ -34,7 +34,7 @@ class GenerateOptions:
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
 
 
-@memory_errors_as_sentences("ask for fewer tokens")
+@memory_errors_as_user_errors("ask for fewer tokens")
 def generate_from(path: Path, options: GenerateOptions) -> str:
     """Return a text continued with the newest checkpoint of a run folder, or with a model of another library."""
     source = open_source(path)

@@ -34,7 +34,7 @@ class ByteLevel(Tokenizer):
 
     @classmethod
     def from_encoding(cls, encoding: tiktoken.Encoding) -> "ByteLevel":
-        """One of tiktoken's own."""
+        """Make a tokenizer of one of tiktoken's own encodings."""
         specials = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
         ids = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
         made = cls(encoding.name, encoding._pat_str, by_id(ids), specials)
@@ -79,7 +79,7 @@ class ByteLevel(Tokenizer):
 
 
 def by_id(ids: dict[bytes, int]) -> list[bytes]:
-    """The bytes of each id, b"" where there are none."""
+    """Return the bytes of each id, b"" where there are none."""
     ranks = [b""] * (max(ids.values(), default=-1) + 1)
     for token, i in ids.items():
         ranks[i] = token
