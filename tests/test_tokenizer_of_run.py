@@ -14,10 +14,10 @@ from dtgpt.errors import UserError
 from dtgpt.generate import tokenizer_of
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.run import changes_since, load_tokenizer
+from dtgpt.run import changes_since
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.train.loop import train
 from tests.prepared import write_lines
 from tests.runs import change, newest_run

@@ -158,6 +158,8 @@ def find_checkpoint(
 def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
     there, here = ({"architecture": c.architecture, **asdict(c)} for c in (saved, wanted))
-    differences = [f"{k} {there.get(k)} there, {here[k]} here" for k in here if k not in FREE and there.get(k) != here[k]]
+    differences = [
+        f"{k} {there.get(k)} there, {here[k]} here" for k in here if k not in FREE and there.get(k) != here[k]
+    ]
     if differences:
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")

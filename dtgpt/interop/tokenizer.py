@@ -6,8 +6,7 @@ from dtgpt.checkpoint.folder import STATE
 from dtgpt.errors import UserError
 from dtgpt.interop.open import run_of
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.run import load_tokenizer
-from dtgpt.tokenizers.open import OF_MODELS, open_tokenizer
+from dtgpt.tokenizers.open import OF_MODELS, load_tokenizer, open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")

@@ -293,3 +293,8 @@ def _end_named_beside(path: Path) -> str | None:
         if isinstance(token, str):
             return token
     return None
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that the run was trained with."""
+    return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")

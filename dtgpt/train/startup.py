@@ -25,7 +25,8 @@ from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import notes
-from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume, values_of
+from dtgpt.run import AUTO, Claim, create_run, run_to_resume, values_of
+from dtgpt.tokenizers.open import load_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
