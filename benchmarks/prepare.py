@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-RUN = "import sys; from dtgpt.prepare.command import prepare_command; sys.exit(prepare_command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
 
 
 def write_corpus(path: Path, size: int) -> str:

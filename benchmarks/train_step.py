@@ -28,14 +28,14 @@ from timing import COPY_RATE, MATRIX_RATE
 
 from dtgpt.compare import fitting_plan
 from dtgpt.device import peak_flops, peak_memory
+from dtgpt.environment import environment
 from dtgpt.errors import UserError
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.overrides import apply_overrides
 from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.process import VARIABLES
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import load_recipe
-from dtgpt.run import environment
+from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 

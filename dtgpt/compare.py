@@ -33,6 +33,7 @@ from dtgpt.parallel.process import VARIABLES
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.recipe import Recipe
+from dtgpt.train.settle import check_run
 from dtgpt.train.startup import open_trainer
 
 REFERENCE = SINGLE
@@ -141,12 +142,10 @@ def compare(
 ) -> int:
     """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
     is further from the reference than `tolerance` (None: by precision)."""
-    recipe.validate()
+    check_run(recipe)
     most = recipe.counted().steps
-    if not 1 <= steps <= most:
-        raise UserError(f"--steps {steps} is outside of the recipe; use 1 to {most}")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise UserError(f"--tolerance {tolerance} is no bound; use 0 or more, such as 1e-5")
+    if steps > most:
+        raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
     if recipe.resume:
         raise UserError("dtgpt compare begins with initial weights; leave --resume out")
     plans = {name: fitting_plan(recipe, name, names) for name in [REFERENCE, *names]}

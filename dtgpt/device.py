@@ -70,7 +70,7 @@ def check_memory(state: int, local_world: int, device: torch.device) -> None:
 
 
 @contextmanager
-def memory_errors_as_sentences(remedy: str):
+def memory_errors_as_user_errors(remedy: str):
     """What PyTorch raises when memory runs out becomes a UserError with this remedy."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The `--help` of every command: its text, then its options in groups, wrapped to the terminal's width."""
+"""The text of `--help`: what a command does, then its options in groups, wrapped to the terminal's width."""
 
 import re
 import shutil
@@ -6,46 +6,47 @@ import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from dtgpt.overrides import REQUIRED, describe_type, leaves
+from dtgpt.overrides import REQUIRED, describe_type, leaves, value_text
 
 HELP = ("-h", "--help")
-LEFT = 34  # the column in which descriptions begin
-LONGEST_TYPE = 24  # more choices are listed in the description
-LABEL = re.compile(r" *(?:\S+ )*\S+ {2,}(?=\S)")  # "hardware   one GPU": what follows hangs behind the blanks
+LEFT = 34  # the column where descriptions begin
+LONGEST_TYPE = 24  # longer lists of choices stand in the description
+LABEL = re.compile(r" *(?:\S+ )*\S+ {2,}(?=\S)")  # "hardware   one GPU": further lines are indented to the text
 
 
 def wants_help(words: list[str]) -> bool:
+    """Return whether help is asked for anywhere on a command line."""
     return any(word in HELP for word in words)
 
 
-def help_text(config: Any, doc: str, program: str, *more: Any, without: Collection[str] = ()) -> str:
-    """Return the usage, `doc`, and the options of `config` and `more` with type, description and default, as wide as
-    the terminal (80 columns where there is none). A config's class will do, whose defaults are then shown. An option
-    that several have is the first one's; those in `without` are left out."""
+def help_text(doc: str, program: str, *configs: Any, without: Collection[str] = ()) -> str:
+    """Return the usage, `doc`, and the options of `configs` with type, description and default, wrapped to the terminal
+    (80 columns if there is none). A config may be a class, whose defaults are then shown. If several configs have the
+    same option, the first one's is shown; options in `without` are not."""
     width = max(40, shutil.get_terminal_size().columns)
     usage = textwrap.wrap(f"usage: {program} [--option value ...]", width, subsequent_indent=" " * 7)
     lines = [*usage, "", *_wrap_text(doc.strip(), width)]  # which ends with an empty line
-    told = set(without)
-    for each in (config, *more):
-        groups = _groups(each, told)
-        told |= {option[0] for options in groups.values() for option in options}
+    listed = set(without)
+    for config in configs:
+        groups = _groups(config, listed)
         for heading, options in groups.items():
             lines.append(f"{heading}:")
-            for option in options:
-                lines += _row(*option, width)
+            for name, type_, description, value in options:
+                listed.add(name)
+                lines += _row(name, type_, description, value, width)
             lines.append("")
     return "\n".join(lines).rstrip()
 
 
-def _groups(config: Any, told: Collection[str]) -> dict[str, list[tuple]]:
-    """Options that are not yet `told` by heading: their section, or what the config's `headings` say from a field
-    on."""
-    headings, groups = getattr(config, "headings", {}), {}
-    top = "options"
+def _groups(config: Any, listed: Collection[str]) -> dict[str, list[tuple[str, Any, str, Any]]]:
+    """Return the options that are not yet `listed` by heading: their section, or the entry of the config's `headings`
+    at or before the field."""
+    headings, top = getattr(config, "headings", {}), "options"
+    groups: dict[str, list[tuple[str, Any, str, Any]]] = {}
     for option in leaves(config):
         section = option[0].rpartition(".")[0]
         top = headings.get(option[0], top)
-        if option[0] not in told:
+        if option[0] not in listed:
             groups.setdefault(section or top, []).append(option)
     return groups
 
@@ -64,13 +65,13 @@ def _row(name: str, type_: Any, description: str, value: Any, width: int) -> Ite
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, tuple) and value:
-        value = " ".join(value)
-    return {None: "none", "": "empty", (): "none", REQUIRED: "set by the recipe"}.get(value, str(value))
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
+    return "set by the recipe" if value is REQUIRED else value_text(value) or "empty"
 
 
 def _wrap_text(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a docstring. Paragraphs, and entries whose text hangs behind a label, are filled anew."""
+    """Yield the lines of a docstring. Paragraphs, and entries whose text is indented behind a label, are rewrapped."""
     entry: list[str] = []
     for line in [*text.expandtabs().splitlines(), ""]:
         hangs = entry and line.startswith(" " * _hang(entry[0])) and not LABEL.match(line)

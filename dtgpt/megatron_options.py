@@ -1,12 +1,13 @@
-"""Options of Megatron-LM's pretrain_gpt.py, each with what does the same here, as docs/megatron.md shows.
+"""Options of Megatron-LM's pretrain_gpt.py, each with its equivalent here, as docs/megatron.md lists them.
 
-A key is a name and a word for its value, in capitals, or one value: `normalization RMSNorm` says what the option means
-with that value. `{N}` in an answer is the value, `{N*60}` a multiple of it. Answers that begin with `--` are options
-of a recipe; others say what dtgpt does instead.
+A key is a name and a placeholder for its value, in capitals, or one value: `normalization RMSNorm` is the option with
+that value. `{N}` in an answer is the value, `{N*60}` a multiple of it. Answers that begin with `--` are options of a
+recipe; others say what dtgpt does instead.
 """
 
 import re
 import shlex
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 LEAVE = "leave it out"
@@ -18,8 +19,8 @@ OPTIONS = {
         "seq-length N": "--model.seq_length {N}",
         "encoder-seq-length N": "--model.seq_length {N}",
         "max-position-embeddings N": "the model has as many positions as a sample has tokens: --model.seq_length {N}",
-        "attention-dropout P": "--model.dropout {P}, which is of attention and of hidden states",
-        "hidden-dropout P": "--model.dropout {P}, which is of attention and of hidden states",
+        "attention-dropout P": "--model.dropout {P}, for attention and hidden states alike",
+        "hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
         "init-method-std S": "--model.init_std {S}",
         "layernorm-epsilon E": "--model.layer_norm_eps {E}",
         "norm-epsilon E": "--model.layer_norm_eps {E}",
@@ -30,7 +31,7 @@ OPTIONS = {
         "vocab-size N": "--model.vocab_size {N}",
         "vocab-extra-ids N": "raise --model.vocab_size instead",
         "position-embedding-type learned_absolute": f"positions are always learned; {LEAVE}",
-        "position-embedding-type TYPE": "positions are always learned; rotary or relative ones are not available",
+        "position-embedding-type TYPE": "positions are always learned; rotary and relative ones are not available",
         "no-position-embedding": "positions are always learned; a model without them is not available",
         "use-rotary-position-embeddings": "positions are always learned; rotary ones are not available",
         "rotary-*": "positions are always learned; rotary ones are not available",
@@ -45,15 +46,15 @@ OPTIONS = {
         "group-query-attention": "each head always has its own keys and values; grouped ones are not available",
         "num-query-groups N": "each head always has its own keys and values; grouped ones are not available",
         "multi-latent-attention": "latent attention is not available",
-        "qk-layernorm": "LayerNorm of queries and keys is not available",
+        "qk-layernorm": "LayerNorm on queries and keys is not available",
         "window-size W": "attention always sees all earlier positions; windows are not available",
-        "apply-residual-connection-post-layernorm": "the residual always comes from before the LayerNorm, as in GPT-2",
+        "apply-residual-connection-post-layernorm": "the residual is always taken before the LayerNorm, as in GPT-2",
         "fp32-residual-connection": "the residual stream always has the type of --precision",
-        "init-method-xavier-uniform": "weights always begin with a normal distribution of --model.init_std",
+        "init-method-xavier-uniform": "initial weights always have a normal distribution with --model.init_std",
         "num-experts N": "models are always dense; experts are not available",
         "moe-*": "models are always dense; experts are not available",
         "expert-*": "models are always dense; experts are not available",
-        "mtp-*": "prediction of several tokens is not available",
+        "mtp-*": "multi-token prediction is not available",
         "spec SPEC": f"the model is always GPT-2; {LEAVE}",
         "use-mcore-models": f"there is one implementation of the model; {LEAVE}",
         "use-legacy-models": f"there is one implementation of the model; {LEAVE}",
@@ -64,13 +65,13 @@ OPTIONS = {
         "batch-size N": "--micro_batch_size {N}",
         "global-batch-size N": "--global_batch_size {N}",
         "rampup-batch-size START INCREMENT SAMPLES": "--rampup_batch_size 'START INCREMENT SAMPLES', in quotes",
-        "step-batch-size-schedule SCHEDULE": "sizes grow by --rampup_batch_size 'START INCREMENT SAMPLES'",
+        "step-batch-size-schedule SCHEDULE": "the batch size grows with --rampup_batch_size 'START INCREMENT SAMPLES'",
         "train-iters N": "--steps {N}",
         "train-samples N": "--train_samples {N} --steps none",
         "exit-interval N": "--exit_interval {N}",
         "exit-duration-in-mins N": "--exit_after {N}",
         "exit-signal-handler": f"SIGTERM always ends a run with a checkpoint; {LEAVE}",
-        "skip-train": "dtgpt has no run of evaluation alone",
+        "skip-train": "a run of evaluation only is not available",
     },
     "Optimizer": {
         "lr X": "--optimizer.lr {X}",
@@ -83,10 +84,10 @@ OPTIONS = {
         "lr-warmup-fraction F": "--optimizer.warmup {F}",
         "lr-warmup-iters N": "--optimizer.warmup {N}",
         "lr-warmup-samples N": "--optimizer.warmup_samples {N}",
-        "warmup N": "--optimizer.warmup F, where F is a share of the schedule, or steps",
+        "warmup N": "--optimizer.warmup F, where F is a fraction of the schedule, or a number of steps",
         "lr-warmup-init X": f"the warmup always begins at 0; {LEAVE}",
-        "lr-wsd-decay-style linear": f"wsd always falls linearly; {LEAVE}",
-        "lr-wsd-decay-style STYLE": "wsd always falls linearly",
+        "lr-wsd-decay-style linear": f"wsd always decays linearly; {LEAVE}",
+        "lr-wsd-decay-style STYLE": "wsd always decays linearly",
         "lr-wsd-decay-iters N": "--optimizer.wsd_decay F, where F is {N} / decay_steps",
         "lr-wsd-decay-samples N": "--optimizer.wsd_decay F, where F is {N} / decay_samples",
         "weight-decay X": "--optimizer.weight_decay {X}",
@@ -102,13 +103,13 @@ OPTIONS = {
         "optimizer NAME": "the optimizer is always AdamW",
         "sgd-momentum X": "the optimizer is always AdamW",
         "muon-*": "the optimizer is always AdamW",
-        "override-opt-param-scheduler": f"the recipe's schedule always counts; {LEAVE}",
-        "use-checkpoint-opt-param-scheduler": f"the recipe's schedule always counts; {LEAVE}",
+        "override-opt-param-scheduler": f"the schedule of the recipe is always used; {LEAVE}",
+        "use-checkpoint-opt-param-scheduler": f"the schedule of the recipe is always used; {LEAVE}",
     },
     "Precision": {
         "fp16": "--precision fp16",
         "bf16": "--precision bf16",
-        "loss-scale X": "the loss scale is always dynamic: --loss_scale.initial {X} begins with this value",
+        "loss-scale X": "the loss scale is always dynamic: --loss_scale.initial {X} starts with this value",
         "initial-loss-scale X": "--loss_scale.initial {X}",
         "min-loss-scale X": "--loss_scale.minimum {X}",
         "loss-scale-window N": "--loss_scale.window {N}",
@@ -140,22 +141,22 @@ OPTIONS = {
         "account-for-loss-in-pipeline-split": f"stages are always balanced by cost; {LEAVE}",
         "pipeline-model-parallel-split-rank N": "stages are always balanced by cost, or Plan(blocks_per_stage=...)",
         "standalone-embedding-stage": "stages are balanced by cost; the embedding is in the first",
-        "context-parallel-size 1": f"sequences are never cut over ranks of their own; {LEAVE}",
-        "context-parallel-size N": "context parallelism is not available; --plan tp{N}_sp cuts activations along the "
+        "context-parallel-size 1": f"sequences are never split over ranks of their own; {LEAVE}",
+        "context-parallel-size N": "context parallelism is not available; --plan tp{N}_sp splits activations along the "
         "sequence",
         "use-distributed-optimizer": "add zero1 to the plan, as in --plan zero1",
         "use-torch-fsdp2": "add zero3 to the plan, as in --plan zero3",
         "use-megatron-fsdp": "add zero3 to the plan, as in --plan zero3",
         "data-parallel-sharding-strategy NAME": "add zero1, zero2 or zero3 to the plan, as in --plan zero3",
-        "num-distributed-optimizer-instances N": "ZeRO always cuts over all replicas",
+        "num-distributed-optimizer-instances N": "ZeRO always shards over all replicas",
         "distributed-backend NAME": f"GPUs always use NCCL and CPUs gloo; {LEAVE}",
         "distributed-timeout-minutes N": "--timeout {N*60}",
-        "overlap-grad-reduce": f"messages always overlap with computing; {LEAVE}",
-        "overlap-param-gather*": f"messages always overlap with computing; {LEAVE}",
-        "overlap-p2p-communication": f"messages always overlap with computing; {LEAVE}",
-        "no-overlap-p2p-communication": f"messages always overlap with computing; {LEAVE}",
-        "tp-comm-overlap*": "leave it out; --plan tp2_sp cuts messages of tensor parallel ranks",
-        "ddp-*": f"sizes of messages follow from the plan; {LEAVE}",
+        "overlap-grad-reduce": f"communication always overlaps with computation; {LEAVE}",
+        "overlap-param-gather*": f"communication always overlaps with computation; {LEAVE}",
+        "overlap-p2p-communication": f"communication always overlaps with computation; {LEAVE}",
+        "no-overlap-p2p-communication": f"communication always overlaps with computation; {LEAVE}",
+        "tp-comm-overlap*": "leave it out; --plan tp2_sp reduces the communication of tensor parallelism",
+        "ddp-*": f"message sizes follow from the plan; {LEAVE}",
         "no-async-tensor-model-parallel-allreduce": LEAVE,
         "no-scatter-gather-tensors-in-pipeline": LEAVE,
         "no-contiguous-buffers-in-local-ddp": LEAVE,
@@ -163,9 +164,9 @@ OPTIONS = {
         "lazy-mpu-init": LEAVE,
         "use-cpu-initialization": f"initial weights never depend on the plan or the device; {LEAVE}",
         "perform-initialization": f"weights are always initialized; {LEAVE}",
-        "no-initialization": f"weights of a checkpoint are always read without being initialized; {LEAVE}",
-        "data-parallel-random-init": f"replicas always begin with the same weights; {LEAVE}",
-        "local-rank N": f"torchrun tells each process its place; {LEAVE}",
+        "no-initialization": f"weights read from a checkpoint are never initialized first; {LEAVE}",
+        "data-parallel-random-init": f"replicas always start with the same weights; {LEAVE}",
+        "local-rank N": f"torchrun sets the rank of each process; {LEAVE}",
         "nproc-per-node N": "it belongs to torchrun, before the recipe: torchrun --nproc-per-node {N} RECIPE.py",
         "nnodes N": "it belongs to torchrun, before the recipe: torchrun --nnodes {N} RECIPE.py",
         "node-rank N": "it belongs to torchrun, before the recipe: torchrun --node-rank {N} RECIPE.py",
@@ -176,10 +177,10 @@ OPTIONS = {
         "recompute-activations": "--recompute selective",
         "checkpoint-activations": "--recompute full",
         "recompute-granularity KIND": "--recompute {KIND}",
-        "recompute-method METHOD": f"with --recompute full every block is computed again; {LEAVE}",
-        "recompute-num-layers N": f"with --recompute full every block is computed again; {LEAVE}",
-        "recompute-modules NAMES": "--recompute selective, which computes the attention core again",
-        "distribute-saved-activations": "add sp to the plan, as in --plan tp2_sp, which cuts saved activations",
+        "recompute-method METHOD": f"--recompute full recomputes every block; {LEAVE}",
+        "recompute-num-layers N": f"--recompute full recomputes every block; {LEAVE}",
+        "recompute-modules NAMES": "--recompute selective, which recomputes the attention core",
+        "distribute-saved-activations": "add sp to the plan, as in --plan tp2_sp, which splits saved activations",
         "cpu-offloading*": "activations always stay on the device; use --recompute full",
         "optimizer-cpu-offload": "the optimizer's state always stays on the device; add zero1 to the plan",
         "empty-unused-memory-level N": LEAVE,
@@ -216,44 +217,44 @@ OPTIONS = {
         "reset-attention-mask": "--data.reset_attention_mask on",
         "eod-mask-loss": "--data.eod_mask_loss on",
         "data-cache-path DIR": "the environment variable DTGPT_CACHE={DIR}",
-        "data-impl KIND": f"prepared files are always mapped (mmap); {LEAVE}",
-        "mmap-warmup": f"prepared files are always mapped (mmap); {LEAVE}",
-        "no-mmap-bin-files": f"prepared files are always mapped (mmap); {LEAVE}",
-        "dataloader-type single": f"samples always come in order of their ids; {LEAVE}",
-        "dataloader-type KIND": "samples always come in order of their ids, as with single",
-        "num-workers N": f"the next batch is always read beside training; {LEAVE}",
-        "no-create-attention-mask-in-dataloader": f"masks are never made by the data loader; {LEAVE}",
-        "mock-data": "leave --data.path out to train on a text that Python carries",
-        "fim-*": "filling in the middle is not available",
+        "data-impl KIND": f"prepared files are always memory-mapped; {LEAVE}",
+        "mmap-warmup": f"prepared files are always memory-mapped; {LEAVE}",
+        "no-mmap-bin-files": f"prepared files are always memory-mapped; {LEAVE}",
+        "dataloader-type single": f"samples are always read in order of their ids; {LEAVE}",
+        "dataloader-type KIND": "samples are always read in order of their ids, as with single",
+        "num-workers N": f"the next batch is always read in the background; {LEAVE}",
+        "no-create-attention-mask-in-dataloader": f"the data loader never creates masks; {LEAVE}",
+        "mock-data": "leave --data.path out to train on a text included in Python",
+        "fim-*": "fill-in-the-middle is not available",
     },
     "Checkpoints": {
-        "save DIR": "--runs {DIR}, in which each run makes its own folder",
-        "load DIR": "use --resume RUN to go on with a run, or --init_from {DIR} to begin with weights of Megatron-LM",
+        "save DIR": "--runs {DIR}, in which each run creates its own folder",
+        "load DIR": "use --resume RUN to resume a run, or --init_from {DIR} to start from weights of Megatron-LM",
         "save-interval N": "--checkpoint.interval {N}",
         "save-retain-interval N": "--checkpoint.keep_every {N}",
-        "finetune": "--init_from MODEL, which begins a new run with the weights alone",
+        "finetune": "--init_from MODEL, which starts a new run from the weights only",
         "pretrained-checkpoint DIR": "--init_from {DIR}",
-        "no-load-optim": "--init_from MODEL, which begins a new run with the weights alone",
+        "no-load-optim": "--init_from MODEL, which starts a new run from the weights only",
         "no-load-rng": f"random numbers follow from --seed, step and sample; {LEAVE}",
-        "no-save-optim": "checkpoints are always whole; dtgpt convert RUN TARGET writes the weights alone",
+        "no-save-optim": "checkpoints are always complete; dtgpt convert RUN TARGET writes the weights only",
         "no-save-rng": f"random numbers follow from --seed, step and sample; {LEAVE}",
         "use-checkpoint-args": "a run keeps its recipe in recipe.json",
-        "exit-on-missing-checkpoint": f"a run that cannot be resumed is always refused; {LEAVE}",
+        "exit-on-missing-checkpoint": f"a run that cannot be resumed is always an error; {LEAVE}",
         "ckpt-step N": "--resume RUN/checkpoints/step_N, with 8 digits",
         "async-save": "--checkpoint.background on",
         "ckpt-format NAME": f"checkpoints always fit every plan; {LEAVE}",
         "ckpt-*": f"checkpoints always fit every plan; {LEAVE}",
         "use-dist-ckpt": f"checkpoints always fit every plan; {LEAVE}",
         "dist-ckpt-*": f"checkpoints always fit every plan; {LEAVE}",
-        "auto-detect-ckpt-format": f"formats of checkpoints are always recognized; {LEAVE}",
+        "auto-detect-ckpt-format": f"formats of checkpoints are always detected; {LEAVE}",
         "non-persistent-*": "--checkpoint.interval N with --checkpoint.keep_last N",
-        "adlr-autoresume*": "--resume auto goes on with the newest run of the recipe's name",
+        "adlr-autoresume*": "--resume auto resumes the newest run of the recipe's name",
     },
     "Log and evaluation": {
         "log-interval N": "--log.interval {N}",
         "eval-interval N": "--log.eval_interval {N}",
         "eval-iters N": "--log.eval_samples S, where S is {N} x global_batch_size",
-        "eval-micro-batch-size N": "evaluation always takes the micro-batches of training",
+        "eval-micro-batch-size N": "evaluation always uses the micro-batch size of training",
         "tensorboard-dir DIR": "every run writes metrics.jsonl and loss.png; use --log.wandb online for a browser",
         "tensorboard-*": "every run writes metrics.jsonl and loss.png",
         "wandb-project NAME": "--log.wandb online --log.wandb_project {NAME}",
@@ -261,7 +262,7 @@ OPTIONS = {
         "wandb-*": "--log.wandb online",
         "log-*": "metrics.jsonl always holds loss, gradient norm, rates and memory",
         "no-log-*": "metrics.jsonl always holds loss, gradient norm, rates and memory",
-        "timing-log-*": "progress lines always tell tokens per second",
+        "timing-log-*": "progress lines always show tokens per second",
         "no-barrier-with-level-1-timing": LEAVE,
         "profile*": "profile with nsys, or with benchmarks/train_step.py",
         "one-logger*": LEAVE,
@@ -274,20 +275,21 @@ OPTIONS = {
 ENTRIES = {key: answer for section in OPTIONS.values() for key, answer in section.items()}
 
 
-def explain(typed: str, value: str) -> str | None:
-    """Return a sentence on an option of Megatron-LM, typed with '-' or '_', and the words behind it; None where it has
-    no such option."""
+def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str | None:
+    """Return a sentence about an option of Megatron-LM, typed with '-' or '_', with this value; None if `entries` do
+    not have it."""
     name = typed.replace("_", "-")
-    for key, answer in ENTRIES.items():
+    for key, answer in entries.items():
         known, _, wanted = key.partition(" ")
         if fnmatchcase(name, known) and (not wanted or wanted.isupper() or wanted.lower() == value.lower()):
-            told = fill(answer, wanted, value)
-            return f"--{typed} of Megatron-LM does not exist here: {'use ' * told.startswith('--')}{told}"
+            shown = f"--{typed} {value}" if wanted and not wanted.isupper() else f"--{typed}"
+            filled = fill(answer, wanted, value)
+            return f"{shown} of Megatron-LM does not exist here: {'use ' * filled.startswith('--')}{filled}"
     return None
 
 
 def fill(answer: str, word: str, value: str) -> str:
-    """Return the answer with `value` in the places of `word`; the word itself where no value was given."""
+    """Return the answer with `value` in place of `word`; the word stays if there is no value."""
 
     def put(match: re.Match) -> str:
         factor = int(match[1] or 1)

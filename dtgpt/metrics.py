@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtgpt.console import duration
 from dtgpt.errors import UserError
-from dtgpt.recipe import LogConfig
+from dtgpt.sections import LogConfig
 from dtgpt.storage import parse_json, write_text
 
 
@@ -138,17 +139,6 @@ def _rounded(number: float) -> str:
     if number < 1e4:
         return f"{number:.0f}"
     return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
-
-
-def duration(seconds: float) -> str:
-    """`45s`, `14m`, `3h05m`, `2d04h`."""
-    seconds = round(seconds)
-    if seconds < 100:
-        return f"{seconds}s"
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if minutes < 100:
-        return f"{minutes}m"
-    return f"{hours}h{minutes % 60:02d}m" if hours < 48 else f"{days}d{hours % 24:02d}h"
 
 
 def sparkline(values: list[float], width: int = 60) -> str:

@@ -11,7 +11,7 @@ from dtgpt.errors import UserError
 from dtgpt.loss_scale import LossScaler
 from dtgpt.ops.adamw import AdamW, Slot
 from dtgpt.parallel.shards import Shard, Shards
-from dtgpt.recipe import LossScaleConfig, OptimizerConfig
+from dtgpt.sections import LossScaleConfig, OptimizerConfig
 
 # Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
 # decides, so that every plan and micro-batch size skips the same steps.

@@ -1,4 +1,4 @@
-"""Read command lines: words become values of a config's fields, `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`."""
+"""Command-line options as values of a config's fields: `--optimizer.lr 3e-4` or `--optimizer.lr=3e-4`."""
 
 import difflib
 import math
@@ -9,16 +9,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from dtgpt.console import say
 from dtgpt.errors import UserError, shown, shown_name
+from dtgpt.field_types import KINDS
 
 LARGEST = 1 << 53  # far beyond any sensible size, and far from where products of sizes overflow
-NEITHER = ("yes", "no", "true", "false", "1", "0", "y", "n")  # what others write for on and off
-REQUIRED = object()  # the value, in a class of configs, of a field without a default
-Options = dict[str, list[str]]  # the words of each option that was given; of a flag alone: ["on"]
+SWITCH = {"on": True, "true": True, "off": False, "false": False}
+NEITHER = ("yes", "no", "1", "0", "y", "n")  # what other programs take for on and off
+EXAMPLES = {int: "100", float: "0.1"}
+REQUIRED = object()  # stands for the value of a field without a default
+Options = dict[str, list[str]]  # the words of each option that was given; ["on"] for a bare flag
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield (dotted name, type, description, value) of every field that is not itself a config. `config` may be a class
-    of configs: the values are then its defaults, or REQUIRED."""
+    """Yield (dotted name, type, description, value) of every field that is not itself a config. For a class of configs
+    the values are its defaults, or REQUIRED."""
     hints = get_type_hints(config if isinstance(config, type) else type(config), include_extras=True)
     for f in fields(config):
         hint, name = hints[f.name], prefix + f.name
@@ -26,7 +29,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]
         if is_dataclass(value):
             yield from leaves(value, name + ".")
         elif get_origin(hint) is Annotated:
-            type_, description = get_args(hint)
+            type_, description, *_ = get_args(hint)
             yield name, type_, description, value
 
 
@@ -42,17 +45,19 @@ def read_words(
     aliases: Mapping[str, str] | None = None,
     explain: Callable[[str, str], str | None] = lambda name, value: None,
 ) -> tuple[list[str], Options]:
-    """Return the words that belong to no option, and the options by the names of the configs' fields. '-' and '_' in
-    names are the same; a field that is a tuple takes several words, a field of "on" and "off" may stand alone.
+    """Return the words that belong to no option, and the options by the names of the configs' fields.
 
-    free: whether words may belong to no option. aliases: other names of fields. explain: what to say of an unknown
-    option, by its name and its words.
-    Of an option that is given twice the last value counts, with a warning. Raises UserError for a name that does not
-    exist (with the nearest one) or a missing value.
+    '-' and '_' in names are the same. A tuple takes several words; a bool may be given without a value, which means on.
+    The last value of a repeated option is used, with a warning.
+
+    free: whether words may belong to no option. aliases: other names of fields. explain: returns a sentence about an
+    option, or a choice, that does not exist here, by its name and value; None if it has none.
+    Raises UserError for an unknown name (with the nearest one), an unknown choice or a missing value.
     """
     known = {name: type_ for config in reversed(configs) for name, type_, *_ in leaves(config)}
-    alone, options, last = [], {}, None
-    rest = list(words)
+    alone: list[str] = []
+    options: Options = {}
+    last, rest = "", list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -66,13 +71,17 @@ def read_words(
             value = text if equals else " ".join(_until_option(rest))
             raise UserError(explain(typed, value) or f"there is no option --{typed}; {_nearest(name, known)}")
         values = [text] if equals else _values(word, rest, known[name], free)
+        if get_origin(known[name]) is Literal and values and values[0] not in get_args(known[name]):
+            choices = ", ".join(get_args(known[name]))
+            default = f"--{typed} {shown_name(values[0])} is not a choice; use one of {choices}"
+            raise UserError(explain(typed, values[0]) or default)
         if not values:
             wanted = "at least one word after it" if get_origin(known[name]) is tuple else "a value"
             raise UserError(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
         if get_origin(known[name]) is tuple:
             values = [*options.get(name, []), *values]
         elif name in options:
-            say(f"--{typed} is given twice: {shown(values[0])} counts, not {shown(options[name][0])}", warning=True)
+            say(f"--{typed} is given twice; {shown(values[0])} replaces {shown(options[name][0])}", warning=True)
         options[name] = values
     return alone, options
 
@@ -93,7 +102,9 @@ def replace_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as a command line gives it."""
+    """Return a value as it is written on a command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "none" if value is None else str(value)
 
 
@@ -103,24 +114,22 @@ def as_words(options: Options) -> list[str]:
 
 
 def describe_type(type_: Any) -> str:
-    """Return what stands for a value of this type in `--help`: INT, TEXT ..., on|off."""
+    """Return the placeholder for a value of this type in `--help`: INT, TEXT ..., on|off."""
     if get_origin(type_) in (Union, types.UnionType):
         return "|".join(describe_type(t) if t is not type(None) else "none" for t in get_args(type_))
     if get_origin(type_) is Literal:
         return "|".join(get_args(type_))
-    return {int: "INT", float: "FLOAT", str: "TEXT", tuple: "TEXT ..."}[get_origin(type_) or type_]
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "on|off", tuple: "TEXT ..."}[get_origin(type_) or type_]
 
 
 def _values(word: str, rest: list[str], type_: Any, free: bool) -> list[str]:
-    """The words that belong to an option, taken off `rest`."""
+    """Return the words that belong to an option, removed from `rest`."""
     if get_origin(type_) is tuple:
         values = _until_option(rest)
         del rest[: len(values)]
         return values
     following = rest[0] if rest and not rest[0].startswith("--") else None
-    if type_ == Literal["on", "off"] and (following is None or (free and following not in ("on", "off"))):
-        if following is not None and following.lower() in NEITHER:
-            raise UserError(f"{word} {following}: not one of on, off; {word} alone is on")
+    if type_ is bool and (following is None or (free and following.lower() not in (*SWITCH, *NEITHER))):
         return ["on"]
     return [] if following is None else [rest.pop(0)]
 
@@ -129,7 +138,7 @@ def _until_option(words: list[str]) -> list[str]:
     return words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
 
 
-def _stray(word: str, rest: list[str], values: list[str] | None, option: str | None) -> str:
+def _stray(word: str, rest: list[str], values: list[str] | None, option: str) -> str:
     if values is None:
         return f"{shown(word)} is not an option; options look like --steps 100 (see --help)"
     whole = " ".join([*values, word, *_until_option(rest)])
@@ -158,18 +167,19 @@ def _parse(name: str, words: list[str], type_: Any) -> Any:
             return None
         (type_,) = (t for t in get_args(type_) if t is not type(None))
     if get_origin(type_) is Literal:
-        if text not in get_args(type_):
-            raise UserError(f"--{name} {shown_name(text)}: not one of {', '.join(get_args(type_))}")
-        return text
+        return text  # which `read_words` has checked
+    if type_ is bool:
+        if text.lower() not in SWITCH:
+            raise UserError(f"--{name} {shown_name(text)} is not a choice; use on or off, or --{name} alone for on")
+        return SWITCH[text.lower()]
     try:
         value = type_(text.replace("_", "")) if type_ in (int, float) else type_(text)
     except ValueError:
-        kind = {int: "a whole number", float: "a number"}[type_]
-        raise UserError(f"--{name} {shown_name(text)}: not {kind}") from None
-    if type_ is float and not math.isfinite(value):
-        raise UserError(f"--{name} {shown_name(text)}: not a finite number")
+        value = math.nan
+    if type_ is not str and not math.isfinite(value):
+        raise UserError(f"--{name} {shown_name(text)} is not {KINDS[type_]}; use one, such as {EXAMPLES[type_]}")
     if type_ is int and abs(value) > LARGEST:
-        raise UserError(f"--{name} {shown_name(text)}: too large; use {LARGEST} or less")
+        raise UserError(f"--{name} {shown_name(text)} is too large; use {LARGEST} or less")
     return value
 
 

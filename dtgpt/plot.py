@@ -1,4 +1,4 @@
-"""Loss curves as a PNG; matplotlib (extra `plot`) is imported only here."""
+"""Loss curves as a PNG. matplotlib (extra `plot`) is imported only here."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,10 @@ from dtgpt.storage import atomic_file
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Draw training and held-out loss of each run folder over its steps into `output` (.png).
-
-    Raises UserError where a run has no losses or `output` cannot be such a file.
-    """
+    """Draw training and held-out loss of each run folder over its steps into `output` (.png). Raises UserError if a run
+    has no losses, or `output` cannot be written."""
     if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
-        raise UserError(f"{output} cannot be the picture; give a file name that ends in .png, in a folder that exists")
+        raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
@@ -40,6 +38,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 
 def import_pyplot() -> Any:
+    """Return matplotlib.pyplot without a display. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -11,126 +11,42 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from dtgpt.batch_size import BatchSizes, check_rampup
-from dtgpt.data.prepared import is_prepared
-from dtgpt.data.samples import DEFAULT_SPLIT
 from dtgpt.errors import UserError
 from dtgpt.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
+from dtgpt.field_types import PATH, Bounds, Pattern
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.attention import Backend
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan, ResolvedPlan
-from dtgpt.recipe_checks import check_recipe
+from dtgpt.recipe_checks import MOST_STEPS, check_recipe
 from dtgpt.schedule import Schedule
+from dtgpt.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    path: Annotated[
-        str | None,
-        "text file (.txt or .jsonl), prefix of a prepared .bin and .idx, or weights and prefixes as in '0.3 A 0.7 B'; "
-        "none: the text that Python carries",
-    ] = None
-    valid_path: Annotated[str | None, "prepared validation dataset; split is then ignored, path used entirely"] = None
-    test_path: Annotated[str | None, "prepared test dataset, evaluated once at the end; split is then ignored"] = None
-    split: Annotated[str, "relative sizes of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
-    train_samples: Annotated[int | None, "number of samples to build the shuffle index for; none: those of the run"] = (
-        None
-    )
-    json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
-    tokenizer: Annotated[
-        Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
-        "auto: what lies beside prepared data, else gpt2 for a path where the model has its 50257 tokens, else a bpe "
-        "trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; ids: none, so neither bits/byte "
-        "nor generated texts",
-    ] = "auto"
-    tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as dtgpt prepare --tokenizer took it"] = None
-    vocab_file: Annotated[str | None, "vocab.json of the tokenizer gpt2, with merge_file; none: tiktoken's"] = None
-    merge_file: Annotated[str | None, "merges.txt of the tokenizer gpt2, with vocab_file"] = None
-    bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024
-    reset_position_ids: Annotated[Literal["on", "off"], "count positions from 0 in each document"] = "off"
-    reset_attention_mask: Annotated[Literal["on", "off"], "let each token attend to its own document only"] = "off"
-    eod_mask_loss: Annotated[Literal["on", "off"], "leave the token after an end of text out of the loss"] = "off"
-    held_out: Annotated[float, "fraction of the text kept for validation, 0 to less than 1"] = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms."""
-
-    lr: Annotated[float, "peak learning rate"]
-    min_lr: Annotated[float, "learning rate at the end of the schedule"] = 0.0
-    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
-    warmup: Annotated[float, "number of warmup steps; below 1: a fraction of the schedule"] = 0.01
-    decay_steps: Annotated[int | None, "step at which the schedule reaches min_lr; none: the last step"] = None
-    decay_samples: Annotated[
-        int | None, "sample at which the schedule reaches min_lr, in place of decay_steps: the schedule counts samples"
-    ] = None
-    warmup_samples: Annotated[int | None, "number of warmup samples, in place of warmup, with decay_samples"] = None
-    wsd_decay: Annotated[float, "fraction of the schedule over which wsd decays, linearly"] = 0.2
-    weight_decay: Annotated[float, "decoupled weight decay of matrices"] = 0.1
-    beta1: Annotated[float, "decay rate of the first moment"] = 0.9
-    beta2: Annotated[float, "decay rate of the second moment"] = 0.95
-    eps: Annotated[float, "added to the square root of the second moment"] = 1e-8
-    clip: Annotated[float, "largest global norm of the gradient; 0: no clipping"] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
-
-    initial: Annotated[float, "initial loss scale"] = 2.0**32
-    window: Annotated[int, "number of steps without overflow before the scale doubles"] = 1000
-    hysteresis: Annotated[int, "number of overflows before the scale halves"] = 2
-    minimum: Annotated[float, "smallest loss scale"] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    interval: Annotated[int, "number of steps between progress lines"] = 10
-    eval_interval: Annotated[int, "number of steps between evaluations on held-out text; 0: at the end only"] = 250
-    eval_samples: Annotated[int, "largest number of held-out samples per evaluation"] = 512
-    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only"] = 0
-    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts"] = 200
-    prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""
-    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token"] = 0.8
-    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all"] = 50
-    wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
-    wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    interval: Annotated[int, "number of steps between checkpoints; 0: at the end only"] = 1000
-    keep_last: Annotated[int, "number of newest checkpoints to keep; 0: all"] = 2
-    keep_every: Annotated[int, "keep every checkpoint whose step is a multiple of this; 0: none"] = 0
-    background: Annotated[
-        Literal["on", "off"], "write while training goes on, from a copy in host memory; off: training waits"
-    ] = "on"
+RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    headings: ClassVar[dict[str, str]] = {  # of `--help`: each begins with the field that it names
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment", "plan": "execution", "runs": "run folder",
     }  # fmt: skip
 
-    name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ..."]
+    name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig
     optimizer: OptimizerConfig
-    micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device"]
-    global_batch_size: Annotated[int, "number of samples in an optimizer step"]
-    steps: Annotated[int | None, "number of optimizer steps; none: as many as train_samples fill"] = None
-    train_samples: Annotated[int | None, "number of samples to train on, in place of steps"] = None
+    micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device", Bounds(1)]
+    global_batch_size: Annotated[int, "number of samples in an optimizer step", Bounds(1)]
+    steps: Annotated[int | None, "number of optimizer steps; none: by train_samples", Bounds(1, MOST_STEPS)] = None
+    train_samples: Annotated[int | None, "number of samples to train on, in place of steps", Bounds(1)] = None
     rampup_batch_size: Annotated[
         str | None,
-        "'START INCREMENT SAMPLES': begin with START samples in a step and add INCREMENT at equal distances, up to "
+        "'START INCREMENT SAMPLES': begin with START samples a step and add INCREMENT at equal intervals, to reach "
         "global_batch_size after SAMPLES; none: no ramp-up",
     ] = None
-    seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts"] = 1234
+    seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts", Bounds(0)] = 1234
     plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process"] = "dp"
-    plans: Mapping[str, Plan] = field(default_factory=dict)  # more plans, by names that `plan` may take
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda where there is one"] = "auto"
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
@@ -142,20 +58,20 @@ class Recipe:
         "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
     ] = "none"
     compile: Annotated[
-        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda where graph is off"
+        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
     ] = "auto"
     graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
-    timeout: Annotated[float, "seconds that a process waits for others before it ends the run"] = 600.0
-    runs: Annotated[str, "folder in which run folders are made"] = "runs"
+    timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
+    runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
-        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one"
+        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one", PATH
     ] = None
     init_from: Annotated[
-        str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads"
+        str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH
     ] = None
-    exit_after: Annotated[float | None, "minutes after which the run saves and ends; none: no limit"] = None
+    exit_after: Annotated[float | None, "minutes until the run saves and ends; none: no limit", Bounds(above=0)] = None
     exit_interval: Annotated[
-        int | None, "the run saves and ends after a step that this divides; 0 or none: no such end"
+        int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
     ] = None
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -195,12 +111,10 @@ class Recipe:
         that goes on does so with `first_step`, after `first_sample` samples."""
         if self.train_samples is None:
             return self
-        steps, data = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples), self.data
+        steps = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples)
         decay = self.schedule.end if self.counts_samples else None
-        if is_prepared(data.path) and data.train_samples is None:  # whose order depends on how many are asked for
-            data = replace(data, train_samples=self.train_samples)
         optimizer = replace(self.optimizer, decay_samples=decay)
-        return replace(self, steps=steps, train_samples=None, data=data, optimizer=optimizer)
+        return replace(self, steps=steps, train_samples=None, optimizer=optimizer)
 
     def named_plan(self) -> Plan:
         """Return the plan that `plan` names, with dp as it says."""
@@ -237,22 +151,12 @@ class Recipe:
             recompute=self.recompute,
             compile=compiler(self.compile, device, graphs, plan),
             graphs=graphs,
-            masks_documents=self.data.reset_attention_mask == "on",
+            masks_documents=self.data.reset_attention_mask,
         )
 
-    def with_tokenizer(self) -> "Recipe":
-        """Return the same run with the tokenizer that `auto` means here, as `recipe.json` keeps it."""
-        data = self.data
-        if data.tokenizer != "auto" or data.tokenizer_file is not None:
-            return self
-        tokenizer = "gpt2" if data.path and self.model.vocab_size >= GPT2_124M.vocab_size else "bpe"
-        if is_prepared(data.path):  # what lies beside the token files decides, when they are opened
-            tokenizer = "gpt2" if data.vocab_file else "auto"
-        return replace(self, data=replace(data, tokenizer=tokenizer))
-
     def resolved(self) -> "Recipe":
-        """Return the same run with all defaults that depend on other fields written out."""
-        recipe = self.counted().with_tokenizer()
+        """Return the same run with every default that depends on other fields written out."""
+        recipe = self.counted()
         if recipe.counts_samples:
             return recipe
         return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.schedule.end))

@@ -1,62 +1,44 @@
 """Recipe files: Python, with a function `recipe()`."""
 
-import importlib.util
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 from dtgpt.errors import UserError
 from dtgpt.field_types import check_fields
-from dtgpt.megatron_options import explain
-from dtgpt.overrides import Options, read_words, take
 from dtgpt.recipe import Recipe
-from dtgpt.train.settle import settle
-
-
-def load_recipe(path: Path, options: list[str]) -> Recipe:
-    """The recipe of a file with the overrides `options`."""
-    return override(call_recipe(_load_module(path).recipe), options)
-
-
-def override(recipe: Recipe, words: list[str]) -> Recipe:
-    """Return the recipe to work on with the options in `words`; an option of Megatron-LM is explained."""
-    return with_options(recipe, read_words(words, recipe, explain=explain)[1])
-
-
-def with_options(recipe: Recipe, options: Options) -> Recipe:
-    """Return the recipe to work on (`dtgpt.train.settle`) with `options`, which are removed from there."""
-    given = set(options)
-    return settle(recipe, take(recipe, options), given)
 
 
 def call_recipe(recipe_function: Callable) -> Recipe:
-    """Return what the function of a recipe file returns; raises UserError where it fails, or returns something else."""
+    """Return the recipe that a recipe file's function returns. Raises UserError if it fails or returns another type."""
     code = getattr(recipe_function, "__code__", None)
     with _errors_of(Path(code.co_filename if code else "recipe")):
         recipe = recipe_function()
     if not isinstance(recipe, Recipe):
-        raise UserError(f"recipe() returns {type(recipe).__name__}; let it return a dtgpt.recipe.Recipe")
+        raise UserError(f"recipe() returns {type(recipe).__name__}; return a dtgpt.recipe.Recipe")
     check_fields(recipe)
     return recipe
 
 
 def recipe_module(words: list[str], command: str) -> ModuleType:
-    """The module of the recipe file that a command's first word names; raises UserError where it names none."""
+    """Return the module of the recipe file that a command's first word names. Raises UserError if there is none."""
     if not words or words[0].startswith("-"):
         raise UserError(f"dtgpt {command} needs a recipe file, such as dtgpt {command} recipes/gpt2_tiny.py")
-    return _load_module(Path(words[0]))
+    return load_module(Path(words[0]))
 
 
-def _load_module(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader(path.stem, str(path))
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
     with _errors_of(path):
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     if not callable(getattr(module, "recipe", None)):
         raise UserError(f"{path} is not a recipe: it defines no function recipe()")
     return module
@@ -64,20 +46,20 @@ def _load_module(path: Path) -> ModuleType:
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """What a recipe file raises, as a sentence that names its line."""
+    """Turn what a recipe file raises into a UserError that names its line."""
     try:
         yield
     except UserError:
         raise
     except SyntaxError as error:
         where = f" line {error.lineno}" if error.lineno else ""
-        raise UserError(f"{path}{where}: {_short(error.msg)}; mend the recipe") from None
+        raise UserError(f"{path}{where}: {_short(error.msg)}; correct the recipe") from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f" line {frame.lineno}" for frame in reversed(frames) if Path(frame.filename) == path), "")
-        raise UserError(f"{path}{line}: {type(error).__name__}: {_short(error)}; mend the recipe") from None
+        raise UserError(f"{path}{line}: {type(error).__name__}: {_short(error)}; correct the recipe") from None
 
 
 def _short(message: object) -> str:
-    """The words of an error in one line."""
+    """Return an error's message in one line."""
     return textwrap.shorten(str(message), 300, placeholder=" ...")

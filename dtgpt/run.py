@@ -6,37 +6,29 @@ runs/gpt2_tiny-001/
 
 import filecmp
 import os
-import platform
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dtgpt.checkpoint.folder import STATE, list_checkpoints
 from dtgpt.console import say
-from dtgpt.device import device_name
+from dtgpt.environment import environment
 from dtgpt.errors import UserError, remedy, shown_name
 from dtgpt.overrides import leaves, value_text
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.recipe import Recipe
 from dtgpt.storage import FileLock, Held, read_json, remove_leftovers, write_json
-from dtgpt.tokenizers.open import read_saved
-from dtgpt.tokenizers.tokenizer import Tokenizer
 
 ABSENT = object()
 LOOK = 1.0  # s between two looks at whether the folder is still there
 LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
 OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
 AUTO = "auto"  # as --resume: the newest run of the recipe's name
-PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
 
 
 def create_run(runs: Path, name: str) -> Path:
@@ -149,11 +141,17 @@ class Claim:
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """Return what the run's recipe.json says, unchecked. Raises UserError where it cannot be read."""
+    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
+    that are bools now. Raises UserError if it cannot be read."""
     path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
     saved = read_json(path, advice, LARGEST_RECIPE)
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds no JSON object; {advice}")
+    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
+        section, _, key = name.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, dict) and values.get(key) in ("on", "off"):
+            values[key] = values[key] == "on"
     return saved
 
 
@@ -187,11 +185,6 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
     return changes
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that the run was trained with."""
-    return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")
-
-
 def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
     """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
     for name in ("recipe", "environment"):
@@ -217,36 +210,3 @@ def keep_old(path: Path, step: int) -> None:
             except OSError:  # a file system without such links
                 shutil.copyfile(path, copy)
             return
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, source revision and command: what one needs to run the same again."""
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": package_versions(),
-        "cuda": torch.version.cuda,
-        "device": device_name(device),
-        "git": _git_revision(),
-    }
-
-
-def package_versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git_revision() -> str | None:
-    """Of the checkout that dtgpt runs from, "-dirty" where files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

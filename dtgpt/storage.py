@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
@@ -21,7 +22,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic
 LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
 
-def open_regular(path: Path, largest: int | None = None) -> BinaryIO:
+def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO,
     a device or a folder, also behind a link, and where the file has more than `largest` bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -202,12 +203,13 @@ class FileLock:
         if self._remove:
             with suppress(OSError):
                 self.path.unlink()  # while it is held: who waits for it looks whether it is still there
-        os.close(self._descriptor)
-        self._descriptor = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def is_there(self) -> bool:
         """Return whether the held file still has its name: no folder above it was moved, removed or replaced."""
-        return self._is_there(self._descriptor)
+        return self._descriptor is not None and self._is_there(self._descriptor)
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -216,7 +218,7 @@ class FileLock:
         except BlockingIOError:
             raise Held(_holder(descriptor)) from None
         except OSError as error:  # a file system without locks
-            self.problem = error.strerror
+            self.problem = error.strerror or str(error)
 
     def _is_there(self, descriptor: int) -> bool:
         """Return whether the file still has its name: its holder may just have removed it."""

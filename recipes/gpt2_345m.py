@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from dtgpt.cli import run_recipe
 from dtgpt.models.gpt2 import GPT2_345M
-from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from dtgpt.cli import run_recipe
 from dtgpt.models.gpt2 import GPT3_175B
-from dtgpt.recipe import CheckpointConfig, LogConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

@@ -1,10 +1,7 @@
-"""What tests of flash attention do on ranks, in Triton's interpreter and on a GPU."""
+"""What tests of flash attention do in Triton's interpreter and on a GPU."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import flash
@@ -91,14 +88,3 @@ def interpret(*cases: tuple) -> None:
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
     for case in cases:
         check(*case)
-
-
-def cut(qkv: Tensor, cotangent: Tensor, key: Tensor | None, p: float, dim: int) -> list:
-    """Output and gradient of qkv cut along `dim` over all ranks, with their placements, gathered."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x, dy = (distribute_tensor(t, mesh, [Shard(dim)]) for t in (qkv, cotangent))
-    keys = None if key is None else DTensor.from_local(key, mesh, [Replicate()])
-    x.requires_grad_()
-    out, _ = flash._forward(x, keys, p, 0, None)
-    made = [out.detach(), torch.autograd.grad(out, x, dy)[0]]
-    return [(t.placements[0], t.full_tensor()) for t in made]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dtgpt.ops import bias, dropout, gelu, layer_norm, residual
 from dtgpt.ops.dropout import keep_mask
@@ -131,7 +131,7 @@ def interpret(body: Callable, *cases: tuple) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_index
-    ops = [value for module in (layer_norm, gelu, bias) for value in vars(module).values()]
+    ops = [value for module in (layer_norm, residual, gelu, bias) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]
@@ -148,39 +148,6 @@ def cut_results(function: Function, inputs: Sequence[Tensor], placements: Sequen
     with custom_ops():
         made = results(function, cut, cotangents)
     return [(t.placements[0], t.full_tensor()) for t in made]
-
-
-def replicated(key: Tensor) -> DTensor:
-    return DTensor.from_local(key, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
-
-
-def cut_norms(inputs: list[Tensor], dim: int) -> list[list]:
-    """layer_norm, residual_norm with and without dropout, residual; samples (dim 0) or positions (dim 1) cut."""
-    x, branch, shift, weight, offset = inputs
-    rows, whole = Shard(dim), Replicate()
-    first = x.shape[1] // dist.get_world_size() * dist.get_rank() if dim == 1 else 0
-    key, start = replicated(keys_of(len(x))), (first, 0)
-
-    def both(key: DTensor | None) -> Function:
-        return lambda x, branch, shift, weight, offset: layer_norm.residual_norm(
-            x, branch, shift, weight, offset, EPS, key, 0.3, start
-        )
-
-    def added(key: DTensor | None) -> Function:
-        return lambda x, branch, shift: residual.residual(x, branch, shift, key, 0.3, start)
-
-    all_placements = [rows, rows, whole, whole, whole]
-    normed = lambda x, weight, offset: layer_norm.layer_norm(x, weight, offset, EPS)  # noqa: E731
-    return [
-        cut_results(normed, [x, weight, offset], [rows, whole, whole], 1),
-        *(cut_results(both(k), inputs, all_placements, 2) for k in (key, None)),
-        *(cut_results(added(k), [x, branch, shift], [rows, rows, whole], 1) for k in (key, None)),
-    ]
-
-
-def cut_gelu(x: Tensor, shift: Tensor, dim: int) -> list:
-    vector = Shard(0) if dim == x.dim() - 1 else Replicate()
-    return cut_results(gelu.bias_gelu, [x, shift], [Shard(dim), vector], 1)
 
 
 def cut_linear(x: Tensor, weight: Tensor, shift: Tensor) -> list[list]:

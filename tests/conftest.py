@@ -13,7 +13,8 @@ import torch
 
 from dtgpt.device import why_no_compiler
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.recipe import DataConfig, LogConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import DataConfig, LogConfig, OptimizerConfig
 
 torch.set_num_threads(1)
 

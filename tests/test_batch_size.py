@@ -11,8 +11,8 @@ from dtgpt.compare import compare
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.planning.report import describe_plan
-from dtgpt.recipe_file import override
 from dtgpt.train.loop import train
+from dtgpt.train.settle import override
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cuda
 LARGE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "seq_length": 64}  # copies take longer than a step
 
 
-def digests(recipe, background: str) -> list[dict]:
+def digests(recipe, background: bool) -> list[dict]:
     """Of the files of every checkpoint."""
     keep = {"interval": 1, "keep_last": 0, "background": background}
     assert train(change(recipe, checkpoint=keep)) == 0
@@ -25,8 +25,8 @@ def digests(recipe, background: str) -> list[dict]:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_save_in_the_background_holds_the_step_at_which_it_began(recipe, precision):
     recipe = on_cuda(recipe, steps=10, model=LARGE, precision=precision)
-    behind = digests(recipe, "on")
-    assert len(behind) == 10 and behind == digests(recipe, "off")
+    behind = digests(recipe, True)
+    assert len(behind) == 10 and behind == digests(recipe, False)
 
 
 def test_copies_lie_in_pinned_memory(recipe, monkeypatch):

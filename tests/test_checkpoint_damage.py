@@ -14,6 +14,7 @@ from dtgpt.checkpoint.files import Damaged, Piece, read_header, write_file
 from dtgpt.checkpoint.folder import Checkpoint
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.errors import UserError
+from dtgpt.interop.open import open_source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.train.loop import train
@@ -167,7 +168,7 @@ def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, 
     with watched() as names:
         assert train(change(recipe, resume=str(run), steps=6)) == 0
     err = capsys.readouterr().err
-    assert f"{NEW}/{STATE} is damaged" in err and "is no name of a file of a checkpoint" in err
+    assert f"{NEW}/{STATE} is damaged" in err and "is not the name of a file of a checkpoint" in err
     assert any(OLD in n for n in names) and not any("victim" in n for n in names)
     assert {p for p in names if f"/{NEW}/" in p and "partial" not in p} <= {str(newest / STATE)}
     assert losses(run) == templates["run"][1]
@@ -223,3 +224,15 @@ def test_a_checkpoint_of_a_newer_format_says_so(recipe, run):
         change_state(run / "checkpoints" / step, {"version": 2})
     with pytest.raises(UserError, match="has version 2 of the format, this dtgpt reads 1; use the dtgpt that wrote it"):
         train(change(recipe, resume=str(run), steps=6))
+
+
+def test_a_checkpoint_names_its_architecture_and_an_unknown_one_is_refused(recipe, run):
+    """The one before is not taken instead: the newest is not damaged, but of a newer dtgpt."""
+    newest = run / "checkpoints" / NEW
+    assert json.loads((newest / STATE).read_text())["architecture"] == "gpt2"
+    change_state(newest, {"architecture": "llama", "model": {"num_experts": 8}})
+    for action in (lambda: train(change(recipe, resume=str(run), steps=6)), lambda: open_source(newest)):
+        with pytest.raises(
+            UserError, match="is of the architecture 'llama', this dtgpt reads gpt2; use the dtgpt that"
+        ):
+            action()

@@ -16,7 +16,7 @@ import dtgpt.checkpoint.save
 import dtgpt.run
 import dtgpt.signals
 from dtgpt.checkpoint import host
-from dtgpt.checkpoint.folder import list_checkpoints, set_aside
+from dtgpt.checkpoint.folder import list_checkpoints, quarantine_newer
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.save import Saver
 from dtgpt.errors import UserError
@@ -59,7 +59,7 @@ def run_of(recipe, **changes) -> Path:
 
 def saved_at_once(recipe) -> Path:
     """The same run, which waits for its checkpoints."""
-    return run_of(recipe, checkpoint={"background": "off"})
+    return run_of(recipe, checkpoint={"background": False})
 
 
 def same_checkpoints(run: Path, other: Path) -> bool:
@@ -69,7 +69,7 @@ def same_checkpoints(run: Path, other: Path) -> bool:
 
 def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monkeypatch):
     """Copying is slow, and writing waits until three more steps are done."""
-    write, copy, step = host.write_file, host.File.copy, Trainer.train_step
+    write, copy, step = host.write_file, host.StagedFile.copy, Trainer.train_step
     later, waited = threading.Event(), []
 
     def slow_copy(self):
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monk
         return result
 
     monkeypatch.setattr(host, "write_file", slow_write)
-    monkeypatch.setattr(host.File, "copy", slow_copy)
+    monkeypatch.setattr(host.StagedFile, "copy", slow_copy)
     monkeypatch.setattr(Trainer, "train_step", counted)
     run = run_of(recipe)
     monkeypatch.undo()
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_that_of_its_step_although_training_goes_on(recipe, monk
 
 
 def test_without_memory_for_copies_training_waits(recipe, monkeypatch):
-    reserve, write, threads = host.File.reserve, host.File.write, []
+    reserve, write, threads = host.StagedFile.reserve, host.StagedFile.write, []
 
     def scarce(self, *arguments, **options):
         if not threads:
@@ -109,8 +109,8 @@ def test_without_memory_for_copies_training_waits(recipe, monkeypatch):
         threads.append(threading.current_thread().name)
         return write(self, folder)
 
-    monkeypatch.setattr(host.File, "reserve", scarce)
-    monkeypatch.setattr(host.File, "write", look)
+    monkeypatch.setattr(host.StagedFile, "reserve", scarce)
+    monkeypatch.setattr(host.StagedFile, "write", look)
     run = run_of(recipe)
     assert set(threads[1:]) == {"MainThread"}  # written, but not beside the steps
     monkeypatch.undo()
@@ -129,7 +129,7 @@ def fail_at(monkeypatch, step, kind="optimizer", error=None):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("whatever it is")])
-@pytest.mark.parametrize("background", ["on", "off"])
+@pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
     recipe, monkeypatch, capsys, background, error
 ):
@@ -306,7 +306,7 @@ def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, t
 def test_a_link_in_the_way_of_setting_aside_is_left_alone(tmp_path):
     (tmp_path / "step_00000006").mkdir()
     (tmp_path / "aside-step_00000006").symlink_to(tmp_path / "nowhere")
-    assert set_aside(tmp_path, 4) == ["aside-1-step_00000006"]
+    assert quarantine_newer(tmp_path, 4) == ["aside-1-step_00000006"]
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -387,7 +387,7 @@ def test_a_name_that_a_user_left_free_is_no_obstacle_to_setting_aside(tmp_path):
     for name in ("aside-1-step_00000006", "step_00000006"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text(name)
-    (name,) = set_aside(tmp_path, 4)
+    (name,) = quarantine_newer(tmp_path, 4)
     assert (tmp_path / name / "x").read_text() == "step_00000006"
     assert (tmp_path / "aside-1-step_00000006" / "x").read_text() == "aside-1-step_00000006"
 

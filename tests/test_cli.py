@@ -67,7 +67,7 @@ def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
             ["model.vocab_size=256", "257 tokens", "--data.tokenizer"],
         ),
         (["--steps", "ten"], ["--steps ten", "whole number"]),
-        (["--steps", "-3"], ["steps=-3", "more than 0"]),
+        (["--steps", "-3"], ["steps=-3", "1 or more"]),
         (["--model.num_heads", "5"], ["num_heads=5"]),
         (["--global_batch_size", "33"], ["global_batch_size=33", "--global_batch_size 32"]),
         (["--resume", "runs/none"], ["runs/none does not exist", "give a run folder"]),
@@ -118,16 +118,24 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["train"], ["needs a recipe file"]),
         (["train", "nothing.py"], ["no recipe file nothing.py"]),
         (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
-        (["plot"], ["needs run folders"]),
+        (["plot"], ["dtgpt plot needs RUN ..., such as"]),
         (["plot", "nothing"], ["nothing has no losses to draw"]),
         (["plot", "nothing", "--output"], ["--output needs a value"]),
-        (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png cannot be the picture"]),
-        (["plot", "nothing", "--output", "x.jpg"], ["x.jpg cannot be the picture"]),
+        (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png is not a file name for the picture"]),
+        (["plot", "nothing", "--output", "x.jpg"], ["x.jpg is not a file name for the picture"]),
         (["plot", "--size", "3"], ["no option --size"]),
         (["generate", "."], [". holds no model that dtgpt knows", "run folder"]),
         (["generate", "x" * 300], ["File name too long", "shorter"]),
         (["generate"], ["dtgpt generate needs"]),
         (["generate", "nothing"], ["nothing does not exist; give a run folder"]),
+        (["generate", "one", "two"], ["'two' is not an option, and dtgpt generate takes RUN only"]),
+        (["generate", "nothing", "--top_k", "-1"], ["--top-k=-1 is out of range; use 0 or more"]),
+        (["prepare"], ["dtgpt prepare needs INPUT ... --output-prefix PREFIX, such as"]),
+        (["plan", TINY, "--world", "0"], ["--world=0 is out of range; use 1 or more"]),
+        (["plan", TINY, "--wrld", "2"], ["no option --wrld; did you mean --world?"]),
+        (["compare", TINY, "--plans", "dp2", "--tolerance", "-1"], ["--tolerance=-1.0 is out of range"]),
+        (["compare", TINY, "--plan", "dp2"], ["dtgpt compare does not take --plan; use --plans"]),
+        (["compare", TINY, "--plans", "dp2", "--resume", "auto"], ["does not take --resume", "leave --resume out"]),
     ],
 )
 def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
@@ -148,7 +156,7 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
     monkeypatch.setenv("COLUMNS", "80")
     own = {
         "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "plot": "--output",
-        "generate": "--top_k", "prepare": "--append-eod", "inspect": "--digest",
+        "generate": "--top-k", "prepare": "--append-eod", "inspect": "--digest",
     }  # fmt: skip
     code, out, _ = in_process([command, "--help"], capsys)
     assert code == 0 and f"usage: dtgpt {command} " in out and max(map(len, out.splitlines())) <= 80

@@ -133,7 +133,7 @@ WRONG = {
     "nothing": ([], ["MODEL TARGET"]),
     "no target": (["RUN"], ["MODEL TARGET"]),
     "an option for the target": (["RUN", "--to", "hf"], ["MODEL TARGET"]),
-    "three paths": (["RUN", "out", "more"], ["'more' is not an option", "MODEL TARGET alone"]),
+    "three paths": (["RUN", "out", "more"], ["'more' is not an option", "MODEL TARGET only"]),
     "an unknown source": (["here/nothing", "out"], ["here/nothing does not exist"]),
     "a folder of something else": (["here", "out"], ["here holds no model"]),
     "an unknown format": (["RUN", "out", "--to", "onnx"], ["onnx", "hf, megatron"]),

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.device import check_memory, memory_errors_as_sentences, peak_of_name
+from dtgpt.device import check_memory, memory_errors_as_user_errors, peak_of_name
 from dtgpt.errors import UserError
 from dtgpt.execution import choose_compiler, choose_device, choose_dtype, choose_graphs
 from dtgpt.models.gpt2 import GPT3_175B
@@ -70,9 +70,9 @@ def test_more_processes_than_cuda_devices_are_refused(monkeypatch):
 
 
 def test_running_out_of_memory_is_one_sentence():
-    with pytest.raises(UserError, match="ran out of memory; lower it"), memory_errors_as_sentences("lower it"):
+    with pytest.raises(UserError, match="ran out of memory; lower it"), memory_errors_as_user_errors("lower it"):
         torch.empty(1 << 60)
-    with pytest.raises(RuntimeError, match="something else"), memory_errors_as_sentences("lower it"):
+    with pytest.raises(RuntimeError, match="something else"), memory_errors_as_user_errors("lower it"):
         raise RuntimeError("something else")
 
 

@@ -19,7 +19,7 @@ from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.recipe_file import load_recipe
+from dtgpt.train.settle import load_recipe
 from tests import bodies_dryrun
 from tests.ranks import pool
 

@@ -21,7 +21,7 @@ from tests.runs import change, losses, newest_run, training
 
 EOD = 7
 CASES = 60
-ALL = {"reset_position_ids": "on", "reset_attention_mask": "on", "eod_mask_loss": "on"}
+ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
 
 def random_tokens(generator):
@@ -153,10 +153,10 @@ def test_every_plan_follows_one_process(recipe, plan):
 
 @pytest.mark.parametrize("option", ALL)
 def test_each_option_changes_the_run(recipe, option):
-    off = change(recipe, data=dict.fromkeys(ALL, "off"), steps=2, log={"eval_interval": 0, "sample_tokens": 0})
+    off = change(recipe, data=dict.fromkeys(ALL, False), steps=2, log={"eval_interval": 0, "sample_tokens": 0})
     train(off)
     plain = losses(newest_run(recipe))
-    train(change(off, data={option: "on"}))
+    train(change(off, data={option: True}))
     assert losses(newest_run(recipe)) != plain
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
 from torch.library import opcheck
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops import flash
 from dtgpt.ops.dropout import keep_mask
-from tests.bodies_flash import TOLERANCE, check, cut, error, gradient, keys_of, truth
-from tests.ranks import pool
+from tests.bodies_flash import TOLERANCE, check, error, gradient, keys_of, truth
 
 ROOT = Path(__file__).parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -85,17 +83,6 @@ def test_compiled_equals_eager():
     eager, compiled = (f(qkv, key) for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(*(gradient(out, qkv, torch.ones_like(out)) for out in (compiled, eager)))
-
-
-@pytest.mark.parametrize("dim, p", [(0, 0.0), (0, 0.3), (2, 0.0)])
-def test_a_cut_has_the_values_and_gradients_of_the_whole(dim, p):
-    qkv, cotangent = torch.randn(2, 7, 4, 3, 8, dtype=torch.float64), torch.randn(2, 7, 4, 8, dtype=torch.float64)
-    key = keys_of(2) if p else None
-    whole = pool().run(1, cut, qkv, cotangent, key, p, dim)[0]
-    for found in pool().run(2, cut, qkv, cotangent, key, p, dim):
-        for (placement, one), (_, other) in zip(found, whole, strict=True):
-            assert placement == Shard(dim)
-            torch.testing.assert_close(one, other)
 
 
 @needs_triton

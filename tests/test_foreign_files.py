@@ -16,7 +16,7 @@ from dtgpt.checkpoint.folder import Checkpoint
 from dtgpt.data.dataset import load_dataset
 from dtgpt.errors import UserError
 from dtgpt.interop.huggingface import save_huggingface
-from dtgpt.interop.inspect import InspectConfig, inspect
+from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.train.startup import load_initial_weights
@@ -200,7 +200,7 @@ def test_what_a_state_tells_has_its_type(models, change):
 def test_a_checkpoint_as_it_was_written_has_these_types(models):
     path = models("ours")
     change_state(path, {"plan": "dp2", "world": 2, "recipe": {}})
-    assert "written by the plan dp2 on 2 processes" in inspect(path, InspectConfig())
+    assert "written by the plan dp2 on 2 processes" in inspect(path)
 
 
 def test_long_words_of_a_command_line_are_shortened(tmp_path, capsys):

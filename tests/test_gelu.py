@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Partial, Shard
 from torch.library import opcheck
 
 from dtgpt.ops import bias, gelu
 from dtgpt.ops.linear import linear, linear_by_column_sum
-from tests.bodies_layer_norm import check, check_gelu, custom_ops, cut_gelu, cut_linear, draw, results
+from tests.bodies_layer_norm import check, check_gelu, custom_ops, cut_linear, draw, results
 from tests.ranks import pool
 from tests.test_layer_norm import interpret, needs_triton
 
@@ -56,16 +55,6 @@ def test_compiled_equals_eager():
         compiled = results(torch.compile(layer, fullgraph=True, dynamic=False), inputs, inputs[:1])
     for one, other in zip(compiled, eager, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("dim, sums", [(0, Partial()), (1, Partial()), (2, Shard(0))])
-def test_a_cut_has_the_values_and_gradients_of_the_whole(dim, sums):
-    x, _, shift, *_ = draw((2, 6), 24, torch.float64)
-    whole = pool().run(1, cut_gelu, x, shift, dim)[0]
-    for found in pool().run(2, cut_gelu, x, shift, dim):
-        assert [placement for placement, _ in found] == [Shard(dim), Shard(dim), sums]
-        for (_, one), (_, other) in zip(found, whole, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def test_a_linear_map_cut_by_columns_has_the_gradients_of_pytorchs():

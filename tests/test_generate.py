@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import (
-    GenerateConfig,
-    Sampling,
-    choose,
-    generate,
-    generate_from,
-    logits_of,
-    sample_text,
-    tokenizer_of,
-)
+from dtgpt.generate import Sampling, choose, generate, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -112,7 +104,7 @@ def test_a_foreign_folder_is_sampled_with_its_own_tokenizer(foreign, tmp_path, k
     assert 270 < known.vocab_size <= CONFIG.vocab_size and known.end_of_text is not None
     assert len(known.encode("the quick fox")) < 13
     for prompt in ("the quick", ""):
-        assert generate_from(folder, GenerateConfig(prompt=prompt, tokens=5)).startswith(prompt)
+        assert generate_from(folder, GenerateOptions(prompt=prompt, tokens=5)).startswith(prompt)
 
 
 def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
@@ -129,7 +121,7 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["nothing tells the tokenizer", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
+    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "--vocab_file"]),
     (["--vocab_file", "v"], ["--vocab_file and --merge_file belong together"]),
     (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and --vocab_file v are both given"]),
@@ -146,8 +138,8 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
 
 def test_prompts_that_the_model_cannot_take_are_refused(model, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
-    with pytest.raises(UserError, match=r"the token \d+ of vocab\.json, where the model has 300 tokens"):
+    with pytest.raises(UserError, match=r"has token \d+ of vocab\.json, but the model has 300 tokens"):
         sample_text(logits_of(model), CONFIG, wide, "Hello", Sampling(3), KEY)
     endless = open_tokenizer(str(tokenizer_json(tmp_path, end="[STOP]")))
-    with pytest.raises(UserError, match="names no end of text to begin a document with; give --prompt"):
+    with pytest.raises(UserError, match="has no end of text to begin a document with; give --prompt"):
         sample_text(logits_of(model), CONFIG, endless, "", Sampling(3), KEY)

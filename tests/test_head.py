@@ -112,7 +112,7 @@ def test_a_dtensor_says_itself_how_it_is_cut():
 
 
 def test_a_weight_cut_in_another_way_is_refused():
-    assert all("along its rows" in answer for answer in pool().run(2, refusal_of_other_cuts))
+    assert all("sharded by rows" in answer for answer in pool().run(2, refusal_of_other_cuts))
 
 
 def test_a_scale_multiplies_the_gradients_and_not_the_loss():

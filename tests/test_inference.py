@@ -8,13 +8,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, generate, generate_from, logits_of, tokenizer_of
+from dtgpt.generate import Sampling, generate, logits_of, tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.ops.random import root_key
-from dtgpt.parallel.names import parse_plan
+from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.tokenizers.byte_level import ByteLevel
 from dtgpt.train.loop import train
 from tests import bodies_inference as bodies
@@ -161,7 +162,7 @@ def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(their
 
 def test_a_process_alone_loads_without_any_group(theirs, folder):
     model = dtgpt.load(str(folder), device="cpu", precision="fp32")
-    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == parse_plan("single").for_world(1)
+    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == ResolvedPlan()
     assert not torch.distributed.is_initialized()
 
 
@@ -230,7 +231,7 @@ def test_a_run_and_its_checkpoints_have_the_tokenizer_of_the_run(recipe):
     run = newest_run(recipe)
     for path in (run, run / "checkpoints" / "step_00000002"):
         assert tokenizer_of(path, recipe.model).ranks == [bytes([b]) for b in range(256)]
-    assert generate_from(run, GenerateConfig(prompt="7 and", tokens=3)).startswith("7 and")
+    assert generate_from(run, GenerateOptions(prompt="7 and", tokens=3)).startswith("7 and")
 
 
 def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(folder, monkeypatch):
@@ -241,5 +242,5 @@ def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(fo
 
 def test_a_model_whose_tokenizer_nothing_tells_is_refused(folder):
     with pytest.raises(UserError) as error:
-        generate_from(folder, GenerateConfig(prompt="7 and"))
+        generate_from(folder, GenerateOptions(prompt="7 and"))
     check_sentence(str(error.value), str(folder), f"{VOCABULARY} tokens", "give a run folder")

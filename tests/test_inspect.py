@@ -7,7 +7,6 @@ import re
 import pytest
 
 from dtgpt.errors import UserError
-from dtgpt.interop.inspect import InspectConfig
 from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.interop.open import open_source
 from dtgpt.train.loop import train
@@ -147,7 +146,7 @@ def test_a_damaged_file_is_named(run, inspect, kind):
     assert "step 1, 8 samples" in text  # the one before is told in full
     file.unlink()
     with pytest.raises(UserError, match=f"{file} is damaged .No such file"):
-        inspect_path(newest(run), InspectConfig())
+        inspect_path(newest(run))
 
 
 def test_an_older_checkpoint_that_is_damaged_is_named(run, inspect):
@@ -215,7 +214,7 @@ def test_a_run_without_a_checkpoint_is_one_sentence(recipe, run, command):
     [
         (["nothing"], ["nothing does not exist"]),
         ([], ["needs MODEL"]),
-        (["--tensors", "on"], ["needs MODEL"]),
+        (["--tensors", "on"], ["needs one MODEL or PREFIX"]),
         (["nothing", "--tensors", "all"], ["all", "on, off"]),
     ],
 )

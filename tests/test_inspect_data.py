@@ -13,7 +13,7 @@ from dtgpt.cli import main
 from dtgpt.data.indexed import IndexedWriter
 from dtgpt.data.prepared import load_prepared
 from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.recipe import DataConfig
+from dtgpt.sections import DataConfig
 from tests.prepared import write_lines
 from tests.test_tokenizer_beside import nanogpt
 
@@ -128,8 +128,8 @@ def shards(tmp_path):
 
 def test_statistics_of_shards(shards, capsys):
     whole, cut = said(capsys, shards), said(capsys, shards, "--tokenizer", "bytes")
-    assert "9 tokens (uint16) in 2 sequences, 2 shards of 0.0 MiB; documents not told apart" in whole
-    assert "9 tokens (uint16) in 4 sequences, 2 shards of 0.0 MiB\n" in cut and "not told apart" not in cut
+    assert "9 tokens (uint16) in 2 sequences, 2 shards of 0.0 MiB; documents not separated" in whole
+    assert "9 tokens (uint16) in 4 sequences, 2 shards of 0.0 MiB\n" in cut and "not separated" not in cut
     assert r"  sequence 0: '<|endoftext|>Hi'" in cut
     one = shards.replace("*", "0")
     assert "5 tokens (uint16) in 1 sequence, 1 shard" in said(capsys, one)
@@ -177,12 +177,12 @@ def test_what_lies_near_is_suggested(corpora, tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--seed", "3"], "--seed is for --digest, which is not given; leave it out"),
-        (["--digest", "--samples", "3"], "--samples is not for --digest"),
-        (["--tensors"], "--tensors is for models, and"),
-        (["--eot", "3"], "--eot is for shards, and"),
-        (["--eot", "70000"], "--eot 70000 is no token of shards"),
-        (["--samples=-1"], "--samples -1 is negative"),
+        (["--seed", "3"], "--seed needs --digest, which is not given; leave it out"),
+        (["--digest", "--samples", "3"], "--samples cannot be combined with --digest"),
+        (["--tensors"], "--tensors applies to models, and"),
+        (["--eot", "3"], "--eot applies to shards, and"),
+        (["--eot", "70000"], "--eot=70000 is out of range; use 0 or more and at most 65535"),
+        (["--samples=-1"], "--samples=-1 is out of range; use 0 or more"),
         (["--tokenizer", "bytes"], "holds token 46463, but the tokenizer bytes has 257 tokens; give the tokenizer"),
         (["--digest", "--tokenizer", "bytes"], "but the tokenizer bytes has 257 tokens"),
         (["--vocab-file", "vocab.json"], "belong together"),

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Shard
 from torch.library import opcheck
 
 from dtgpt.ops import layer_norm as ops
 from dtgpt.ops.layer_norm import layer_norm_reference, norm_and_pass, residual_norm
 from dtgpt.ops.residual import residual, residual_reference
-from tests.bodies_layer_norm import EPS, check_mask, check_norms, custom_ops, cut_norms, draw, keys_of, results
-from tests.ranks import pool
+from tests.bodies_layer_norm import EPS, check_mask, check_norms, custom_ops, draw, keys_of, results
 
 CUDA = torch.device("cuda")
 
@@ -54,7 +52,7 @@ def test_the_ops_keep_the_contract_of_custom_ops(dropped, biased):
     key, shift = keys_of(2) if dropped else None, shift if biased else None
     opcheck(ops._residual_norm, (x, branch, shift, weight, offset, EPS, key, 0.3, [3, 0]))
     if dropped and biased:
-        opcheck(ops._layer_norm, (x, weight, offset, EPS))
+        opcheck(ops._layer_norm, (x.detach(), weight.detach(), offset.detach(), EPS))
         opcheck(torch.ops.dtgpt.residual, (x, branch, shift, key, 0.3, [3, 0]))
 
 
@@ -103,17 +101,6 @@ def test_compiled_equals_eager():
         compiled = results(torch.compile(layer, fullgraph=True, dynamic=False), inputs, inputs[:2])
     for one, other in zip(compiled, eager, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_cut_rows_have_the_values_and_gradients_of_whole_ones(dim):
-    inputs = draw((2, 6), 24, torch.float64)
-    whole = pool().run(1, cut_norms, inputs, dim)[0]
-    for found in pool().run(2, cut_norms, inputs, dim):
-        for calls, true in zip(found, whole, strict=True):
-            for (placement, one), (_, other) in zip(calls, true, strict=True):
-                assert placement == (Shard(dim) if one.dim() == 3 else Partial())
-                torch.testing.assert_close(one, other)
 
 
 @needs_triton

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtgpt.checkpoint.folder import read_state
 from dtgpt.errors import UserError
 from dtgpt.metrics import read_records
 from dtgpt.parallel.mesh import Mesh
@@ -105,12 +104,18 @@ def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
     [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]
     + [{"sum": 1.0, "copies": 1, "steps": n} for n in (-1, True, 1.5, "1")],
 )
-def test_a_state_whose_interval_is_none_is_refused(recipe, saved):
-    train(change(recipe, steps=1))
-    folder = newest_run(recipe) / "checkpoints" / "step_00000001"
-    change_state(folder, {"interval_loss": saved})
+def test_a_state_whose_interval_is_none_is_refused(recipe, saved, capsys):
+    """The run goes on from the checkpoint before it; where there is none, it is refused."""
+    train(change(recipe, steps=2, checkpoint={"interval": 1}))
+    run = newest_run(recipe)
+    change_state(run / "checkpoints" / "step_00000002", {"interval_loss": saved})
+    train(change(recipe, steps=3, resume=str(run)))
+    told = capsys.readouterr().err
+    assert "step_00000002/state.json is damaged" in told and "going on from the checkpoint before it" in told
+    assert list(losses(run)) == [1, 3]
+    change_state(run / "checkpoints" / "step_00000003", {"interval_loss": saved})
     with pytest.raises(UserError, match=r"state\.json is damaged"):
-        read_state(folder)
+        train(change(recipe, steps=4, resume=str(run / "checkpoints" / "step_00000003")))
 
 
 def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeypatch):

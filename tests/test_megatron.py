@@ -141,7 +141,7 @@ def test_a_release_without_args_opens_as_it_is(tmp_path):
     assert source.iteration == source.consumed_samples == 0
     assert "heads" in source.notes[0] and "128 / 64 = 2" in source.notes[0]
     ngc_like(tmp_path / "odd", hidden=96)
-    with pytest.raises(UserError, match="96 is no multiple of 64"):
+    with pytest.raises(UserError, match="96 is not a multiple of 64"):
         Megatron(tmp_path / "odd")
 
 

@@ -14,11 +14,10 @@ import torch
 
 import dtgpt
 from dtgpt.errors import UserError
-from dtgpt.interop.foreign_pickle import open_pickle
-from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import load_model
+from dtgpt.pickles import StandIn, open_pickle
 from dtgpt.train.startup import load_initial_weights
 from tests.megatron_trees import check, make_weights, write_tree
 from tests.test_cli import in_process

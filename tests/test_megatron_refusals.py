@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from dtgpt.errors import UserError
-from dtgpt.interop.foreign_pickle import open_pickle
-from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron import Megatron
+from dtgpt.pickles import StandIn, open_pickle
 from tests.megatron_trees import H, check, make_weights, write_tree
 
 
@@ -144,10 +143,10 @@ def test_truncated_and_foreign_files_are_named(tmp_path, weights, zipped):
         with pytest.raises(UserError, match=r"mp_rank_01/model_optim_rng.pt cannot be read"):
             Megatron(tmp_path)
     for content, words in (
-        ([1, 2], "holds a list"),
+        ([1, 2], r"holds \[1, 2\], not"),
         ({"iteration": 3}, "holds no model"),
         ({"model": torch.ones(3)}, "has a Tensor in its model"),
-        ({"model": {"x": torch.ones(3)}}, "has x, which GPT-2 has not"),
+        ({"model": {"x": torch.ones(3)}}, "has x, which GPT-2 does not have"),
         ({"model": {}, "checkpoint_version": 4.0}, "checkpoint_version=4.0"),
         ({"model": {}, "checkpoint_version": [1]}, r"checkpoint_version=\[1\]"),
         ({"model": {"decoder.final_layernorm.bias": torch.ones(3, dtype=torch.int8)}}, "int8"),
@@ -237,7 +236,7 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, weights):
     (tmp_path / "odd" / tracker).write_text("../../etc")
     (tmp_path / "empty").mkdir()
     for name, words in [
-        ("none", "is no folder"),
+        ("none", "is not a folder"),
         ("empty", "has no mp_rank_"),
         ("odd", "neither an iteration nor release"),
         ("dist", "torch_dist format"),

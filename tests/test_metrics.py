@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from dtgpt.console import duration
 from dtgpt.errors import UserError
-from dtgpt.metrics import JsonLines, duration, progress_line, read_records, sparkline
+from dtgpt.metrics import JsonLines, progress_line, read_records, sparkline
 from dtgpt.plot import plot_runs
 
 RECORD = {

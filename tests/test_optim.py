@@ -11,7 +11,8 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import Shards
-from dtgpt.recipe import OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import OptimizerConfig
 from tests.bodies_shards import CPU, KEY
 from tests.runs import change, constant, rate_of
 

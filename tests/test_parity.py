@@ -13,7 +13,8 @@ from dtgpt.metrics import read_records
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import LossScaleConfig, OptimizerConfig, Recipe
+from dtgpt.recipe import Recipe
+from dtgpt.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.train.loop import train
 from tests.ranks import pool
 

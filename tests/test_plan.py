@@ -5,7 +5,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from dtgpt.errors import UserError
 from dtgpt.models.gpt2 import GPT2Config
@@ -189,14 +196,14 @@ def test_dp_counts_in_the_micro_batches_of_a_pipeline(recipe):
         replace(recipe, global_batch_size=4).plan_for(4)
 
 
-def test_a_table_that_names_no_module_is_refused_with_those_that_are():
-    for pattern in ("blocks.*.attn.qvk", "blocks.9.mlp.fc", "mlp.fc"):
+def test_a_table_that_names_no_matrix_is_refused_with_those_that_are():
+    for pattern in ("blocks.*.attn.qvk", "blocks.9.mlp.fc", "mlp.fc", "blocks.*.mlp", "blocks.0", "blocks", ""):
         with pytest.raises(UserError) as error:
             make_table(MODEL, Plan(tp=2, table={pattern: ColwiseParallel()}))
         rule, _, remedy = str(error.value).partition("; ")
         assert repr(pattern) in rule
         names = remedy.removeprefix("use one of ").split(", ")
-        assert "blocks.*.attn.qkv" in names and "blocks.*.mlp.fc" in names and "head.ln_f" not in names
+        assert names == [f"blocks.*.{name}" for name in ("attn.proj", "attn.qkv", "mlp.fc", "mlp.proj")]
         for name in names:
             make_table(MODEL, Plan(tp=2, table={name: ColwiseParallel()}))
 
@@ -273,10 +280,22 @@ def test_own_plans_that_are_none_or_hide_a_standard_one_are_refused(own):
         parse_plan("tp4", own)
 
 
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_a_style_with_distributed_output_is_refused(style):
-    with pytest.raises(UserError, match=r"'blocks.\*.attn.qkv' a style with use_local_output=False.*; leave"):
-        Plan(tp=2, table={"blocks.*.attn.qkv": style(use_local_output=False)})
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(use_local_output=False),
+        RowwiseParallel(use_local_output=False),
+        SequenceParallel(),
+        PrepareModuleInput(),
+        PrepareModuleInputOutput(output_layouts=Replicate(), desired_output_layouts=Replicate()),
+    ],
+    ids=lambda style: type(style).__name__,
+)
+def test_a_style_that_makes_dtensors_of_activations_is_refused(style):
+    with pytest.raises(
+        UserError, match=r"'blocks.\*.attn.qkv' a style that makes DTensors.*; set use_local_output=True"
+    ):
+        Plan(tp=2, table={"blocks.*.attn.qkv": style})
 
 
 def test_a_table_needs_tensor_parallelism_and_styles(recipe):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.prepared import leftovers, run, words_of
 from tests.vocabularies import DATA, gpt2_files
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
-RUN = "import sys; from dtgpt.prepare.command import prepare_command; sys.exit(prepare_command(sys.argv[1:]))"
+RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_ended_preparation_leaves_no_file_that_looks_finished_and_no_worker(tmp_path, sent):
     process = start_slow(tmp_path, workers=2)
-    workers = children_of_threads(process.pid)
+    workers = workers_of(process.pid)
     assert len(workers) == 2 and leftovers(tmp_path)
     process.send_signal(sent)
     process.wait(10)
@@ -213,18 +214,18 @@ def test_an_ended_preparation_leaves_no_file_that_looks_finished_and_no_worker(t
     raise AssertionError("a worker outlived its parent")
 
 
-def children_of_threads(pid: int) -> list[int]:
+def workers_of(pid: int) -> list[int]:
+    """Return the children of a process, without the one in which multiprocessing tracks resources."""
     found = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children") as file:
-            found += [int(word) for word in file.read().split()]
-    return found
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return [child for child in found if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 def test_a_worker_that_is_killed_ends_the_preparation_in_one_sentence(tmp_path):
     process = start_slow(tmp_path, workers=2)
-    os.kill(children_of_threads(process.pid)[0], signal.SIGKILL)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     with pytest.raises(BrokenPipeError):
         for _ in range(200):
             process.stdin.write(json.dumps({"text": "x" * 100_000}).encode() + b"\n")
@@ -249,6 +250,18 @@ def test_errors_of_a_worker_reach_the_caller():
             list(results([1, 3]))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             list(results([1, 5]))
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from dtgpt.prepare import PrepareConfig, prepare\n"
+        "print('once')\n"
+        "prepare(PrepareConfig(input='a.txt', output_prefix='out', tokenizer='bytes', workers=2))\n"
+    )
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "once\n" and done.stderr == "" and len(leftovers(tmp_path)) == 3
 
 
 def test_blocks_are_read_only_a_little_ahead():

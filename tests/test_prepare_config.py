@@ -10,7 +10,7 @@ from dtgpt.data.indexed import IndexedDataset
 from dtgpt.errors import UserError
 from dtgpt.prepare.job import PrepareConfig, prepare
 from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import claimed_list
+from dtgpt.prepare.target import lock_list
 from dtgpt.tokenizers.open import open_tokenizer
 from tests.prepared import leftovers, run, words_of, write_lines
 from tests.vocabularies import sentencepiece_model, tokenizer_json
@@ -21,23 +21,23 @@ def test_python_values_are_taken_for_words(tmp_path):
     path = tmp_path / "h.jsonl"
     write_lines(path, [{"text": "a"}])
     config = PrepareConfig(input=path, output_prefix=tmp_path / "out", tokenizer="bytes", append_eod=True, strict=False)
-    assert (config.input, config.append_eod, config.strict) == ((str(path),), "on", "off")
+    assert (config.input, config.append_eod, config.strict) == ((str(path),), True, False)
     prepare(config)
     assert IndexedDataset(tmp_path / "out_text_document").window(0).tolist() == [97, 256]
     assert PrepareConfig(input=str(path)).input == PrepareConfig(input=[path]).input == (str(path),)
 
 
 @pytest.mark.parametrize("wrong, words", [
-    ({"append_eod": "yes"}, "append_eod='yes' is none of on, off"),
-    ({"append_eod": 1}, "append_eod=1 is none of on, off"),
-    ({"workers": "2"}, "workers='2' is of a wrong type; give a whole number"),
-    ({"workers": True}, "workers=True is of a wrong type; give a whole number"),
-    ({"input": 5}, "input=5 is of a wrong type; give a text or a list"),
-    ({"json_keys": ("a", 5)}, "json_keys=.* is of a wrong type; give a text or a list"),
-    ({"tokenizer": None}, "tokenizer=None is of a wrong type; give a text"),
-    ({"vocab_file": 5}, "vocab_file=5 is of a wrong type; give a text"),
-    ({"txt": "word"}, "txt='word' is none of file, line"),
-    ({"log_interval": -1}, "--log-interval -1 is negative"),
+    ({"append_eod": "yes"}, "append_eod='yes' is not valid; use True or False"),
+    ({"append_eod": 1}, "append_eod=1 is not valid; use True or False"),
+    ({"workers": "2"}, "workers='2' is not valid; use a whole number"),
+    ({"workers": True}, "workers=True is not valid; use a whole number"),
+    ({"input": 5}, "input=5 is not valid; use a list of texts"),
+    ({"json_keys": ("a", 5)}, "json_keys=.* is not valid; use a list of texts"),
+    ({"tokenizer": None}, "tokenizer=None is not valid; use text"),
+    ({"vocab_file": 5}, "vocab_file=5 is not valid; use text or none"),
+    ({"txt": "word"}, "txt='word' is not valid; use one of file, line"),
+    ({"log_interval": -1}, "log_interval=-1 is out of range; use 0 or more"),
 ])  # fmt: skip
 def test_values_of_another_type_are_refused(wrong, words):
     with pytest.raises(UserError, match=words):
@@ -69,7 +69,7 @@ def test_a_damaged_tokenizer_json_is_refused_in_the_words_of_its_library(tmp_pat
     saved = json.loads(path.read_text())
     damage(saved)
     path.write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json") as error:
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json") as error:
         open_tokenizer(str(path))
     assert "\n" not in str(error.value)
 
@@ -131,7 +131,7 @@ def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_
     prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "one", **config))
     assert not left.exists() and other.exists() and f"{left}, left by a preparation" in capsys.readouterr().err
     before = sorted(tmp_path.iterdir())
-    with claimed_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
+    with lock_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
         left.write_text("of the process that is at work")
         prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "two", overwrite=True, **config))
     assert left.exists() and sorted(tmp_path.iterdir()) == sorted([*before, left])

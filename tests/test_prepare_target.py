@@ -10,12 +10,12 @@ import pytest
 
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter
 from dtgpt.errors import UserError
-from dtgpt.prepare.target import claimed
+from dtgpt.prepare.target import lock_prefix
 from tests.prepared import leftovers, run, words_of
 
 RENAMES = """
 import os, pathlib, sys
-from dtgpt.prepare.command import prepare_command
+from dtgpt.commands.prepare import command as prepare_command
 rename, done = pathlib.Path.rename, []
 def until_killed(path, target):
     if len(done) == int(sys.argv[1]):
@@ -27,7 +27,7 @@ prepare_command(sys.argv[2:])
 
 
 def test_a_second_preparation_is_refused_at_its_start(tmp_path):
-    with claimed(tmp_path / "out_text_document"):
+    with lock_prefix(tmp_path / "out_text_document"):
         with pytest.raises(UserError, match=r"is being written by another process \(pid \d+ on .*\); wait for it"):
             run(tmp_path, [{"text": "a"}])
         assert leftovers(tmp_path) == [".out_text_document.lock"]
@@ -45,7 +45,7 @@ def test_a_lock_that_its_holder_has_just_removed_does_not_count(tmp_path, monkey
         real(file, how)
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with claimed(tmp_path / "out"):
+    with lock_prefix(tmp_path / "out"):
         assert len(tries) == 2 and lock.exists()
 
 
@@ -55,7 +55,7 @@ def test_without_locks_nobody_elses_files_are_touched(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr("fcntl.flock", flock)
     (tmp_path / ".out.bin.123.new").write_bytes(b"x")
-    with claimed(tmp_path / "out"):
+    with lock_prefix(tmp_path / "out"):
         assert (tmp_path / ".out.bin.123.new").exists()
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def test_a_half_written_index_is_not_put_in_place(tmp_path):
         writer.append([1, 2, 3])
     (tmp_path / "x.bin").rename(tmp_path / ".out.bin.7.new")
     (tmp_path / ".out.idx.7.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
-    with claimed(tmp_path / "out"):
+    with lock_prefix(tmp_path / "out"):
         assert leftovers(tmp_path) == [".out.lock"]
 
 

@@ -1,16 +1,17 @@
 import importlib.util
 import json
 import re
-from dataclasses import FrozenInstanceError, asdict, replace
+from dataclasses import FrozenInstanceError, asdict, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from dtgpt.errors import UserError
+from dtgpt.field_types import Bounds, annotations, kinds_of
 from dtgpt.help import help_text
-from dtgpt.overrides import apply_overrides, leaves
+from dtgpt.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import NOT_NEGATIVE, POSITIVE, SHARES, notes, value_of
+from dtgpt.recipe_checks import notes, value_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 
@@ -48,14 +49,13 @@ def test_a_recipe_is_frozen(recipe):
 
 
 def test_every_field_can_be_overridden_and_shows_in_help(recipe):
-    text = " ".join(help_text(recipe, "doc", "torchrun x.py").split())
+    text = " ".join(help_text("doc", "torchrun x.py", recipe).split())
     names = {name for name, *_ in leaves(recipe)}
     assert len(names) > 40 and len(json.dumps(asdict(recipe))) > 500
     for name, type_, description, value in leaves(recipe):
         assert f"--{name} " in text and description in text
         if value is not None:
-            assert value_of(apply_overrides(recipe, [f"--{name}", str(value)]), name) == value, (name, type_)
-    assert set(POSITIVE + NOT_NEGATIVE + SHARES) <= names
+            assert value_of(apply_overrides(recipe, [f"--{name}", value_text(value)]), name) == value, (name, type_)
 
 
 def test_overrides_take_both_forms_and_both_dashes(recipe):
@@ -70,12 +70,19 @@ def test_overrides_take_both_forms_and_both_dashes(recipe):
 
 def test_of_an_option_given_twice_the_last_counts_with_a_warning(recipe, capsys):
     assert apply_overrides(recipe, ["--seed", "3", "--steps=5", "--seed", "7"]).seed == 7
-    assert capsys.readouterr().err == "warning: --seed is given twice: '7' counts, not '3'\n"
+    assert capsys.readouterr().err == "warning: --seed is given twice; '7' replaces '3'\n"
 
 
 def test_switches_may_stand_alone(recipe):
     changed = apply_overrides(recipe, ["--data.eod-mask-loss", "--data.reset_position_ids", "on", "--seed", "-0"])
-    assert changed.data.eod_mask_loss == changed.data.reset_position_ids == "on"
+    assert changed.data.eod_mask_loss is changed.data.reset_position_ids is True
+
+
+@pytest.mark.parametrize("word, value", [("on", True), ("true", True), ("off", False), ("False", False)])
+def test_switches_take_the_words_of_bools(recipe, word, value):
+    words = ["--data.reset_attention_mask", word, f"--checkpoint.background={word}"]
+    changed = apply_overrides(recipe, words)
+    assert changed.data.reset_attention_mask is changed.checkpoint.background is value
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -83,7 +90,7 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
     """Only what cannot be broken, such as a name with its type, may stick out of a narrow one."""
     monkeypatch.setenv("COLUMNS", str(columns))
     doc = load(RECIPES[0]).__doc__
-    lines = help_text(recipe, doc, "torchrun x.py").splitlines()
+    lines = help_text(doc, "torchrun x.py", recipe).splitlines()
     assert max(len(line) for line in lines if len(line.split()) > 2) <= columns
     for heading in ("model:", "optimizer:", "loss_scale:", "data:", "log:", "checkpoint:"):
         assert lines.count(heading) == 1
@@ -93,7 +100,7 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
     "arguments, words",
     [
         (["--rampup_batch_size", "4", "4", "40"], ["takes one value", "--rampup_batch_size '4 4 40'"]),
-        (["--data.eod_mask_loss", "yes"], ["--data.eod_mask_loss yes", "on, off"]),
+        (["--data.eod_mask_loss", "yes"], ["--data.eod_mask_loss yes", "on or off"]),
         (["--optimizer.lrr", "1"], ["--optimizer.lrr", "did you mean --optimizer.lr?"]),
         (["--lr", "1"], ["did you mean --optimizer.lr?"]),
         (["--micro-batch", "1"], ["did you mean --micro_batch_size?"]),
@@ -101,7 +108,7 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
         (["--zzz", "1"], ["no option --zzz", "--help"]),
         (["--steps", "many"], ["--steps many", "whole number"]),
         (["--steps", "1.5"], ["--steps 1.5", "whole number"]),
-        (["--optimizer.lr", "fast"], ["--optimizer.lr fast", "a number"]),
+        (["--optimizer.lr", "fast"], ["--optimizer.lr fast", "a finite number"]),
         (["--optimizer.lr", "nan"], ["finite"]),
         (["--seed", "9" * 30], ["too large"]),
         (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
@@ -126,7 +133,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--steps", "0"], ["steps=0", "more than 0"]),
+        (["--steps", "0"], ["steps=0", "1 or more and at most 10000000"]),
         (["--optimizer.weight_decay", "-1"], ["optimizer.weight_decay=-1.0", "0 or more"]),
         (["--data.held_out", "1"], ["data.held_out=1.0", "less than 1"]),
         (["--global_batch_size", "6"], ["global_batch_size=6", "micro_batch_size=4", "--global_batch_size 4"]),
@@ -135,23 +142,23 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--name", "../x"], ["name='../x'", "A-Z"]),
         (["--name", "**"], ["name='**'"]),
         (["--name", "x" * 101], ["up to 100"]),
-        (["--data.path", ""], ["data.path is empty"]),
-        (["--resume="], ["resume is empty"]),
-        (["--exit_interval", "-1"], ["exit_interval=-1", "0 for no such end"]),
-        (["--optimizer.decay_steps", "0"], ["decay_steps=0", "none for steps"]),
-        (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "1 or less"]),
+        (["--data.path", ""], ["data.path='' is not a path"]),
+        (["--resume="], ["resume='' is not a path"]),
+        (["--exit_interval", "-1"], ["exit_interval=-1", "0 or more"]),
+        (["--optimizer.decay_steps", "0"], ["decay_steps=0", "1 or more"]),
+        (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "more than 0 and at most 1"]),
         (["--model.init_std", "-1"], ["init_std=-1.0"]),
-        (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "1 to 1000000"]),
+        (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "at most 1000000"]),
         (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),
         (["--model.num_heads", "3"], ["model.num_heads=3", "divisor"]),
         (["--attention", "sdpa"], ["attention=sdpa", "model.dropout=0.1", "--attention auto", "--model.dropout 0"]),
-        (["--loss_scale.initial", "0"], ["loss_scale.initial=0.0", "more than 0"]),
-        (["--loss_scale.window", "0"], ["loss_scale.window=0", "more than 0"]),
-        (["--loss_scale.hysteresis", "0"], ["loss_scale.hysteresis=0", "more than 0"]),
-        (["--loss_scale.minimum", "-1"], ["loss_scale.minimum=-1.0", "more than 0"]),
-        (["--loss_scale.minimum", "1e-30"], ["loss_scale.minimum=1e-30", "use 1"]),
-        (["--loss_scale.initial", "1e30"], ["loss_scale.initial=1e+30", "use 2**32"]),
-        (["--steps", "1000000000"], ["steps=1000000000", "10000000 or less"]),
+        (["--loss_scale.initial", "0"], ["loss_scale.initial=0.0", "such as 65536"]),
+        (["--loss_scale.window", "0"], ["loss_scale.window=0", "1 or more"]),
+        (["--loss_scale.hysteresis", "0"], ["loss_scale.hysteresis=0", "1 or more"]),
+        (["--loss_scale.minimum", "-1"], ["loss_scale.minimum=-1.0", "such as 65536"]),
+        (["--loss_scale.minimum", "1e-30"], ["loss_scale.minimum=1e-30", "such as 65536"]),
+        (["--loss_scale.initial", "1e30"], ["loss_scale.initial=1e+30", "such as 65536"]),
+        (["--steps", "1000000000"], ["steps=1000000000", "at most 10000000"]),
         (["--train_samples", "80"], ["steps=10 and train_samples=80", "none"]),
         (["--steps", "none"], ["steps=None and train_samples=None"]),
         (["--steps", "none", "--train_samples", "7"], ["train_samples=7", "one step", "use 8 or more"]),
@@ -200,9 +207,9 @@ def test_a_constant_schedule_has_no_end(recipe):
         ([], 1, None),
         (["--optimizer.warmup", "11"], 1, "the run ends within its warmup: 10 of 11 steps"),
         (["--optimizer.decay_samples", "800", "--optimizer.warmup", "0.5"], 1, "80 of 400 samples"),
-        (["--plan", "tp2_zero3"], 1, "ZeRO-3 cuts over replicas, and there is one"),
+        (["--plan", "tp2_zero3"], 1, "ZeRO-3 shards over replicas, and there is only one"),
         (["--plan", "zero3"], 2, None),
-        (["--attention", "flash"], 1, "attention=flash has no kernel for a CPU"),
+        (["--attention", "flash"], 1, "attention=flash has no CPU kernel"),
     ],
 )
 def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
@@ -211,6 +218,27 @@ def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
     told = notes(changed, dp, "cpu")
     assert told == [] if words is None else words in told[0]
     assert not any("attention" in note for note in notes(changed, dp, "cuda"))
+
+
+def bounded(config, prefix=""):
+    """Yield the dotted name and the bounds of every field that has some."""
+    for name, hint, rules in annotations(config):
+        yield from ((prefix + name, rule) for rule in rules if isinstance(rule, Bounds))
+        if is_dataclass(hint):
+            yield from bounded(getattr(config, name), f"{prefix}{name}.")
+
+
+def test_a_value_just_out_of_its_bounds_is_refused_and_named(recipe):
+    found = list(bounded(recipe))
+    assert len(found) > 40
+    for name, rule in found:
+        outside = [*([rule.at_least - 1] if rule.at_least is not None else []), rule.above, rule.below]
+        outside += [rule.at_most * 2] if rule.at_most is not None else []
+        for value in (value for value in outside if value is not None):
+            kind = {n: t for n, t, *_ in leaves(recipe)}[name]
+            value = int(value) if float not in kinds_of(kind) else float(value)
+            with pytest.raises(UserError, match=rf"^{re.escape(f'{name}={value}')} is out of range; use "):
+                replace_values(recipe, {name: value}).validate()
 
 
 def test_validation_accepts_a_good_recipe(recipe):

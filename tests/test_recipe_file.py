@@ -8,7 +8,8 @@ import pytest
 from dtgpt.cli import main, run_recipe
 from dtgpt.errors import UserError
 from dtgpt.recipe_checks import check_recipe
-from dtgpt.recipe_file import call_recipe, load_recipe
+from dtgpt.recipe_file import call_recipe
+from dtgpt.train.settle import load_recipe
 from tests.runs import change
 
 RECIPE = """
@@ -77,12 +78,12 @@ def test_every_command_says_the_same_of_a_wrong_recipe(tmp_path, monkeypatch, ca
             main([command[0], str(path), *command[1:]])
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.startswith("dtgpt: ") and err.count("\n") == 1 and len(err) < 600
-        assert words in err.replace(" is of a wrong type; it must be ", ": ")
+        assert words in err.replace(" is not valid; use ", ": ")
     assert [p.name for p in tmp_path.iterdir() if p.suffix != ".pyc" and p.name != "__pycache__"] == ["mine.py"]
 
 
 def test_a_recipe_that_takes_an_argument_is_refused(tmp_path):
-    with pytest.raises(UserError, match="missing 1 required positional argument: 'size'; mend the recipe"):
+    with pytest.raises(UserError, match="missing 1 required positional argument: 'size'; correct the recipe"):
         load_recipe(write(tmp_path / "mine.py", arguments="size"), [])
 
 
@@ -121,6 +122,6 @@ def test_run_recipe_answers_a_function_that_fails(capsys):
 
 def test_types_are_checked_in_a_recipe_made_by_a_program_too(recipe):
     for changes in ({"steps": 2.0}, {"model": {"dropout": "0"}}, {"data": {"path": 3}}):
-        with pytest.raises(UserError, match="is of a wrong type"):
+        with pytest.raises(UserError, match="is not valid; use"):
             check_recipe(change(recipe, **changes))
     assert call_recipe(lambda: change(recipe, timeout=60, optimizer={"lr": 1})).timeout == 60

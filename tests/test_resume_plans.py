@@ -9,7 +9,7 @@ import dtgpt
 from dtgpt.metrics import read_records
 from dtgpt.parallel.names import parse_plan
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import CheckpointConfig
+from dtgpt.sections import CheckpointConfig
 from dtgpt.train.loop import train
 from tests.bodies_train import train_until
 from tests.ranks import pool
@@ -69,7 +69,7 @@ def test_zero_with_one_replica_is_the_plan_without_it(recipe, tmp_path, capsys, 
     assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
     if world == 1:
         told = capsys.readouterr()
-        assert told.err.count(f"ZeRO-{plan[-1]} cuts over replicas, and there is one") == 2
+        assert told.err.count(f"ZeRO-{plan[-1]} shards over replicas, and there is only one") == 2
         assert "plan    single\n" in told.out
 
 
@@ -79,4 +79,4 @@ def test_a_model_is_loaded_under_zero_on_one_process(recipe, capsys, plan):
     tokens = torch.arange(8).view(1, 8)
     logits = dtgpt.load(newest_run(recipe), plan=plan, device="cpu")(tokens)
     assert torch.equal(logits, dtgpt.load(newest_run(recipe), device="cpu")(tokens))
-    assert "there is one" in capsys.readouterr().err
+    assert "there is only one" in capsys.readouterr().err

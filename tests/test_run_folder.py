@@ -35,7 +35,7 @@ def remove_above(run: Path) -> None:
 def test_a_run_ends_when_its_folder_is_gone_and_writes_nothing_more(recipe, monkeypatch, work, interval):
     """Whether the next that it would write is a record or, a while later, a checkpoint."""
     recipe = change(recipe, steps=10_000, log={"interval": interval, "eval_interval": 0})
-    recipe = change(recipe, checkpoint={"interval": 2, "background": "off"})
+    recipe = change(recipe, checkpoint={"interval": 2, "background": False})
     done, gone = Trainer.train_step, []
 
     def step_then_work(self):
@@ -93,7 +93,7 @@ def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
 
 
 @pytest.mark.parametrize("plan", ["dp2", "pp2", "tp2_sp", "dp2_zero3"])
-@pytest.mark.parametrize("background", ["on", "off"])
+@pytest.mark.parametrize("background", [True, False])
 def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):
     recipe = change(recipe, steps=1000, plan=plan, micro_batch_size=2, log={"interval": 3, "eval_interval": 0})
     recipe = change(recipe, checkpoint={"interval": 2, "background": background}, data={"held_out": 0.0})

@@ -15,8 +15,9 @@ from dtgpt.interop.open import open_source
 from dtgpt.metrics import read_records
 from dtgpt.overrides import leaves
 from dtgpt.parallel.plan import Plan
-from dtgpt.recipe_file import override as settle
+from dtgpt.run import changes_since
 from dtgpt.train.loop import train
+from dtgpt.train.settle import override as settle
 from tests.bodies_checkpoint import begun_from
 from tests.ranks import pool
 from tests.runs import change, newest_run
@@ -117,11 +118,23 @@ def test_an_older_run_has_what_it_lacks_from_the_file_and_decays_over_its_steps(
         del group[name]
     run = saved(recipe, {"exit_interval": None})
     (run / "recipe.json").write_text(json.dumps(values | {"left": {"over": 1}}))
-    file = change(recipe, checkpoint={"background": "off"}, log={"prompt": "file"})
+    file = change(recipe, checkpoint={"background": False}, log={"prompt": "file"})
     found = settle(file, ["--resume", str(run), "--steps", "20"])
     assert found == replace(file, steps=20, resume=str(run)) and found.schedule.end == 20
     out, err = capsys.readouterr()
     assert out == "" and "has left, which this dtgpt does not know" in err
+
+
+def test_an_older_run_has_on_and_off_where_bools_are_now(recipe, capsys):
+    values = asdict(recipe)
+    values["data"]["reset_position_ids"], values["data"]["eod_mask_loss"] = "on", "off"
+    values["checkpoint"]["background"] = "off"
+    run = saved(recipe, values)
+    found = settle(recipe, ["--resume", str(run)])
+    expected = change(recipe, data={"reset_position_ids": True}, checkpoint={"background": False}, resume=str(run))
+    assert found == expected and found.data.reset_position_ids is True
+    assert "give --data.reset_position_ids off --checkpoint.background on to change them" in capsys.readouterr().out
+    assert changes_since(run, found) == []
 
 
 def test_a_number_of_decay_steps_stays_as_it_was_given(recipe):

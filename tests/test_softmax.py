@@ -12,8 +12,6 @@ from dtgpt.ops.dropout import dropout
 from dtgpt.ops.random import fold, root_key
 from dtgpt.ops.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
 from dtgpt.ops.softmax_kernels import Launch
-from tests.bodies_softmax import cut_over_ranks
-from tests.ranks import pool
 
 SCALE, P, START = 0.7, 0.3, (2, 7, 16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -127,18 +125,6 @@ def test_it_compiles_without_a_break(function):
     args, kwargs = (SCALE, "causal"), {"key": key, "p": P, "start": START}
     found, expected = (run(f, scores, grad, *args, **kwargs) for f in (compiled, function))
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    "dim, kind, with_key", [(0, "causal", True), (0, "padding", True), (1, "causal", False), (1, "each query", False)]
-)
-def test_samples_and_heads_may_be_cut_over_ranks(dim, kind, with_key):
-    scores, _, key = make_case((4, 4, 5, 9), torch.float32)
-    mask, key = make_mask(kind, scores.shape), key if with_key else None
-    expected = run(reference, scores, scores.cos(), 0.5, mask, key=key, p=P)
-    for *found, cut in pool().run(2, cut_over_ranks, scores, None if kind == "causal" else mask, key, dim):
-        assert cut
-        torch.testing.assert_close(tuple(found), expected)
 
 
 @pytest.mark.parametrize(

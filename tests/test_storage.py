@@ -13,7 +13,7 @@ from dtgpt.data.indexed import IndexedWriter
 from dtgpt.errors import UserError
 from dtgpt.metrics import JsonLines
 from dtgpt.plot import plot_runs
-from dtgpt.prepare.target import claimed
+from dtgpt.prepare.target import lock_prefix
 from dtgpt.run import lock_run
 from dtgpt.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text
 from dtgpt.train.loop import train
@@ -131,7 +131,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused_at_once(tmp_path, kind):
     (tmp_path / "precious").write_text("mine")
     special(tmp_path / "lock", kind, tmp_path / "precious")
     special(tmp_path / ".out.lock", kind, tmp_path / "precious")
-    for claim in (lock_run(tmp_path), claimed(tmp_path / "out")):
+    for claim in (lock_run(tmp_path), lock_prefix(tmp_path / "out")):
         with pytest.raises(UserError, match=r"lock is not a regular file with one name, .*; remove it$"):
             claim.__enter__()
     assert (tmp_path / "precious").read_text() == "mine"

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from multiprocessing.context import SpawnProcess
 
 import pytest
 
@@ -65,19 +66,17 @@ def test_batches_are_made_without_a_thread(allowed, monkeypatch):
 
 @pytest.mark.parametrize("processes", [0, 1, 3])
 def test_text_is_encoded_by_as_many_workers_as_can_be_started(allowed, processes, monkeypatch, capsys):
-    from dtgpt.prepare import pool
+    start, started = SpawnProcess.start, []
 
-    start, started = pool._start, []
-
-    def refuse():
+    def refuse(process):
         if len(started) >= processes:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        started.append(start())
-        return started[-1]
+        started.append(process)
+        start(process)
 
-    monkeypatch.setattr(pool, "_start", refuse)
+    monkeypatch.setattr(SpawnProcess, "start", refuse)
     with ordered_map(abs, 3) as mapped:
         assert list(mapped(range(-20, 0))) == list(range(20, 0, -1))
-    assert len(started) == processes and all(process.poll() is not None for process in started)
+    assert len(started) == processes and not any(process.is_alive() for process in started)
     told = f"{processes} of 3 worker processes could be started (Resource temporarily unavailable)"
     assert (told in capsys.readouterr().err) == (processes < 3)

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.data import blend, indexed, samples, token_shards
-from dtgpt.data.blend import Blend, blend_order, blend_sizes, exhaustive_order, load_blend, normalised
+from dtgpt.data import indexed, samples, token_shards
+from dtgpt.data.blend import Blend, blend_order, blend_sizes, load_blend, normalised
 from dtgpt.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge
 from dtgpt.data.samples import SPLITS, build_sample_index, load_samples, split_range
 from dtgpt.data.token_shards import TokenShards
@@ -186,19 +186,7 @@ def test_a_split_loses_no_document_and_uses_none_twice(weights, size):
     assert all(not part for part, weight in zip(parts, map(float, [*weights, 0, 0]), strict=False) if not weight)
 
 
-@st.composite
-def lane_settings(draw):
-    """Constants of `blend` by which short orders take lanes, and lanes begin wrong."""
-    lane, warm_up, turned = draw(st.sampled_from([(512, 128, 0), (40, 20, 0), (40, 0, 1)]))
-    guess = blend._guess
-    return {
-        "LANE": lane, "WARM_UP": warm_up, "FEW": draw(st.sampled_from([0, 6, 32])),
-        "BLOCK": draw(st.sampled_from([700, 1 << 16])),
-        "_guess": lambda weights, first: np.roll(guess(weights, first), turned, 1),
-    }  # fmt: skip
-
-
-# Ties, thirds, and shares so small that a lane cannot guess when their turn comes.
+# Ties, thirds, and shares so small that their turn hardly comes.
 WEIGHTS = st.integers(1, 20).flatmap(
     lambda count: st.one_of(
         st.just([1.0] * count),
@@ -210,18 +198,16 @@ WEIGHTS = st.integers(1, 20).flatmap(
 
 
 @quick
-@given(WEIGHTS, st.sampled_from([0, 1, 2, 77, 1024, 3000]), lane_settings())
-def test_any_order_of_a_blend_is_that_of_the_plain_loop(weights, size, constants):
+@given(WEIGHTS, st.sampled_from([0, 1, 2, 77, 1024, 3000]))
+def test_any_order_of_a_blend_is_that_of_the_plain_loop(weights, size):
     weights = normalised(weights)
-    with patch.multiple(blend, **constants):
-        assert pairs_of(blend_order(weights, size)) == naive_order(weights, size)
+    assert pairs_of(blend_order(weights, size)) == naive_order(weights, size)
 
 
 @quick
-@given(st.lists(st.sampled_from([1, 3, 50]) | st.integers(1, 600), min_size=1, max_size=9), lane_settings())
-def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes, constants):
-    with patch.multiple(blend, **constants):
-        order = pairs_of(exhaustive_order(sizes))
+@given(st.lists(st.sampled_from([1, 3, 50]) | st.integers(1, 600), min_size=1, max_size=9))
+def test_any_exhaustive_order_is_that_of_the_plain_loop(sizes):
+    order = pairs_of(blend_order(normalised(sizes), sum(sizes), sizes))
     assert order == naive_order([size / sum(sizes) for size in sizes], sum(sizes), sizes)
     assert sorted(order) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.prepared import is_prepared
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, generate_from
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.tokenizers.char import Char, Ids
@@ -54,10 +54,10 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
     per_token = len(TEXT.encode()) / len(TEXT) * np.log(2)
     assert per_byte["valid_bits_per_byte"] == pytest.approx(per_byte["valid_loss"] / per_token, rel=0.1)
     assert set((run / "samples" / "step_00000002.txt").read_text()) <= {*TEXT, "\ufffd"}
-    assert generate_from(run, GenerateConfig(prompt="the q", tokens=4)).startswith("the q")
-    assert len(generate_from(run, GenerateConfig(tokens=4))) <= 4
+    assert generate_from(run, GenerateOptions(prompt="the q", tokens=4)).startswith("the q")
+    assert len(generate_from(run, GenerateOptions(tokens=4))) <= 4
     with pytest.raises(UserError, match="does not know the character 'Z'"):
-        generate_from(run, GenerateConfig(prompt="Z", tokens=4))
+        generate_from(run, GenerateOptions(prompt="Z", tokens=4))
 
 
 def test_ids_need_no_tokenizer(chars):
@@ -73,7 +73,7 @@ def test_ids_need_no_tokenizer(chars):
     assert any("valid_loss" in r for r in records) and "bits_per_byte" not in (run / "metrics.jsonl").read_text()
     for prompt in ("", "the"):
         with pytest.raises(UserError, match=r"trained on token ids alone \(data.tokenizer=ids\)"):
-            generate_from(run, GenerateConfig(prompt=prompt, tokens=4))
+            generate_from(run, GenerateOptions(prompt=prompt, tokens=4))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_ids_need_no_tokenizer(chars):
         ({"data": {"tokenizer": "bytes"}}, ["data.tokenizer=bytes is not the tokenizer that", "meta.pkl", "(char, 27"]),
         ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 60}}, ["data.tokenizer=bpe is trained on plain text"]),
         ({"log": {"prompt": "ZZ"}}, ["does not know the character 'Z'"]),
-        ({"data": {"eod_mask_loss": "on"}}, ["data.eod_mask_loss=on needs an end of text"]),
+        ({"data": {"eod_mask_loss": True}}, ["data.eod_mask_loss=on needs an end of text"]),
         ({"data": {"tokenizer": "ids"}, "log": {"prompt": "x"}}, ["data.tokenizer=ids"]),
         ({"data": {"valid_path": None}}, ["1 document", "leaves none for validation", "--data.valid_path", "val.bin"]),
         ({"model": {"vocab_size": 20}}, ["model.vocab_size=20 is smaller than the tokenizer's 27"]),
@@ -103,12 +103,13 @@ class Hostile:
 @pytest.mark.parametrize(
     "content, words",
     [
-        (pickle.dumps(Hostile()), "could run code"),
-        (pickle.dumps(np.arange(3)), "could run code"),
-        (b"\x80\x04}r\xff\xff\xff\xff.", "LONG_BINPUT is not opened"),
+        (pickle.dumps(Hostile()), "holds <posix.system>, not a dictionary"),
+        (pickle.dumps({"stoi": Hostile()}), "its stoi is not a dictionary"),
+        (pickle.dumps({"stoi": {"a": 0}, "vocab_size": Hostile()}), "its vocab_size is <posix.system>"),
+        (pickle.dumps(np.arange(3)), "holds <numpy"),
         (b"", "is not nanoGPT's"),
         (pickle.dumps({"stoi": {"a": 0}})[:-3], "is not nanoGPT's"),
-        (pickle.dumps([1]), "holds a list"),
+        (pickle.dumps([1]), r"holds \[1\], not a dictionary"),
         (pickle.dumps({"stoi": {"ab": 0}}), "not a character and its id"),
         (pickle.dumps({"stoi": {"a": 2**40}}), "not a character and its id"),
         (pickle.dumps({"stoi": {"a": -1}}), "not a character and its id"),
@@ -131,6 +132,8 @@ def test_a_meta_of_any_protocol_is_read(tmp_path, protocol):
     known = open_tokenizer(str(tmp_path / "meta.pkl"))
     assert (known.vocab_size, known.opening, known.encode("a\n")) == (5, 3, [0, 3])
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}, protocol))
+    assert read_meta(tmp_path / "meta.pkl") is None
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\xff.")  # Python's own makes room for 2^32 values
     assert read_meta(tmp_path / "meta.pkl") is None
 
 

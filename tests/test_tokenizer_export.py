@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtgpt.checkpoint.export import save_weights
+from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, generate_from
-from dtgpt.interop.convert import ConvertConfig, convert
 from dtgpt.interop.huggingface import save_huggingface
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model
@@ -158,7 +158,7 @@ def run(tmp_path_factory):
     "prompt", ["the quick", "", "a prompt that is longer than what this model can see at once, by far"]
 )
 def test_a_pipeline_continues_a_text_offline(run, tmp_path, capsys, prompt):
-    convert(run, tmp_path / "hf", ConvertConfig(to="hf"))
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
     assert capsys.readouterr().err == ""
     pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
     long = len(prompt) > 20
@@ -171,9 +171,9 @@ def test_a_pipeline_continues_a_text_offline(run, tmp_path, capsys, prompt):
 
 
 def test_greedy_texts_of_transformers_and_dtgpt_agree(run, tmp_path):
-    convert(run, tmp_path / "hf", ConvertConfig(to="hf"))
-    ours = generate_from(tmp_path / "hf", GenerateConfig(prompt="the quick", tokens=6, temperature=0))
-    assert ours == generate_from(run, GenerateConfig(prompt="the quick", tokens=6, temperature=0))
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
+    ours = generate_from(tmp_path / "hf", GenerateOptions(prompt="the quick", tokens=6, temperature=0))
+    assert ours == generate_from(run, GenerateOptions(prompt="the quick", tokens=6, temperature=0))
     pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
     (theirs,) = pipeline("the quick", max_new_tokens=6, do_sample=False)
     assert theirs["generated_text"] == ours
@@ -183,8 +183,8 @@ def test_files_have_the_mode_of_the_umask(run, tmp_path):
     for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
         before = os.umask(umask)
         try:
-            convert(run, tmp_path / oct(umask), ConvertConfig(to="hf"))
-            convert(run, tmp_path / f"ours{umask}", ConvertConfig())
+            convert(run, tmp_path / oct(umask), ConvertOptions(to="hf"))
+            convert(run, tmp_path / f"ours{umask}", ConvertOptions())
         finally:
             os.umask(before)
         for folder in (tmp_path / oct(umask), tmp_path / f"ours{umask}"):
@@ -192,9 +192,9 @@ def test_files_have_the_mode_of_the_umask(run, tmp_path):
 
 
 def test_a_tokenizer_goes_along_through_all_formats(run, tmp_path):
-    convert(run, tmp_path / "hf", ConvertConfig(to="hf"))
-    convert(tmp_path / "hf", tmp_path / "ours", ConvertConfig())
-    convert(tmp_path / "ours", tmp_path / "again", ConvertConfig(to="hf"))
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
+    convert(tmp_path / "hf", tmp_path / "ours", ConvertOptions())
+    convert(tmp_path / "ours", tmp_path / "again", ConvertOptions(to="hf"))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "hf" / name).read_text() == (tmp_path / "again" / name).read_text(), name
     known = tokenizer_beside(run)
@@ -206,17 +206,17 @@ def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
     for path in run.iterdir():
         if path.name != "tokenizer.json":
             (tmp_path / "bare" / path.name).symlink_to(path)
-    convert(tmp_path / "bare", tmp_path / "none", ConvertConfig(to="hf"))
-    assert "nothing tells the tokenizer of" in (said := capsys.readouterr().out) and "--tokenizer" in said
-    named = ConvertConfig(to="hf", tokenizer=str(run / "tokenizer.json"))
+    convert(tmp_path / "bare", tmp_path / "none", ConvertOptions(to="hf"))
+    assert "no tokenizer is saved with" in (said := capsys.readouterr().out) and "--tokenizer" in said
+    named = ConvertOptions(to="hf", tokenizer=str(run / "tokenizer.json"))
     convert(tmp_path / "bare", tmp_path / "hf", named)
     assert capsys.readouterr().err == "" and (tmp_path / "hf" / "tokenizer.json").is_file()
-    with pytest.raises(UserError, match="has no place in a Megatron-LM tree"):
+    with pytest.raises(UserError, match="a Megatron-LM tree cannot hold the tokenizer"):
         convert(tmp_path / "bare", tmp_path / "tree", replace(named, to="megatron"))
     vocab, merges = gpt2_files(tmp_path)
     with pytest.raises(UserError, match="has 50257 tokens, the model 320"):
         convert(
-            tmp_path / "bare", tmp_path / "x", ConvertConfig(to="hf", vocab_file=str(vocab), merge_file=str(merges))
+            tmp_path / "bare", tmp_path / "x", ConvertOptions(to="hf", vocab_file=str(vocab), merge_file=str(merges))
         )
     assert not (tmp_path / "x").exists()
 
@@ -233,7 +233,7 @@ CHARACTERS = "\n\r \t\x00'abcdefghijZé\u0301日🎈▁\ufeff\ufffd\u2028"
 def test_characters_are_exported_and_come_back(tmp_path, capsys, unused):
     known = Char([*CHARACTERS[:5], *[""] * unused, *CHARACTERS[5:]])
     save_with(known, tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", ConvertConfig(to="hf"))
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf"))
     assert capsys.readouterr().err == ""
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in ["", "a", "\r\n\n\n  \r", *(CHARACTERS[i:] + CHARACTERS[:i] * 9 for i in range(len(CHARACTERS)))]:
@@ -245,20 +245,20 @@ def test_characters_are_exported_and_come_back(tmp_path, capsys, unused):
     for prompt in ("a b", ""):
         (found,) = pipeline(prompt, max_new_tokens=4, do_sample=False)
         assert found["generated_text"].startswith(prompt)
-    assert generate_from(tmp_path / "hf", GenerateConfig(tokens=4)) == generate_from(
-        tmp_path / "ours", GenerateConfig(tokens=4)
+    assert generate_from(tmp_path / "hf", GenerateOptions(tokens=4)) == generate_from(
+        tmp_path / "ours", GenerateOptions(tokens=4)
     )
     back = tokenizer_beside(tmp_path / "hf")
     assert isinstance(back, Char) and back.is_same(known)
     settings = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, None)
     with pytest.raises(UserError, match="does not know the character 'X'"):
-        generate_from(tmp_path / "hf", GenerateConfig(prompt="X", tokens=1))
+        generate_from(tmp_path / "hf", GenerateOptions(prompt="X", tokens=1))
 
 
 def test_ids_alone_are_no_tokenizer_and_that_is_said(tmp_path, capsys):
     save_with(Ids(64), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", ConvertConfig(to="hf"))
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf"))
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "token ids alone" in said and "written without a tokenizer" in said
     assert not (tmp_path / "hf" / "tokenizer.json").exists()

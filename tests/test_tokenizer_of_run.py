@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import tiktoken
 
+from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.errors import UserError
-from dtgpt.generate import GenerateConfig, generate_from, tokenizer_of
-from dtgpt.interop.convert import ConvertConfig, convert
+from dtgpt.generate import tokenizer_of
 from dtgpt.metrics import read_records
 from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.run import changes_since, load_tokenizer
+from dtgpt.run import changes_since
 from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.train.loop import train
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
@@ -58,9 +59,9 @@ def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizer
     json.loads((run / "tokenizer.json").read_text())
     bits = [r["valid_bits_per_byte"] for r in read_records(run / "metrics.jsonl") if "valid_bits_per_byte" in r]
     assert bits and all(0 < value < 20 for value in bits)
-    convert(run, tmp_path / "exported", ConvertConfig())
+    convert(run, tmp_path / "exported", ConvertOptions())
     for model in (run, tmp_path / "exported"):
-        assert generate_from(model, GenerateConfig(prompt="the quick", tokens=3)).startswith("the quick")
+        assert generate_from(model, GenerateOptions(prompt="the quick", tokens=3)).startswith("the quick")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])
@@ -102,7 +103,9 @@ def test_tokenizers_of_older_runs_are_read(tmp_path):
 @pytest.mark.parametrize("wrong", [-1, 100_000])
 def test_an_id_that_a_vocabulary_does_not_know_is_named(tmp_path, kind, wrong):
     known = open_tokenizer(make(kind, tmp_path))
-    with pytest.raises(UserError, match=rf"{wrong} is no token of .*0 to {known.vocab_size - 1}; give the tokenizer"):
+    with pytest.raises(
+        UserError, match=rf"{wrong} is not a token of .*0 to {known.vocab_size - 1}; give the tokenizer"
+    ):
         known.decode([5, wrong])
 
 

@@ -193,8 +193,8 @@ def test_long_runs_and_odd_characters_are_encoded(gpt2):
     [
         ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "--vocab-file"]),
         ("a.json", "{", ["a.json", "not JSON"]),
-        ("a.json", "[1]", ["a.json", "no tokenizer"]),
-        ("a.json", '{"model": {"type": "what"}}', ["a.json", "no tokenizer.json"]),
+        ("a.json", "[1]", ["a.json", "not a tokenizer"]),
+        ("a.json", '{"model": {"type": "what"}}', ["a.json", "not a tokenizer.json"]),
         ("a.json", '{"ranks": 1}', ["a.json", "dtgpt tokenizer train"]),
     ],
 )
@@ -210,12 +210,12 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(tmp_path, monkeypatch, 
 def test_a_sentencepiece_model_that_is_none_is_refused(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "a.model").write_bytes(b"no model")
-    with pytest.raises(UserError, match="no SentencePiece model"):
+    with pytest.raises(UserError, match="not a SentencePiece model"):
         open_tokenizer(str(tmp_path / "a.model"))
 
 
 @pytest.mark.parametrize("vocab, merges, words", [
-    ("{", "", "no vocabulary"), ("[]", "", "no vocabulary"), ('{"a": 1}', "a b c\n", "no pair"),
+    ("{", "", "not a vocabulary"), ("[]", "", "not a vocabulary"), ('{"a": 1}', "a b c\n", "not a pair"),
 ])  # fmt: skip
 def test_damaged_files_of_a_vocabulary_are_named(tmp_path, vocab, merges, words):
     (tmp_path / "v.json").write_text(vocab)

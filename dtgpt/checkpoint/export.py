@@ -9,9 +9,9 @@ import torch
 from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
 from dtgpt.checkpoint.folder import file_name, write_state
 from dtgpt.checkpoint.host import FILE_LIMIT
+from dtgpt.environment import package_versions
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Source, parameter_shapes
-from dtgpt.run import package_versions
 from dtgpt.storage import new_folder
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -38,5 +38,6 @@ def _state(source: Source, origin: str) -> dict:
     config = source.config
     return {
         "step": 0, "updates": 0, "consumed_samples": 0, "tokens": 0, "data_digest": "", "origin": origin,
-        "model": asdict(config), "padded_vocab_size": config.padded_vocab_size, "versions": package_versions(),
+        "architecture": config.architecture, "model": asdict(config), "padded_vocab_size": config.padded_vocab_size,
+        "versions": package_versions(),
     }  # fmt: skip

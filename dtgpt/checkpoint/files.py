@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def part(self) -> tuple[range, ...]:
-        """Global indices."""
+        """Return the global indices."""
         return tuple(range(begin, begin + n) for begin, n in zip(self.offset, self.size, strict=True))
 
 
@@ -72,7 +72,7 @@ def write_file(path: Path, pieces: list[Piece], data: Tensor) -> Written:
     the disk. Raises OSError."""
     header = _header(pieces)
     digest = hashlib.sha256()
-    values = memoryview(data.numpy().astype("<f4", copy=False)).cast("B")
+    values = data.numpy().astype("<f4", copy=False).data.cast("B")
     with path.open("xb") as file:
         for block in (memoryview(header), values):
             for begin in range(0, len(block), CHUNK):
@@ -84,7 +84,7 @@ def write_file(path: Path, pieces: list[Piece], data: Tensor) -> Written:
 
 
 def _header(pieces: list[Piece]) -> bytes:
-    """The length of the JSON, then the JSON, filled up with blanks so that the data is aligned."""
+    """Return the length of the JSON and the JSON, filled up with blanks so that the data is aligned."""
     where = {p.name: {"shape": p.shape, "offset": p.offset} for p in pieces}
     table: dict[str, object] = {"__metadata__": {PIECES: json.dumps(where)}}
     begin = 0
@@ -97,8 +97,8 @@ def _header(pieces: list[Piece]) -> bytes:
 
 
 def read_header(path: Path) -> list[tuple[Piece, int]]:
-    """(piece, position of its data in the file) of a file. Raises Damaged where the header contradicts itself or the
-    file: nothing in it is believed before."""
+    """Return (piece, position of its data in the file) of a file. Raise Damaged where the header contradicts itself or
+    the file: nothing in it is believed before."""
     try:
         with open_regular(path) as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -128,7 +128,7 @@ def _entry(name: str, entry: dict, where: dict, data: int, size: int) -> tuple[P
     if not len(piece.shape) == len(piece.offset) == len(piece.size) or any(
         r.stop > n for r, n in zip(piece.part, piece.shape, strict=True)
     ):
-        raise ValueError(f"{shown_name(name)} is no part of a tensor of shape {shown(piece.shape)}")
+        raise ValueError(f"{shown_name(name)} is not a part of a tensor of shape {shown(piece.shape)}")
     if entry["dtype"] != "F32" or end - begin != piece.num_bytes or data + end > size:
         raise ValueError(f"{shown_name(name)} does not lie in the file as its header says")
     return piece, data + begin
@@ -167,7 +167,7 @@ def _within(inner: Iterable[range], outer: Iterable[range]) -> tuple[slice, ...]
 
 
 def by_size(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
-    """The pieces in their order, as lists of at most `limit` bytes each, or of one piece."""
+    """Yield the pieces in their order, as lists of at most `limit` bytes each, or of one piece."""
     found: list[Piece] = []
     total = 0
     for piece in pieces:

@@ -16,6 +16,8 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,10 @@ from typing import Any
 from dtgpt.checkpoint.files import Damaged, Piece, Written, read_header, verify_file
 from dtgpt.errors import UserError, shown
 from dtgpt.loss_scale import check_state
-from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.architectures import ARCHITECTURES, FIRST
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.storage import read_regular, remove_tree, sync_path, write_text
 from dtgpt.threads import Threads
-from dtgpt.train.interval_loss import check_interval
 
 FORMAT = "dtgpt checkpoint"
 VERSION = 1
@@ -38,6 +39,9 @@ FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
 VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
+
+
+Check = Callable[[dict[str, Any]], object]  # of a state
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -53,18 +57,20 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Oldest first; what has another name, or is no folder, is not ours."""
+    """Return the checkpoints in the folder, oldest first. Anything with another name, or that is not a folder, is left
+    out."""
     ours = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
     return sorted(ours, key=step_of)
 
 
 class Checkpoint:
-    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written."""
+    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
+    `check` raises ValueError, TypeError or KeyError for what others than this package added to it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, check: Check | None = None):
         self.folder = folder
-        self.state = read_state(folder)
-        self.config = GPT2Config(**self.state["model"])
+        self.state = read_state(folder, check)
+        self.config = ARCHITECTURES[self.state["architecture"]](**self.state["model"])
         self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
         self._pieces: dict[str, dict[str, list[tuple[str, Piece, int]]]] = {}  # kind of file -> tensor -> where
 
@@ -73,15 +79,15 @@ class Checkpoint:
         return any(_kind(name) == "optimizer" for name in self.files)
 
     def problem(self, share: int = 0, of: int = 1, weights_alone: bool = False) -> str | None:
-        """What is wrong with the files, of which this process looks at each `of`th, in one sentence; None where all are
-        what was written. `weights_alone`: the optimizer's files, twice as large, do not matter."""
+        """Return what is wrong with the files, in one sentence, or None where all are what was written. This process
+        checks each `of`th file. `weights_alone`: skip the optimizer's files, which are twice as large."""
         mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
         with Threads(READERS) as pool:
             found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
         return next(filter(None, found), None)
 
     def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
-        """(file, piece, position in the file) of all that is saved of a tensor."""
+        """Return (file, piece, position in the file) of all that is saved of a tensor."""
         kind = "optimizer" if tensor.endswith(tuple(f".{m}" for m in MOMENTS)) else "weights"
         if kind not in self._pieces:
             self._pieces[kind] = self._read_headers(kind)
@@ -91,7 +97,7 @@ class Checkpoint:
         """Let rank 0 read the headers of all files for everyone: a thousand ranks would else open each other's files a
         million times."""
         for kind in (k for k in kinds if k not in self._pieces):
-            self._pieces[kind] = mesh.on_rank_0(lambda kind=kind: self._read_headers(kind))
+            self._pieces[kind] = mesh.on_rank_0(partial(self._read_headers, kind))
 
     def _read_headers(self, kind: str) -> dict[str, list[tuple[str, Piece, int]]]:
         found: dict[str, list[tuple[str, Piece, int]]] = {}
@@ -102,7 +108,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Of all that `state.json` says."""
+        """Return the digest of all that `state.json` says."""
         return _digest(self.state)
 
 
@@ -119,7 +125,7 @@ def _problem(path: Path, expected: Written) -> str | None:
 
 
 def _state_text(state: dict[str, Any], files: dict[str, Written]) -> str:
-    """The text of `state.json`, which ends with the digest of all before it."""
+    """Return the text of `state.json`, which ends with the digest of all before it."""
     listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
     whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
     return _text(whole | {"digest": _digest(whole)})
@@ -133,18 +139,24 @@ def _text(state: dict[str, Any]) -> str:
     return json.dumps(state, indent=2, default=repr) + "\n"  # a plan's own table holds objects
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, model, recipe, files, ...
-    and of a run in fp16 its loss scale. Raises Damaged."""
+def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
+    """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
+    model, recipe, files, ... and of a run in fp16 its loss scale. Raise Damaged, or UserError where a newer dtgpt wrote
+    it."""
     path = folder / STATE
     try:
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
         state = json.loads(text)
         if state.get("format") == FORMAT and state["version"] != VERSION:
             newer = f"{path} has version {shown(state['version'])} of the format, this dtgpt reads {VERSION}"
+        elif _check_digest(state, text).setdefault("architecture", FIRST) not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            newer = f"{path} is of the architecture {shown(state['architecture'])}, this dtgpt reads {known}"
         else:
             newer = None
-            _check(state, text)
+            _check(state)
+            if check is not None:
+                check(state)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
         raise Damaged(path, f"{type(error).__name__}: {error}") from None
     if newer:  # not damaged: an older one must not take its place
@@ -152,13 +164,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _check(state: dict[str, Any], text: str) -> None:
+def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise ValueError("it is not that of a dtgpt checkpoint in this format")
     digest = state.pop("digest")
     if digest != _digest(state) or _text(state | {"digest": digest}) != text:
         raise ValueError("its digest is another one")
-    GPT2Config(**state["model"]).validate()
+    return state
+
+
+def _check(state: dict[str, Any]) -> None:
+    ARCHITECTURES[state["architecture"]](**state["model"]).validate()
     counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
         raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
@@ -166,10 +182,9 @@ def _check(state: dict[str, Any], text: str) -> None:
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
     check_state(state.get("loss_scale"))
-    check_interval(state)
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{shown(name)} is no name of a file of a checkpoint")
+            raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")
         if type(file["bytes"]) is not int or not isinstance(file["sha256"], str):
             raise ValueError(f"of {name} bytes must be a whole number and sha256 a string")
 
@@ -184,7 +199,8 @@ def _check_kinds(state: dict[str, Any]) -> None:
 
 
 def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
-    """What makes a folder a checkpoint, when all files are in it. Raises Damaged where they are not."""
+    """Write `state.json`, which makes the folder a checkpoint, when all files are in it. Raise Damaged where they are
+    not."""
     for name, file in files.items():  # what a rank of another attempt reports is not here
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
@@ -203,7 +219,7 @@ def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, 
 
 
 def remove(folder: Path) -> None:
-    """First the name, so that what is left of a removal that was cut short is no checkpoint."""
+    """Rename the folder, then remove it, so that what is left of an interrupted removal is not a checkpoint."""
     gone = folder.with_name(f".removed-{folder.name}")
     remove_tree(gone)
     folder.rename(gone)
@@ -214,7 +230,7 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
     write_text(checkpoints / LATEST, f"{folder.name}\n")
 
 
-def set_aside(checkpoints: Path, step: int) -> list[str]:
+def quarantine_newer(checkpoints: Path, step: int) -> list[str]:
     """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
     damaged. Returns the new names."""
     names = []
@@ -229,8 +245,8 @@ def set_aside(checkpoints: Path, step: int) -> list[str]:
 
 
 def make_folder(checkpoints: Path, step: int) -> Path:
-    """Where the ranks write a checkpoint. No two attempts share a name: a rank whose rank 0 was killed may still
-    write."""
+    """Create the folder in which the ranks write a checkpoint, and remove what killed processes left. Two attempts
+    never share a name: the other ranks of an attempt whose rank 0 was killed may still write."""
     for leftover in [*checkpoints.glob(".partial-*"), *checkpoints.glob(".removed-*")]:
         remove_tree(leftover)  # of a process that was killed
     partial = checkpoints / f".partial-{step_folder(checkpoints, step).name}-{secrets.token_hex(4)}"
@@ -239,8 +255,8 @@ def make_folder(checkpoints: Path, step: int) -> Path:
     return partial
 
 
-def appears(folder: Path) -> bool:
-    """Whether a folder that another process made is seen here, perhaps a little later."""
+def wait_until_visible(folder: Path) -> bool:
+    """Wait for a folder that another process made, and return whether it is visible here in time."""
     end = time.monotonic() + VISIBLE_WITHIN
     while not folder.is_dir() and time.monotonic() < end:
         time.sleep(0.05)

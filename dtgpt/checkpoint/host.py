@@ -15,29 +15,29 @@ from dtgpt.parallel.shards import Part, Shards
 FILE_LIMIT = 1 << 29
 
 
-class File:
+class StagedFile:
     """One file of this rank: its pieces, where their values are in training, and their copy on the host."""
 
     def __init__(self, name: str, pieces: list[Piece], values: list[Tensor]):
         self.name, self.pieces, self.values = name, pieces, values
-        self.data: Tensor | None = None  # fp32, all pieces one after another
+        self.data: Tensor | None = None  # staging buffer, fp32, all pieces one after another
 
-    def reserve(self, pinned: bool) -> None:
-        """Take memory for the copy, and keep it. A GPU copies to pinned memory beside other work."""
+    def reserve(self, pinned: bool = False) -> Tensor:
+        """Allocate the staging buffer once, and return it. A GPU copies to pinned memory beside other work."""
         if self.data is None:
             self.data = torch.empty(sum(v.numel() for v in self.values), pin_memory=pinned)
+        return self.data
 
     def copy(self) -> None:
         """Queue copies of all values to the host."""
-        for place, value in zip(self.data.split([v.numel() for v in self.values]), self.values, strict=True):
+        for place, value in zip(self.reserve().split([v.numel() for v in self.values]), self.values, strict=True):
             place.view(value.shape).copy_(value, non_blocking=True)
 
     def write(self, folder: Path) -> Written:
-        return write_file(folder / self.name, self.pieces, self.data)
+        return write_file(folder / self.name, self.pieces, self.reserve())
 
     def write_at_once(self, folder: Path) -> Written:
-        """With memory for this file alone, and only for now."""
-        self.reserve(pinned=False)
+        """Write with a staging buffer for this file alone, which is freed afterwards."""
         self.copy()
         if self.values[0].is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -47,8 +47,8 @@ class File:
             self.data = None
 
 
-def files_of(shards: Shards, optimizer: AdamW) -> Iterator[File]:
-    """What this rank writes: of each shard the rows that are its own among the ranks that hold the same."""
+def files_of(shards: Shards, optimizer: AdamW) -> Iterator[StagedFile]:
+    """Yield the files that this rank writes: of each shard the rows that this rank owns among its replicas."""
     kinds: dict[str, list[tuple[str, Callable]]] = {
         "weights": [("", lambda s: s.local)],
         "optimizer": [(f".{m}", lambda s, m=m: getattr(optimizer, m)[s.index]) for m in MOMENTS],
@@ -64,7 +64,7 @@ def files_of(shards: Shards, optimizer: AdamW) -> Iterator[File]:
                     values[pieces[-1].name] = value(shard)[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)
-            yield File(name, group, [values[p.name] for p in group])
+            yield StagedFile(name, group, [values[p.name] for p in group])
 
 
 def _piece(name: str, shape: tuple[int, ...], part: Part) -> Piece:

@@ -5,7 +5,7 @@ pages of one piece of one tensor.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.files import Damaged, copy_overlap
-from dtgpt.checkpoint.folder import MOMENTS, READERS, Checkpoint, list_checkpoints, step_of
+from dtgpt.checkpoint.folder import MOMENTS, READERS, Check, Checkpoint, list_checkpoints, step_of
 from dtgpt.console import say
 from dtgpt.errors import UserError
 from dtgpt.interop.source import Part, Source, parameter_shapes
-from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.config import ModelConfig
 from dtgpt.ops.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
@@ -32,8 +32,10 @@ class Saved(Source):
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint, self.config = checkpoint, replace(checkpoint.config, dropout=0.0)
-        if not checkpoint.pieces(f"blocks.{self.config.num_layers - 1}.ln_1.weight"):  # before a model is laid out
-            raise Damaged(checkpoint.folder, f"it has no block {self.config.num_layers - 1}")
+        last = self.config.num_layers - 1
+        name, _ = self.config.layout.of_block(last)[0]
+        if not checkpoint.pieces(name):  # before a model of that many blocks is laid out
+            raise Damaged(checkpoint.folder, f"it has no block {last}")
         self._shapes = parameter_shapes(self.config)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
@@ -59,8 +61,9 @@ def read_part(checkpoint: Checkpoint, tensor: str, shape: tuple[int, ...], part:
         raise Damaged(checkpoint.folder, f"of {tensor} {found} elements are there, where {wanted} are needed")
 
 
-def disjoint(parts: list[Part]) -> bool:
-    """Whether no element is in two of the rectangles: one that is there twice could hide one that is missing."""
+def disjoint(parts: Sequence[Part]) -> bool:
+    """Return whether no element is in two of the rectangles: an element that is there twice could hide a missing
+    one."""
     bounds = np.array([[(r.start, r.stop) for r in part] for part in parts]).reshape(len(parts), -1, 2)
     begin, end = bounds[..., 0], bounds[..., 1]
     meet = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(axis=-1)
@@ -110,9 +113,11 @@ def fill(shards: Shards, load: Callable[[Shard], object], threads: int = READERS
     shards.publish()
 
 
-def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False) -> Checkpoint:
-    """The newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was written;
-    `weights_alone`: but for those of the optimizer.
+def find_checkpoint(
+    mesh: Mesh, run: Path, chosen: Path | None = None, weights_alone: bool = False, check: Check | None = None
+) -> Checkpoint:
+    """Return the newest whole checkpoint of a run, or the one `chosen`: the same on every rank, every file what was
+    written. `weights_alone`: but for those of the optimizer. `check`: of what the caller added to the state.
 
     The ranks share the work of reading all files. Says so where a newer checkpoint is damaged; raises UserError where
     none is left.
@@ -121,7 +126,7 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
     problem = None
 
     def newest() -> Path | None:
-        """Listed anew each time: a run that is being trained removes checkpoints while they are read."""
+        """List the folders anew each time: a run that is being trained removes checkpoints while they are read."""
         folders = [chosen] if chosen else list_checkpoints(run / "checkpoints")[::-1]
         return next((folder for folder in folders if folder not in tried), None)
 
@@ -131,7 +136,7 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
         tried.append(folder)
         checkpoint, problem = None, None
         try:
-            checkpoint = Checkpoint(folder)
+            checkpoint = Checkpoint(folder, check)
             problem = checkpoint.problem(mesh.rank, mesh.world, weights_alone)
             if not chosen and checkpoint.state["step"] != step_of(folder):
                 problem = f"{folder} is of step {checkpoint.state['step']}; give it back its name"
@@ -141,7 +146,7 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
         problem = next(filter(None, problems), None)
         if problem is None and len(set(digests)) > 1:
             raise UserError(f"the nodes see different files in {folder}; let --runs name a folder that they share")
-        if problem is None:
+        if problem is None and checkpoint is not None:
             checkpoint.share_headers(mesh, *(["weights"] if weights_alone else ["weights", "optimizer"]))
             return checkpoint
     if problem is None:
@@ -150,9 +155,11 @@ def find_checkpoint(mesh: Mesh, run: Path, chosen: Path | None = None, weights_a
     raise UserError(f"{problem}; {left}, or restore the file")
 
 
-def check_same_model(where: Path, saved: GPT2Config, wanted: GPT2Config) -> None:
+def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
-    there, here = asdict(saved), asdict(wanted)
-    differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]
+    there, here = ({"architecture": c.architecture, **asdict(c)} for c in (saved, wanted))
+    differences = [
+        f"{k} {there.get(k)} there, {here[k]} here" for k in here if k not in FREE and there.get(k) != here[k]
+    ]
     if differences:
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")

@@ -19,7 +19,6 @@ import torch
 
 from dtgpt.checkpoint.files import Written
 from dtgpt.checkpoint.folder import (
-    appears,
     commit,
     list_checkpoints,
     make_folder,
@@ -27,6 +26,7 @@ from dtgpt.checkpoint.folder import (
     remove,
     step_folder,
     step_of,
+    wait_until_visible,
 )
 from dtgpt.checkpoint.host import files_of
 from dtgpt.console import say, say_error
@@ -89,7 +89,7 @@ class Saver:
             say(f"{waited}; raise --checkpoint.interval", warning=True)
         self._must = must
         partial = self.mesh.on_rank_0(lambda: self._make_folder(step))
-        if self.mesh.any(not appears(partial)):
+        if self.mesh.any(not wait_until_visible(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
         self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
         if self._background:
@@ -116,7 +116,7 @@ class Saver:
         self._copied = None
 
     def wait(self) -> None:
-        """Until this rank has no more to do for the last checkpoint."""
+        """Wait until this rank has no more to do for the last checkpoint."""
         self.before_update()
         if self._thread is not None:
             self._thread.join()
@@ -135,7 +135,7 @@ class Saver:
         self.wait()
 
     def _reserve(self) -> None:
-        """Memory for the copies; where there is too little, this rank does without."""
+        """Allocate the staging buffers; where memory is short, this rank does without."""
         try:
             for file in self._files if self._background else []:
                 file.reserve(pinned=self._stream is not None)
@@ -149,7 +149,7 @@ class Saver:
                 file.data = None
 
     def _begin_copy(self) -> torch.cuda.Event | threading.Event:
-        """On a GPU the copies are queued on a stream beside that of the run; on a CPU the thread makes them."""
+        """Queue the copies on a stream beside that of the run, on a GPU; on a CPU the thread makes them."""
         if self._stream is None:
             return threading.Event()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -174,7 +174,7 @@ class Saver:
     def _work(
         self, partial: Path, step: int, state: dict[str, Any], copied: torch.cuda.Event | threading.Event | None
     ) -> None:
-        """What the thread does: this rank's files, then on rank 0 everything else. Whatever fails, training goes on."""
+        """Run the thread: write this rank's files, then on rank 0 everything else. Whatever fails, training goes on."""
         try:
             written = self._write(partial, copied)
             if self.mesh.rank == 0:
@@ -204,7 +204,7 @@ class Saver:
             return {file.name: found for file, found in zip(self._files, written, strict=True)}
 
     def _commit(self, partial: Path, step: int, state: dict[str, Any], files: dict[str, Written]) -> None:
-        """Rank 0: wait for the others, then make a checkpoint of the folder."""
+        """Wait on rank 0 for the other ranks, then make a checkpoint of the folder."""
         folder = step_folder(self.checkpoints, step)
         for rank in range(1, self.mesh.world):
             files = files | self._report(partial, rank)
@@ -220,14 +220,14 @@ class Saver:
                 say(f"{folder} is written, but {what} ({error})", warning=True)
 
     def _give_up(self, partial: Path, step: int, error: Exception) -> None:
-        """Rank 0: no checkpoint comes of the folder, whatever the other ranks still write."""
+        """Remove the folder on rank 0: it does not become a checkpoint, whatever the other ranks still write."""
         remove_tree(partial)
         self._failure = self._sentence(step, error)
         if not self._must:
             say(self._failure + "; training goes on" * (self._patience == math.inf), warning=True)
 
     def _post(self, partial: Path, error: Exception) -> None:
-        """Another rank: tell rank 0 why it waits for this one in vain."""
+        """Tell rank 0, on another rank, that this rank's part will not come, and why."""
         for file in self._files:
             with suppress(OSError):
                 (partial / file.name).unlink(missing_ok=True)
@@ -238,7 +238,8 @@ class Saver:
             say_error(f"warning: rank {self.mesh.rank} cannot report its part of a checkpoint ({reason})")
 
     def _report(self, partial: Path, rank: int) -> dict[str, Written]:
-        """The files of another rank, when it has written them. Raises Failed where any rank could not, or is late."""
+        """Return the files of another rank when they are written. Raise Failed where any rank could not write, or is
+        late."""
         path = partial / REPORT.format(rank)
         while not path.exists():
             if posted := self.mesh.posted(partial.name):

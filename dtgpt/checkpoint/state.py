@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
+from dtgpt.environment import package_versions
 from dtgpt.execution import Settings
 from dtgpt.ops.random import fold, root_key
-from dtgpt.run import package_versions
 from dtgpt.schedule import Schedule
 
 KEYS = ("weights", "data", "dropout", "sample")

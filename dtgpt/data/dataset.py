@@ -43,8 +43,14 @@ class Dataset(ABC):
     source: str
     digest: str
     former_digest: str | None = None
-    num_train_tokens: int
-    num_valid_tokens: int
+
+    @property
+    @abstractmethod
+    def num_train_tokens(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_valid_tokens(self) -> int: ...
 
     @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
@@ -144,7 +150,7 @@ def load_dataset(
     documents = read_documents(path, json_key)
     settings = {"format": CACHE_FORMAT, "tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
     files = []
-    if tokenizer == "gpt2" and vocab_file is not None:
+    if tokenizer == "gpt2" and vocab_file is not None and merge_file is not None:
         files = [vocab_file, merge_file]
         settings["files"] = [hashlib.sha256(read_content(Path(file))).hexdigest() for file in files]
     content, former = _contents(settings, documents)
@@ -153,7 +159,7 @@ def load_dataset(
     def make() -> dict[str, np.ndarray | str]:
         train, valid = split_documents(documents, held_out)
         made = (
-            open_tokenizer("gpt2", *files)
+            open_tokenizer("gpt2", vocab_file, merge_file)
             if files
             else make_tokenizer(tokenizer, documents if tokenizer == "char" else train, bpe_vocab_size)
         )
@@ -179,7 +185,7 @@ def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
     for tokens in parts:
         digest.update(f" {tokens.dtype.str} {len(tokens)} ".encode())
         for begin in range(0, len(tokens), BLOCK):
-            digest.update(tokens[begin : begin + BLOCK])
+            digest.update(tokens[begin : begin + BLOCK].data)
     return digest.hexdigest()
 
 

@@ -6,10 +6,8 @@ than were asked for instead, which becomes a sentence that names the file. What 
 all processes share, and does not count as memory of this one.
 """
 
-import errno
 import operator
 import os
-import stat
 import weakref
 from collections.abc import Iterator
 from io import BytesIO
@@ -18,8 +16,10 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import DTypeLike
 
 from dtgpt.errors import UserError
+from dtgpt.storage import open_regular
 
 CHUNK = 1 << 24  # bytes
 NPY_HEADER = 1 << 12  # bytes that hold the header of any .npy without named fields
@@ -32,13 +32,10 @@ class OpenFile:
 
     def __init__(self, path: Path, remedy: str = COPY_AGAIN):
         self.path, self.remedy = path, remedy
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
-        weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            reason = "Is a directory" if stat.S_ISDIR(status.st_mode) else "Not a regular file"
-            raise OSError(errno.EINVAL, reason, str(path))
-        self.size = status.st_size
+        file = open_regular(path)
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer`, of bytes, from byte `offset`. Raises UserError where the file ends before."""
@@ -114,7 +111,7 @@ class FileArray(NDArrayOperatorsMixin):
         whole = (value[:] if isinstance(value, FileArray) else value for value in inputs)
         return getattr(ufunc, method)(*whole, **options)
 
-    def astype(self, dtype: np.dtype | type) -> np.ndarray:
+    def astype(self, dtype: DTypeLike) -> np.ndarray:
         return self[:].astype(dtype)
 
     def tolist(self) -> list:
@@ -140,7 +137,7 @@ class FileArray(NDArrayOperatorsMixin):
         found = np.empty((int(counts.sum()), *self.shape[1:]), self.dtype)
         if not found.size:
             return found
-        view = memoryview(found.reshape(-1).view(np.uint8))
+        view = found.reshape(-1).view(np.uint8).data
         stops = np.cumsum(counts) * self._row
         places = zip((stops - counts * self._row).tolist(), stops.tolist(), begins.tolist(), strict=True)
         for start, stop, begin in places:

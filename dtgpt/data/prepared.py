@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from dtgpt.errors import UserError, shown
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtgpt.recipe import DataConfig
+    from dtgpt.sections import DataConfig
 
 PROBED = 256  # samples of each part that are looked at before a run begins
 
@@ -42,8 +43,15 @@ class PreparedDataset(Dataset):
         test: Samples | Blend | None, source: str,
     ):  # fmt: skip
         self.tokenizer, self.train, self.valid, self.test, self.source = tokenizer, train, valid, test, source
-        self.num_train_tokens, self.num_valid_tokens = _num_tokens(train), _num_tokens(valid) if valid else 0
         self.digest = _digest(tokenizer, train, valid)
+
+    @cached_property
+    def num_train_tokens(self) -> int:
+        return _num_tokens(self.train)
+
+    @cached_property
+    def num_valid_tokens(self) -> int:
+        return _num_tokens(self.valid) if self.valid else 0
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
         """A run that takes more samples than its order was built for begins the order again."""
@@ -51,7 +59,9 @@ class PreparedDataset(Dataset):
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
         samples = self.valid if part == "valid" else self.test
-        count = min(len(samples), max_samples) if samples else 0
+        if not samples:
+            return
+        count = min(len(samples), max_samples)
         for first in range(0, count, batch_size):
             yield self._known(samples, np.arange(first, min(first + batch_size, count)))
 
@@ -64,8 +74,9 @@ class PreparedDataset(Dataset):
     def check(self, seq_length: int, vocab_size: int) -> None:
         check_vocabulary(self.tokenizer, vocab_size)
         warn_of_unused_rows(self.tokenizer, vocab_size)
-        for samples in filter(None, (self.train, self.valid, self.test)):
-            self._known(samples, np.arange(min(PROBED, len(samples))))
+        for samples in (self.train, self.valid, self.test):
+            if samples:
+                self._known(samples, np.arange(min(PROBED, len(samples))))
 
     def _known(self, samples: Samples | Blend, ids: np.ndarray) -> Tensor:
         """Windows of the samples `ids`. Raises UserError where the tokenizer does not know a token of them."""
@@ -154,12 +165,12 @@ def load_prepared(
         return load(sequences, weights, split, which, seq_length, count, seed, cache)
 
     own = data.valid_path is not None or data.test_path is not None  # each path is there for one part alone
-    split, valid_path, test_path = data.split, data.path, data.path
-    if own:
-        split, valid_path, test_path = None, data.valid_path, data.test_path
+    split = None if own else data.split
+    valid_path, test_path = (data.valid_path, data.test_path) if own else (data.path, data.path)
     train = samples(data.path, "train", split, train_samples)
     valid = samples(valid_path, "valid", split, held_out_samples)
     test = samples(test_path, "test", split, held_out_samples)
+    assert train is not None and data.path is not None  # a recipe without a path has a text
     return PreparedDataset(tokenizer, train, valid, test, data.path)
 
 
@@ -231,7 +242,9 @@ def _num_tokens(samples: Samples | Blend) -> int:
 def _digest(tokenizer: Tokenizer, *parts: Samples | Blend | None) -> str:
     """Of all that decides which tokens a sample has: lengths, contents as far as they are looked at, and the order."""
     settings: list[object] = [hashlib.sha256(b"".join(tokenizer.ranks)).hexdigest()]
-    for samples in filter(None, parts):
+    for samples in parts:
+        if not samples:
+            continue
         if isinstance(samples, Blend):
             settings.append(np.bincount(samples.dataset_index[:1000]).tolist())
         for part in samples.datasets:

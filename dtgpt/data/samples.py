@@ -8,6 +8,7 @@ state of August 2026); the sample index is computed here from cumulated lengths,
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,6 @@ from dtgpt.data.token_shards import TokenSequences
 from dtgpt.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
 PADDING = -1  # fills the last window of `drop_last=False`
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
@@ -254,6 +254,7 @@ def load_samples(
         index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last, part)
         return {name: getattr(index, f"{name}_index") for name in ("document", "sample", "shuffle")}
 
+    arrays: Mapping[str, Array]
     if cache is None:
         arrays = build()
     else:

@@ -28,7 +28,7 @@ def pieces(tokens: FileArray, most: int) -> Iterator[np.ndarray]:
     """`most` pieces in equal distances, the first and the last among them; or all tokens, where they are fewer."""
     count = len(tokens)
     if count <= most * PIECE:
-        begins = range(0, count, PIECE)
+        begins = list(range(0, count, PIECE))
     else:
         begins = [i * (count - PIECE) // (most - 1) for i in range(most)]
     for begin in begins:
@@ -65,7 +65,7 @@ class TokenSequences(ABC):
         for tokens in self.stored:
             digest.update(f" {len(tokens)} ".encode())
             for piece in pieces(tokens, self.most_pieces):
-                digest.update(piece)
+                digest.update(piece.data)
         return digest.hexdigest()
 
     @abstractmethod

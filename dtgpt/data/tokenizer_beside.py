@@ -18,7 +18,7 @@ from dtgpt.tokenizers.open import OF_TRAINING, open_tokenizer, read_saved
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtgpt.recipe import DataConfig
+    from dtgpt.sections import DataConfig
 
 GPT2_TOKENS = 50257
 
@@ -52,6 +52,7 @@ def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
     """The file beside the datasets that tells their tokenizer, and that. Raises UserError where one is damaged or two
     of them tell different ones."""
     found: list[tuple[Path, Tokenizer]] = []
+    tokenizer: Tokenizer | None
     for path in dict.fromkeys(path for prefix in prefixes for path in _files_beside(prefix)):
         if path.name == "meta.pkl":
             tokenizer = read_meta(path)

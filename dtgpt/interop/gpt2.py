@@ -26,20 +26,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def gpt2_name(name: str) -> str:
-    """dtgpt's name of a parameter -> GPT-2's, without the prefix `transformer.`."""
+    """Return GPT-2's name of dtgpt's parameter `name`, without the prefix `transformer.`."""
     for ours, theirs in THEIR_NAMES.items():
         name = name.replace(ours, theirs)
     return name
 
 
 def is_matrix(name: str) -> bool:
-    """Whether dtgpt's parameter `name` is the weight of a linear map, `[out, in]`."""
+    """Return whether dtgpt's parameter `name` is the weight of a linear map, `[out, in]`."""
     return name.endswith(".weight") and (".attn." in name or ".mlp." in name)
 
 
 def from_gpt2(stored: Tensor, name: str, config: GPT2Config, part: Part | None) -> Tensor:
-    """dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own. `stored`: GPT-2's tensor, where a
-    matrix is `[out, in]`; it may lie in a mapped file."""
+    """Return dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own. `stored`: GPT-2's tensor, where
+    a matrix is `[out, in]`; it may be mapped from a file."""
     whole = stored
     if ".attn.qkv." in name:
         whole = rearrange(stored, "(three n d) ... -> (n three d) ...", three=3, n=config.num_heads)
@@ -52,8 +52,9 @@ def from_gpt2(stored: Tensor, name: str, config: GPT2Config, part: Part | None) 
 
 
 def gpt2_shapes(config: GPT2Config, found: Shapes, place: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes that GPT-2's tensors must have, by dtgpt's names: the table without padding, matrices `[out, in]`. Raises
-    UserError where `found`, by GPT-2's names, has another number of blocks: a wrong number is found out cheaply."""
+    """Return the shapes that GPT-2's tensors must have, by dtgpt's names: the table without padding, matrices `[out,
+    in]`. Raise UserError where `found`, by GPT-2's names, has another number of blocks, before a model of that size is
+    laid out."""
     blocks = {match[1] for name in found if (match := re.match(r"h\.(\d+)\.", name))}
     if len(blocks) != config.num_layers:
         raise UserError(
@@ -64,7 +65,8 @@ def gpt2_shapes(config: GPT2Config, found: Shapes, place: Path) -> dict[str, tup
 
 
 def check_tensors(found: Shapes, expected: Shapes, place: Path) -> None:
-    """Both by GPT-2's names. Raises UserError for a tensor that is missing, has another shape or is unknown."""
+    """Raise UserError for a tensor that is missing, has another shape or is unknown. Both mappings have GPT-2's
+    names."""
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
@@ -80,10 +82,17 @@ def check_tensors(found: Shapes, expected: Shapes, place: Path) -> None:
         )
 
 
+def untied(place: Path) -> UserError:
+    return UserError(
+        f"{place} has an output projection lm_head.weight that is not wte.weight, while dtgpt's model has one table "
+        "for both; give a model with tied embeddings"
+    )
+
+
 def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
-    """GPT-2's name -> the name in the file, which wrappers gave a prefix (torch.compile `_orig_mod.`). Old versions
-    saved the causal mask too; it is left out. Raises UserError where one tensor has two names."""
-    plain = {}
+    """Return the name in the file by GPT-2's name. Wrappers add a prefix (torch.compile `_orig_mod.`). Old versions
+    saved the causal mask too; it is left out. Raise UserError where one tensor has two names."""
+    plain: dict[str, str] = {}
     for there in names:
         name = re.sub(r"^(_orig_mod\.)?(transformer\.)?", "", there)
         if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
@@ -96,19 +105,19 @@ def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
 
 
 def setting(settings: Mapping[str, Any], names: tuple[str, ...], default: int | None, place: Path) -> int:
-    """The whole number under the first of `names` that is there; raises UserError where it is none."""
+    """Return the whole number under the first of `names` that is there. Raise UserError for another value."""
     value = next((settings[n] for n in names if settings.get(n) is not None), default)
     if type(value) is not int:
         raise UserError(
-            f"{place} has {names[0]}={shown(value)}, which is no whole number; give the file as it was written"
+            f"{place} has {names[0]}={shown(value)}, which is not a whole number; give the file as it was written"
         )
     return value
 
 
 def checked(config: GPT2Config, place: Path) -> GPT2Config:
-    """The same; raises UserError, with the place, when no model has this shape."""
+    """Return `config`. Raise UserError, with the place, where no model has this shape."""
     try:
         config.validate()
     except UserError as error:
-        raise UserError(f"{place} is no model that dtgpt can hold: {error}") from None
+        raise UserError(f"{place} is not a model that dtgpt can hold: {error}") from None
     return config

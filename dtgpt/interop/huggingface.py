@@ -27,6 +27,7 @@ from dtgpt.interop.gpt2 import (
     is_matrix,
     plain_names,
     setting,
+    untied,
 )
 from dtgpt.interop.source import Part, Source, parameter_shapes
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
@@ -61,27 +62,25 @@ class HuggingFace(Source):
         shapes = self._shapes()
         output = shapes.pop("lm_head.weight", None)
         if output and "wte.weight" not in shapes:  # the tied table was saved under its other name
-            for where in (self._files, self._names):
-                where["wte.weight"] = where["lm_head.weight"]
+            self._files["wte.weight"] = self._files["lm_head.weight"]
+            self._names["wte.weight"] = self._names["lm_head.weight"]
             shapes["wte.weight"] = output
         expected = gpt2_shapes(self.config, shapes, folder)
         check_tensors(shapes, {gpt2_name(n): s[::-1] if is_matrix(n) else s for n, s in expected.items()}, folder)
         if output and (output != shapes["wte.weight"] or not all(map(self._tied, range(0, output[0], ROWS)))):
-            raise UserError(
-                f"{folder} has an output projection lm_head.weight that is not wte.weight, while dtgpt's model has one "
-                "table for both; give a model with tied embeddings"
-            )
+            raise untied(folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         stored = self._open(gpt2_name(name), lambda file, there: file.get_tensor(there))
         return from_gpt2(stored.T if is_matrix(name) else stored, name, self.config, part)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
-        """`action(file, name in it)` on the file that holds a tensor."""
+        """Return `action(file, name in it)` for the file that holds a tensor."""
         return _with_file(self._files[plain], lambda file: action(file, self._names[plain]))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """By GPT-2's names, from the headers; raises UserError for a dtype that is not one of weights."""
+        """Return the shapes by GPT-2's names, from the headers. Raise UserError for a dtype that dtgpt does not
+        read."""
         there = {path: _with_file(path, _header) for path in set(self._files.values())}
         shapes = {}
         for plain, path in self._files.items():
@@ -95,7 +94,7 @@ class HuggingFace(Source):
         return shapes
 
     def _tied(self, first: int) -> bool:
-        """Whether embedding and output projection agree in the ROWS rows from `first`."""
+        """Return whether embedding and output projection agree in the ROWS rows from `first`."""
         wte, head = (
             self._open(n, lambda file, there: file.get_slice(there)[first : first + ROWS].float())
             for n in ("wte.weight", "lm_head.weight")
@@ -104,12 +103,13 @@ class HuggingFace(Source):
 
 
 def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of every tensor in an open safetensors file."""
+    """Return dtype and shape of every tensor in an open safetensors file."""
     return {name: (s.get_dtype(), tuple(s.get_shape())) for name in file.keys() for s in [file.get_slice(name)]}  # noqa: SIM118
 
 
 def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
-    """`action(open file)`. Opened for each use, so that a source keeps no file and can go to another process."""
+    """Return `action(open file)`. The file is opened for each use, so that a source keeps none and can go to another
+    process."""
     try:
         open_regular(path).close()  # the library would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
@@ -126,7 +126,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Tensor -> file that holds it. The index is not trusted with paths: its files lie beside it."""
+    """Return the file that holds each tensor. The index is not trusted with paths: its files must be beside it."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return dict.fromkeys(_with_file(single, lambda file: list(file.keys())), single)
@@ -145,7 +145,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _read_config(path: Path) -> GPT2Config:
-    """`config.json`, where what is missing has transformers' defaults; raises UserError for what dtgpt has not."""
+    """Return the shape that `config.json` describes, with transformers' defaults. Raise UserError for options that
+    dtgpt does not have."""
     settings = _read_json(path)
     width = setting(settings, ("n_embd", "hidden_size"), 768, path)
     rules = {
@@ -204,7 +205,8 @@ def save_huggingface(
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    shards, where, total = _shards(source.config, dtype), {}, 0
+    shards, total = _shards(source.config, dtype), 0
+    where: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {PREFIX + gpt2_name(name): _to_gpt2(source, name, dtype) for name in names}
@@ -221,8 +223,9 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _shards(config: GPT2Config, dtype: torch.dtype) -> list[list[str]]:
-    """dtgpt's names, file by file, none above SHARD_BYTES unless one tensor is."""
-    shards, size = [[]], 0
+    """Return dtgpt's names, file by file, none above SHARD_BYTES unless one tensor is."""
+    shards: list[list[str]] = [[]]
+    size = 0
     for name, shape in parameter_shapes(config).items():
         nbytes = math.prod(shape) * dtype.itemsize
         if shards[-1] and size + nbytes > SHARD_BYTES:
@@ -234,7 +237,7 @@ def _shards(config: GPT2Config, dtype: torch.dtype) -> list[list[str]]:
 
 
 def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
-    """The inverse of `HuggingFace.read`, in `dtype`; raises UserError where fp16 cannot hold a weight."""
+    """Return GPT-2's tensor of a parameter, in `dtype`. Raise UserError where fp16 cannot hold a weight."""
     whole, config = source.read(name), source.config
     if ".attn.qkv." in name:
         whole = rearrange(whole, "(n three d) ... -> (three n d) ...", three=3, n=config.num_heads)
@@ -247,8 +250,8 @@ def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _settings(config: GPT2Config, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
-    """What goes into each JSON file. Without a tokenizer only GPT-2's own vocabulary tells which id ends a text: its
-    last."""
+    """Return the content of each JSON file. Without a tokenizer only GPT-2's own vocabulary has a known end of text:
+    its last id."""
     end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     if tokenizer is not None:

@@ -1,14 +1,14 @@
-"""`dtgpt inspect`: what a path holds, without a GPU."""
+"""Describe and verify models for `dtgpt inspect`, without a GPU."""
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
 
 from dtgpt.checkpoint.files import Damaged
 from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import Saved
+from dtgpt.console import counted
 from dtgpt.errors import UserError
 from dtgpt.interop.open import open_source
 from dtgpt.interop.source import Source, parameter_shapes
@@ -17,43 +17,41 @@ from dtgpt.models.gpt2 import TABLE
 VERIFIED = "  every file is as it was written"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig:
-    tensors: Annotated[Literal["on", "off"], "every parameter with its shape and the sha256 of its values"] = "off"
+def inspect(path: Path, tensors: bool = False) -> str:
+    """Describe a run folder, a checkpoint or a model of another library, and verify each file of a checkpoint.
 
-
-def inspect(path: Path, config: InspectConfig) -> str:
-    """What is known of a run folder, a checkpoint or a model of another library, each file of a checkpoint verified.
-    Raises UserError where there is no model, or none that is whole."""
+    tensors: list every parameter with its shape and the SHA-256 of its values.
+    Raises UserError if there is no model, or only damaged ones.
+    """
     lines: list[str] = []
     if (path / "recipe.json").is_file():
         found = list_checkpoints(path / "checkpoints")
         if not found:
             raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
         opened = {folder: _open(folder) for folder in found}
-        lines = [f"run {path}: {len(found)} checkpoint{'s' * (len(found) != 1)}"]
-        lines += [_one_line(folder, *found) for folder, found in opened.items()]
-        whole = [checkpoint for checkpoint, problem in opened.values() if problem is None]
+        lines = [f"run {path}: {counted(len(found), 'checkpoint')}"]
+        lines += [_one_line(folder, *result) for folder, result in opened.items()]
+        whole = [checkpoint for checkpoint, problem in opened.values() if checkpoint and not problem]
         if not whole:
-            raise UserError("; ".join([*lines, "no checkpoint is whole: restore one"]))
+            raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
         source: Source = Saved(whole[-1])
         lines += [*_checkpoint(whole[-1]), VERIFIED]
     elif (path / STATE).is_file():
         checkpoint, problem = _open(path)
-        if problem:
+        if checkpoint is None or problem:
             raise UserError(f"{problem}; restore the file, or give another checkpoint")
         source = Saved(checkpoint)
         lines = [*_checkpoint(checkpoint), VERIFIED]
     else:
         source = open_source(path)
         lines = [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
-    if config.tensors == "on":
+    if tensors:
         lines += list(_tensors(source))
     return "\n".join(lines)
 
 
 def _open(folder: Path) -> tuple[Checkpoint | None, str | None]:
-    """(checkpoint, what is wrong with it), each None where there is none."""
+    """Return the checkpoint in `folder`, None if it cannot be opened, and what is wrong with it, None if nothing is."""
     try:
         checkpoint = Checkpoint(folder)
         return checkpoint, checkpoint.problem()
@@ -71,7 +69,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"checkpoint {checkpoint.folder}: {_size(checkpoint)}"
     yield f"  step {state['step']}, {state['consumed_samples']:,} samples, {state['tokens']:,} tokens seen"
     if "plan" in state:
-        yield f"  written by the plan {state['plan']} on {state['world']} process{'es' * (state['world'] != 1)}"
+        yield f"  written by the plan {state['plan']} on {counted(state['world'], 'process', 'processes')}"
     if "origin" in state:
         yield f"  weights of {state['origin']}"
     if "loss_scale" in state:
@@ -93,10 +91,10 @@ def _model(source: Source) -> Iterator[str]:
 def _tensors(source: Source) -> Iterator[str]:
     for name in parameter_shapes(source.config):
         values = source.read(name)
-        if name == TABLE:  # rows of padding mean nothing, and not every format has them
+        if name == TABLE:  # without the padding, whose values are arbitrary, and which not every format has
             values = values[: source.config.vocab_size]
-        values = values.contiguous().numpy()
-        yield f"  {hashlib.sha256(values.tobytes()).hexdigest()}  {name} {list(values.shape)}"
+        digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+        yield f"  {digest}  {name} {list(values.shape)}"
 
 
 def _size(checkpoint: Checkpoint) -> str:

@@ -28,7 +28,7 @@ POSITIONS = "embedding.wpe.weight"
 class LLMC(Source):
     """A model file of llm.c, version 3 (fp32) or 5 (bf16); `read` maps one tensor.
 
-    Raises UserError for another kind of file, a header that is no model's, or a size that is not the header's.
+    Raises UserError for another kind of file, a header that is not a model's, or a size that is not the header's.
     """
 
     def __init__(self, path: Path):
@@ -55,7 +55,7 @@ class LLMC(Source):
         return from_gpt2(self._map(start, shape), name, self.config, part)
 
     def _map(self, start: int, shape: tuple[int, ...]) -> Tensor:
-        """`shape` elements from the element `start` on, as they lie in the file."""
+        """Map `shape` elements from the element `start` on, as they are in the file."""
         integers, offset = f"<i{self._dtype.itemsize}", HEADER_BYTES + start * self._dtype.itemsize
         try:  # numpy has no bf16; "c": torch wants writable memory, and the file stays as it is
             bits = np.memmap(self.path, dtype=integers, mode="c", offset=offset, shape=shape)
@@ -65,7 +65,8 @@ class LLMC(Source):
 
 
 def _header(path: Path) -> tuple[list[int], int]:
-    """The 256 integers, and the size of the file in bytes; raises UserError for what is no model of llm.c."""
+    """Return the 256 integers, and the size of the file in bytes. Raise UserError for a file that is not a model of
+    llm.c."""
     try:
         with open_regular(path) as file:
             header, size = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4").tolist(), os.fstat(file.fileno()).st_size
@@ -79,7 +80,8 @@ def _header(path: Path) -> tuple[list[int], int]:
 
 
 def _layout(config: GPT2Config, rows: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-    """(first element, shape) by name, for blocks that of block 0 by the name within it; and the count of elements."""
+    """Return (first element, shape) by name, for blocks that of block 0 by the name within it, and the number of
+    elements."""
     h = config.hidden_size
     blocks = {
         "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),

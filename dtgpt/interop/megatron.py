@@ -54,7 +54,7 @@ class Megatron(Source):
         self.notes += notes
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """As `Source.read`, in memory of its own."""
+        """Read as `Source.read` does, into memory of its own."""
         if name == TABLE:
             whole = pad_rows(torch.cat([self._piece(t, name) for t in range(self.tensor_parallel_size)]), self.config)
             piece = cut(whole, part)
@@ -66,7 +66,7 @@ class Megatron(Source):
         return out
 
     def _assemble(self, name: str, part: Part | None) -> Tensor:
-        """Of a parameter that is cut over ranks, the pieces that `part` touches, joined."""
+        """Join the pieces that `part` touches of a parameter that is sharded over ranks."""
         dim = cut_dimension(name)
         if dim is None:
             return cut(self._piece(0, name), part)
@@ -85,7 +85,7 @@ class Megatron(Source):
         return self._ranks[tensor_rank, stage].chunks[chunk][local].detach()
 
     def _piece(self, tensor_rank: int, name: str) -> Tensor:
-        """What one tensor-parallel rank has of a parameter, in dtgpt's order."""
+        """Return one tensor-parallel rank's part of a parameter, in dtgpt's order."""
         tensor = self._tensor(tensor_rank, name)
         if ".attn.qkv." not in name:
             return tensor
@@ -123,8 +123,8 @@ class Megatron(Source):
                 )
 
     def _locate(self) -> dict[str, Where]:
-        """Where every parameter is. Chunks of an interleaved pipeline go round the stages: a stage's second chunk comes
-        after the first chunks of all."""
+        """Find every parameter. In an interleaved pipeline, the second chunk of each stage comes after the first
+        chunks of all stages."""
         stages, chunks = range(self.pipeline_parallel_size), len(self._ranks[0, 0].chunks)
         where: dict[str, Where] = {name: (0, 0, name) for name in (TABLE, POSITIONS)}
         number = 0
@@ -164,8 +164,8 @@ class Megatron(Source):
             expected.setdefault((stage, chunk), {})[local] = self._local_shape(name, shape)
         for tensor_rank, stage in self._ranks:
             file = self._ranks[tensor_rank, stage]
-            for index, chunk in enumerate(file.chunks):
-                found = {name: tuple(tensor.shape) for name, tensor in chunk.items()}
+            for index, tensors in enumerate(file.chunks):
+                found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 _check_shapes(found, expected.get((stage, index), {}), file.path)
 
     def _compare_copies(self) -> list[str]:
@@ -186,7 +186,8 @@ class Megatron(Source):
 
 
 def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path) -> None:
-    """By dtgpt's names, with layers numbered as in the file."""
+    """Raise UserError where a chunk's shapes are not those expected, both by dtgpt's names with layers numbered as in
+    the file."""
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"{path} lacks {name} (layers as numbered there); copy the whole checkpoint")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dtgpt.errors import UserError, shown, shown_name
 from dtgpt.interop.gpt2 import checked
-from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron_names import POSITIONS, padded_rows
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
+from dtgpt.pickles import StandIn
 
 GPT2_VOCABULARY = GPT2_124M.vocab_size
 HEAD_DIM = 64  # of every published GPT-2
@@ -61,9 +61,9 @@ EXACT_GELU_NOTE = (
 def read_config(
     args: Namespace | None, first: Mapping[str, Tensor], num_layers: int, tensor_parallel_size: int, path: Path
 ) -> tuple[GPT2Config, list[str]]:
-    """Config, whose vocabulary is all rows of the table, and notes. `first`: the tensors of the first stage's first
-    rank, with the token table `[rows, H]` and the positions `[T, H]`. Raises UserError, also where args and tensors
-    disagree."""
+    """Return the config, whose vocabulary is all rows of the table, and notes. `first`: the tensors of the first
+    stage's first rank, with the token table `[rows, H]` and the positions `[T, H]`. Raise UserError, also where args
+    and tensors disagree."""
     rows, hidden = first[TABLE].shape
     positions = first[POSITIONS].shape[0]
     found = {
@@ -96,8 +96,8 @@ def read_config(
 def true_vocabulary(
     given: int | None, rows: int, args: Namespace | None, tensor_parallel_size: int
 ) -> tuple[int, list[str]]:
-    """Tokens that the model can tell apart, of a table with `rows` rows in all, and notes. Raises UserError for a given
-    number that the table has not."""
+    """Return the vocabulary size without padding, of a table of `rows` rows, and notes. Raise UserError for a given
+    number that does not fit the table."""
     if given is not None:
         if not 1 <= given <= rows:
             raise UserError(f"true_vocab_size={given} is not within the checkpoint's table; use 1 to {rows}")
@@ -119,12 +119,14 @@ def consumed_samples(args: Namespace | None) -> int:
 
 
 def is_zero_centered(args: Namespace | None) -> bool:
-    """Whether the weight of a LayerNorm is stored as its distance from 1; the argument's name changed in 2026."""
+    """Return whether the weight of a LayerNorm is stored as its distance from 1; the argument's name changed in
+    2026."""
     return any(getattr(args, name, None) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def parallel_sizes(args: Namespace | None) -> tuple[int | None, int | None]:
-    """(tensor, pipeline) parallel size where args say so; before checkpoint_version 3.0 there was only one."""
+    """Return the (tensor, pipeline) parallel sizes where args say so; before checkpoint_version 3.0 there was only
+    one."""
     tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", None))
     return tensor, getattr(args, "pipeline_model_parallel_size", None)
 
@@ -143,7 +145,7 @@ def check_same_args(args: Namespace | None, first: Namespace | None, path: Path,
 def _guess_heads(hidden: int, path: Path) -> int:
     if hidden % HEAD_DIM:
         raise UserError(
-            f"{path} has no args, and hidden size {hidden} is no multiple of {HEAD_DIM}, so its attention heads are "
+            f"{path} has no args, and hidden size {hidden} is not a multiple of {HEAD_DIM}, so its attention heads are "
             "unknown; save it with args"
         )
     return hidden // HEAD_DIM
@@ -157,7 +159,7 @@ def _number(args: Namespace, name: str, path: Path) -> int:
 
 
 def _epsilon(args: Namespace, path: Path) -> float:
-    """`norm_epsilon` since 2024, `layernorm_epsilon` before."""
+    """Return `norm_epsilon`, which was `layernorm_epsilon` before 2024."""
     given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
     value = next((value for value in given if value is not None), GPT2Config.layer_norm_eps)
     if not isinstance(value, int | float) or not 0 < value < 1:

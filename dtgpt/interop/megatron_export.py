@@ -54,7 +54,7 @@ def save_megatron(
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    """torch.save, where a full disk is an OSError like any other."""
+    """Write by torch.save, with a full disk as an OSError like any other."""
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
@@ -79,7 +79,7 @@ def _check_rest(dtype: torch.dtype, iteration: int | None, consumed_samples: int
     if iteration is not None and iteration < 1:
         raise UserError(f"iteration={iteration} is refused by Megatron-LM; use 1 or more, or none for a release")
     if consumed_samples < 0:
-        raise UserError(f"consumed_samples={consumed_samples} is no number of samples; use 0 or more")
+        raise UserError(f"consumed_samples={consumed_samples} is not a number of samples; use 0 or more")
 
 
 def _check_target(folder: Path) -> None:
@@ -90,7 +90,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tuple[int, int]) -> dict[str, Any]:
-    """What Megatron-LM keeps under `model` for the (tensor, pipeline) rank."""
+    """Return what Megatron-LM keeps under `model` for the (tensor, pipeline) rank."""
     config, (_, p) = source.config, rank
     shapes = parameter_shapes(config)
     first, last = p == 0, p == sizes[1] - 1
@@ -123,7 +123,7 @@ def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tup
 def _piece(
     source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int, tensor_parallel_size: int
 ) -> Tensor:
-    """One tensor-parallel rank's part of a parameter. Version 3.0 has dtgpt's order of QKV."""
+    """Return one tensor-parallel rank's part of a parameter. Version 3.0 has dtgpt's order of QKV."""
     part = [range(n) for n in shape]
     if (dim := cut_dimension(name)) is not None:
         size = shape[dim] // tensor_parallel_size
@@ -132,8 +132,8 @@ def _piece(
 
 
 def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: int) -> Tensor:
-    """One rank's rows of the token table. Rows of padding repeat the last token's, as in Megatron-LM's converter: their
-    logits take part in its softmax, and zeros would outweigh rare tokens."""
+    """Return one rank's rows of the token table. Rows of padding repeat the last token's, as in Megatron-LM's
+    converter: their logits take part in its softmax, and zeros would outweigh rare tokens."""
     config = source.config
     size = padded_rows(config.vocab_size, tensor_parallel_size) // tensor_parallel_size
     columns, last = range(config.hidden_size), config.vocab_size - 1
@@ -144,7 +144,8 @@ def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: 
 
 
 def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """In memory of its own: torch.save writes the whole memory behind a view. Raises UserError for an overflow."""
+    """Return a tensor in memory of its own, since torch.save writes the whole storage behind a view. Raise UserError
+    for an overflow."""
     out = torch.empty(piece.shape, dtype=dtype).copy_(piece)
     if dtype == torch.float16 and bool((out.isinf() & piece.isfinite()).any()):
         raise UserError(f"{name} has values beyond {torch.finfo(dtype).max:.0f}, the largest of {dtype}; use bfloat16")
@@ -159,8 +160,9 @@ def _args(
     iteration: int | None,
     consumed_samples: int,
 ) -> Namespace:
-    """What Megatron-LM compares with its own arguments when it loads, takes over with --use-checkpoint-args, and its
-    converters read. Without enums, so that the file opens without Megatron-LM."""
+    """Return the arguments that Megatron-LM compares with its own when it loads, takes over with
+    --use-checkpoint-args, and that its converters read. Enums are left out, so that the file opens without
+    Megatron-LM."""
     gpt2 = config.vocab_size == GPT2_124M.vocab_size
     return Namespace(
         **_shape_args(config),

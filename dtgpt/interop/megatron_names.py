@@ -49,8 +49,8 @@ QKV_ORDERS = {0: "(three n d) ... -> (n three d) ...", 1: "(n d three) ... -> (n
 
 
 def our_name(key: str) -> str | None:
-    """dtgpt's name of Megatron's key, with the layer's number as it is in the file; None for a copy of the tied table.
-    Raises KeyError for a parameter that GPT-2 has not."""
+    """Return dtgpt's name of Megatron's key, with the layer's number as it is in the file; None for a copy of the tied
+    table. Raise KeyError for a parameter that GPT-2 does not have."""
     if key in TIED_COPIES:
         return None
     key = key.removeprefix("language_model.")
@@ -62,22 +62,23 @@ def our_name(key: str) -> str | None:
 
 
 def is_mcore(key: str) -> bool:
-    """mcore never had another order of QKV than today's, whatever version the file says."""
+    """Return whether a key is mcore's, which always had today's order of QKV, whatever version the file says."""
     return ".linear_qkv." in key
 
 
 def cut_dimension(name: str) -> int | None:
-    """Of dtgpt's parameter `name`: the dimension that is cut into equal contiguous pieces over tensor-parallel ranks.
-    None: each has the whole."""
+    """Return the dimension in which dtgpt's parameter `name` is split into equal contiguous pieces over
+    tensor-parallel ranks, or None where each has the whole."""
     return CUTS.get(re.sub(r"^blocks[.]\d+[.]", "", name))
 
 
 def reorder_qkv(piece: Tensor, order: str | None, num_heads: int) -> Tensor:
-    """One rank's fused QKV, weight `[3 N D, H]` or bias `[3 N D]` of its `num_heads` heads, in the order [N, 3, D]."""
+    """Return one rank's fused QKV, weight `[3 N D, H]` or bias `[3 N D]` of its `num_heads` heads, in the order [N, 3,
+    D]."""
     return piece if order is None else rearrange(piece, order, three=3, n=num_heads)
 
 
 def padded_rows(vocab_size: int, tensor_parallel_size: int, multiple: int = 128) -> int:
-    """Rows of the token table in Megatron, which depend on the plan."""
+    """Return the number of rows of the token table in Megatron, which depends on the plan."""
     unit = multiple * tensor_parallel_size
     return -(-vocab_size // unit) * unit

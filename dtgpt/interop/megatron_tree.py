@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.errors import UserError, shown, shown_name
-from dtgpt.interop.foreign_pickle import open_pickle
-from dtgpt.interop.inert_pickle import StandIn
 from dtgpt.interop.megatron_config import refuse_others
 from dtgpt.interop.megatron_names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
+from dtgpt.pickles import StandIn, open_pickle
 from dtgpt.storage import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -49,7 +48,7 @@ class RankFile:
     copies: list[Tensor]
 
     def layers(self, chunk: int) -> int:
-        """Raises UserError where the layers of the chunk are not numbered 0, 1, ..."""
+        """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
         found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
         if found != set(range(len(found))):
             raise UserError(f"{self.path} lacks layers: it has {shown(sorted(found))}; copy the whole checkpoint")
@@ -83,9 +82,9 @@ class RankFiles:
         return {**self.__dict__, "_opened": {}}
 
     def expected_path(self, tensor_rank: int, pipeline_rank: int) -> Path:
-        """Where the file of a rank is, or should be."""
+        """Return where the file of a rank is, or should be."""
         first = self._paths[min(self._paths)]
-        pipeline = RANK.fullmatch(first.parent.name)[2] is not None or pipeline_rank > 0
+        pipeline = first.parent.name.count("_") > 2 or pipeline_rank > 0  # mp_rank_00_000
         return self.folder / rank_folder(tensor_rank, pipeline_rank, pipeline) / first.name
 
 
@@ -94,9 +93,10 @@ def rank_folder(tensor_rank: int, pipeline_rank: int, pipeline: bool) -> str:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """The folder with rank folders: `folder` itself, or the one that its tracker names. Raises UserError for none."""
+    """Return the folder with rank folders: `folder` itself, or the one that its tracker names. Raise UserError for
+    none."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the root of a Megatron-LM checkpoint or its iter_... folder")
+        raise UserError(f"{folder} is not a folder; give the root of a Megatron-LM checkpoint or its iter_... folder")
     if any(folder.glob("mp_rank_*")):
         return folder
     chosen = _tracked(folder) if (folder / TRACKER).is_file() else folder
@@ -127,7 +127,8 @@ def _missing(path: Path) -> UserError:
 
 
 def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """The model's file of every rank by (tensor, pipeline) rank. A folder with an optimizer's part alone is none."""
+    """Return the model's file of every rank by (tensor, pipeline) rank. A folder with an optimizer's part alone is
+    left out."""
     found: dict[tuple[int, int], Path] = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         if not (match := RANK.fullmatch(place.name)):
@@ -149,7 +150,8 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def open_rank(path: Path) -> RankFile:
-    """Raises UserError for a file that is broken, holds no model, or parameters that GPT-2 has not."""
+    """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that GPT-2 does
+    not have."""
     content = open_pickle(path)
     args, version = _args(content.get("args"), path), content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in QKV_ORDERS:
@@ -172,8 +174,8 @@ def open_rank(path: Path) -> RankFile:
 
 
 def _args(stored: Any, path: Path) -> Namespace | None:
-    """Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested without
-    end, are stand-ins that compare and print in no time."""
+    """Return Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested
+    without end, become stand-ins that compare and print in no time."""
     if stored is None:
         return None
     values = stored.state if isinstance(stored, StandIn) else vars(stored) if isinstance(stored, Namespace) else stored
@@ -188,15 +190,15 @@ def _plain(value: Any) -> Any:
 
 
 def _says_untied(args: Namespace | None) -> bool:
-    """mcore calls an untied output layer and the last stage's copy of the tied table the same; `args` tell them
-    apart."""
+    """Return whether `args` say that the output layer is untied: mcore gives it the name of the last stage's copy of
+    the tied table."""
     return bool(getattr(args, "untie_embeddings_and_output_weights", True))
 
 
 def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
     if "model" in content:
         return [content["model"]]
-    chunks = []
+    chunks: list[Any] = []
     while f"model{len(chunks)}" in content:
         chunks.append(content[f"model{len(chunks)}"])
     if not chunks:
@@ -205,8 +207,8 @@ def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
 
 
 def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested dictionaries, with keys joined by dots. Without `_extra_state`, which no weight is in. `seen`:
-    dictionaries met so far; one that stands in many places could give any number of names."""
+    """Yield the tensors of nested dictionaries, with keys joined by dots, except `_extra_state`, which holds no
+    weight. `seen`: dictionaries met so far; one that stands in many places could give any number of names."""
     if not isinstance(tree, Mapping) or depth > DEEPEST or id(tree) in seen:
         kind = tree if isinstance(tree, StandIn) else type(tree).__name__
         where = shown_name(prefix) or "the top"
@@ -235,7 +237,7 @@ def _ours(chunk: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
             name = our_name(key)
         except KeyError:
             raise UserError(
-                f"{path} has {shown_name(key)}, which GPT-2 has not; give a checkpoint of a GPT-2"
+                f"{path} has {shown_name(key)}, which GPT-2 does not have; give a checkpoint of a GPT-2"
             ) from None
         if name in tensors:
             raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint of a GPT-2")

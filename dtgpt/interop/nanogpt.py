@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dtgpt.errors import UserError, shown, shown_name
-from dtgpt.interop.foreign_pickle import open_pickle
-from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting
+from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting, untied
 from dtgpt.interop.source import Part, Source
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
+from dtgpt.pickles import open_pickle
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size
@@ -28,15 +28,15 @@ PADDING_NOTE = (
 class NanoGPT(Source):
     """A checkpoint of nanoGPT, mapped where torch can. Biases that a model with bias=False lacks are zeros.
 
-    The file is opened for tensors and plain values only: nothing in it is run. Raises UserError for a file that cannot
-    be opened so, that is no checkpoint of nanoGPT, or whose tensors do not fit its model_args.
+    Nothing in the file is run. Raises UserError for a file that is damaged, is not a checkpoint of nanoGPT, or whose
+    tensors do not fit its model_args.
     """
 
     def __init__(self, path: Path):
         saved = open_pickle(path)
         model, args = saved.get("model"), saved.get("model_args")
         if not isinstance(model, dict) or not isinstance(args, dict) or not all(isinstance(n, str) for n in model):
-            raise UserError(f"{path} is no checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
+            raise UserError(f"{path} is not a checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
         self.config = _config(args, path)
         padded = setting(args, ("vocab_size",), None, path)
         self.notes = (GELU_NOTE, PADDING_NOTE) if padded == PADDED else (GELU_NOTE,)
@@ -52,10 +52,7 @@ class NanoGPT(Source):
         expected = {gpt2_name(n): s for n, s in self._shapes.items() if biased or not n.endswith(".bias")}
         check_tensors(found, expected, path)
         if output is not None and not _same(output, self._tensors["wte.weight"]):
-            raise UserError(
-                f"{path} has an output projection lm_head.weight that is not wte.weight, while dtgpt's model has one "
-                "table for both; give a model with tied embeddings"
-            )
+            raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         stored = self._tensors.get(gpt2_name(name))
@@ -79,13 +76,13 @@ def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
 
 
 def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    """Weights by GPT-2's names; raises UserError for what is no weight."""
+    """Return the weights by GPT-2's names. Raise UserError for a value that is not a weight."""
     tensors = {}
     for plain, name in plain_names(model, path).items():
         value = model[name]
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{path} has {shown_name(name)}={shown(value)}, which is no plain tensor; give ckpt.pt as nanoGPT "
+                f"{path} has {shown_name(name)}={shown(value)}, which is not a plain tensor; give ckpt.pt as nanoGPT "
                 "wrote it"
             )
         if not value.is_floating_point():

@@ -22,8 +22,9 @@ KNOWN = (
 
 
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
-    """The weights at `path`, whatever wrote them; raises UserError where nothing here is known, or it is damaged. The
-    processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM tree."""
+    """Open the weights at `path`, whatever wrote them. Raise UserError where no format is recognized, or the model is
+    damaged. The processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM
+    tree."""
     if not path.exists():
         where = f"leads to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
         raise UserError(f"{path} {where}; give {KNOWN}")
@@ -65,6 +66,6 @@ def open_config(path: Path) -> GPT2Config:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder to which a path belongs, as itself or as one of its checkpoints; None for anything else."""
+    """Return the run folder to which a path belongs, as itself or as one of its checkpoints; None for anything else."""
     owners = [path, *path.absolute().parents[1:2]]
     return next((folder for folder in owners if (folder / "recipe.json").is_file()), None)

@@ -25,23 +25,23 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """The parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
+        """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
 
 
 def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Global shape of every parameter, by name."""
+    """Return the global shape of every parameter, by name."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in unique_parameters(Decoder(config)).items()}
 
 
 def cut(whole: Tensor, part: Part | None) -> Tensor:
-    """The elements `part` of a whole tensor."""
+    """Return the elements `part` of a whole tensor."""
     return whole if part is None else whole[tuple(slice(r.start, r.stop) for r in part)]
 
 
 def pad_rows(table: Tensor, config: GPT2Config) -> Tensor:
-    """A token table with the rows of the model: of what was written, the true vocabulary; below it zeros, which never
-    enter a softmax."""
+    """Return a token table with the rows of the model: the true vocabulary of `table`, then zeros, which never enter a
+    softmax."""
     padded = table.new_zeros(config.padded_vocab_size, table.shape[1])
     padded[: config.vocab_size] = table[: config.vocab_size]
     return padded
@@ -49,7 +49,7 @@ def pad_rows(table: Tensor, config: GPT2Config) -> Tensor:
 
 @torch.no_grad()
 def load_model(source: Source, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A whole model on one device with the weights of `source`."""
+    """Build a whole model on one device with the weights of `source`."""
     model = build_model(source.config, device, dtype, key=None).to(dtype)
     for name, parameter in unique_parameters(model).items():
         parameter.copy_(source.read(name))

@@ -6,8 +6,7 @@ from dtgpt.checkpoint.folder import STATE
 from dtgpt.errors import UserError
 from dtgpt.interop.open import run_of
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.run import load_tokenizer
-from dtgpt.tokenizers.open import OF_MODELS, open_tokenizer
+from dtgpt.tokenizers.open import OF_MODELS, load_tokenizer, open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -16,7 +15,7 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 def named_tokenizer(
     config: GPT2Config, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> Tokenizer | None:
-    """The tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raises
+    """Return the tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raise
     UserError where it has more tokens than the model."""
     if tokenizer is None and vocab_file is None and merge_file is None:
         return None
@@ -30,8 +29,8 @@ def named_tokenizer(
 
 
 def tokenizer_beside(path: Path) -> Tokenizer | None:
-    """The tokenizer of the run to which `path` belongs, or the one whose files are in the folder `path`; None where
-    there is none."""
+    """Return the tokenizer of the run to which `path` belongs, or the one whose files are in the folder `path`; None
+    where there is none."""
     if run := run_of(path):
         return load_tokenizer(run)
     if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported

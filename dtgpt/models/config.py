@@ -8,9 +8,13 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtgpt.errors import UserError
+from dtgpt.field_types import Bounds, check_fields
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
 from dtgpt.ops.dropout import Dropout
 
+LARGEST_SIZE = 1_000_000  # of any one dimension
+SIZE = Bounds(1, LARGEST_SIZE)
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
 Shape = tuple[int, ...]
 
@@ -23,13 +27,26 @@ class ModelConfig:
     roles: ClassVar[Roles]
     tied: ClassVar[bool]  # whether the output projection is the token embedding
 
-    num_layers: Annotated[int, "number of transformer blocks"]
-    hidden_size: Annotated[int, "width of the residual stream"]
-    num_heads: Annotated[int, "number of attention heads; divides hidden_size"]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample"] = 1024
-    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128"] = 50257
-    dropout: Annotated[float, "dropout probability of embeddings, attention and residual branches"] = 0.0
-    init_std: Annotated[float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)"] = 0.02
+    num_layers: Annotated[int, "number of transformer blocks", SIZE]
+    hidden_size: Annotated[int, "width of the residual stream", SIZE]
+    num_heads: Annotated[int, "number of attention heads; divides hidden_size", SIZE]
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 1024
+    vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
+    dropout: Annotated[float, "dropout of embeddings, attention and residual branches", Bounds(0, below=1)] = 0.0
+    init_std: Annotated[
+        float, "standard deviation of initial weights; residual outputs: / sqrt(2 num_layers)", Bounds(0, LARGEST_SIZE)
+    ] = 0.02
+
+    def validate(self) -> None:
+        """Raise UserError, one sentence, if no model has this shape."""
+        check_fields(self, "model.")
+        if self.hidden_size % self.num_heads:
+            heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
+            near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
+            raise UserError(
+                f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
+                f"use a divisor such as {', '.join(map(str, near))}"
+            )
 
     def make_embedding(self, dtype: torch.dtype) -> nn.Module:
         """Return the module from tokens `[B, T]` to activations `[B, T, H]` of `dtype`."""

@@ -14,8 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.errors import UserError, shown
-from dtgpt.field_types import check_fields
+from dtgpt.field_types import Bounds
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
@@ -32,7 +31,6 @@ from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.dropout import Dropout
 from dtgpt.ops.gelu import bias_gelu
 
-LARGEST_SIZE = 1_000_000  # of any one dimension
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
 
 ROLES: Roles = {
@@ -61,7 +59,7 @@ class GPT2Config(ModelConfig):
     roles: ClassVar[Roles] = ROLES
     tied: ClassVar[bool] = True
 
-    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm"] = 1e-5
+    layer_norm_eps: Annotated[float, "added to the variance in LayerNorm", Bounds(above=0, below=1)] = 1e-5
 
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
@@ -78,30 +76,6 @@ class GPT2Config(ModelConfig):
         if not name.endswith("attn.qkv.bias"):
             return tensor
         return tensor.reshape(self.num_heads, 3, -1)[:, [0, 2]].contiguous()
-
-    def validate(self) -> None:
-        """Raise UserError, one sentence, when no model has this shape."""
-        check_fields(self, "model.")
-        for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
-            if not 1 <= getattr(self, name) <= LARGEST_SIZE:
-                raise UserError(
-                    f"model.{name}={shown(getattr(self, name))} is no size of a model; use 1 to {LARGEST_SIZE}"
-                )
-        if self.hidden_size % self.num_heads:
-            heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
-            near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
-            raise UserError(
-                f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
-                f"use a divisor such as {', '.join(map(str, near))}"
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout={shown(self.dropout)} is not a probability; use 0 or more and less than 1")
-        if not 0 < self.layer_norm_eps < 1:
-            raise UserError(
-                f"model.layer_norm_eps={shown(self.layer_norm_eps)} is out of range; use more than 0 and less than 1"
-            )
-        if not 0 <= self.init_std < LARGEST_SIZE:
-            raise UserError(f"model.init_std={shown(self.init_std)} is out of range; use 0 or more, such as 0.02")
 
 
 GPT2_124M = GPT2Config(num_layers=12, hidden_size=768, num_heads=12)

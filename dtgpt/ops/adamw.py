@@ -1,13 +1,14 @@
-"""AdamW over fp32 master weights (Loshchilov and Hutter 2019), with all that a step does to gradients folded in.
+"""AdamW over fp32 master weights (Loshchilov and Hutter 2019), with gradient scaling and casts fused in.
 
-A step reads the gradients once, as autograd left them (bf16, fp16 or fp32): it scales them (clipping and the inverse of
-the loss scale), updates master weights and moments in fp32, rounds the weights that the model computes with, and leaves
-all as it was where a flag on the device says so. Nothing waits for the device, and a CUDA graph may capture it.
+A step reads the gradients once, in the dtype that autograd gave them (bf16, fp16 or fp32): it scales them (clipping and
+the inverse of the loss scale), updates master weights and moments in fp32, and rounds the weights that the model
+computes with. Where a flag on the device says so it changes nothing. It never waits for the device, and a CUDA graph
+may capture it.
 
-Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes a parameter
-with bf16 gradients and weights. No custom op: neither autograd nor torch.compile goes through an optimizer's step.
-Sharding rule: everything here but the norms is elementwise, so a rank hands in its part of each tensor, however it
-is cut; sums of squares of different parts add up.
+Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes per parameter
+with bf16 gradients and weights. It is not a custom op, since neither autograd nor torch.compile sees an optimizer step.
+Sharding rule: everything except the norms is elementwise, so a rank passes its shard of each tensor, whatever its
+placement; sums of squares of different shards add up.
 """
 
 import math
@@ -24,17 +25,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of w
 
 @dataclass(frozen=True)
 class Slot:
-    """One weight, or this rank's part of it. Contiguous; written in place, so that its memory must stay where it is."""
+    """A weight, or this rank's shard of it. Contiguous, and updated in place: its memory must not be replaced."""
 
     master: Tensor  # fp32
-    narrow: Tensor | None  # bf16 or fp16 of the same shape: the master rounded, what the model computes with
+    narrow: Tensor | None  # bf16 or fp16, of the same shape: the rounded master, with which the model computes
     decay: bool
 
 
 def reference(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, numbers: Tensor, betas: tuple, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The test oracle: (master, exp_avg, exp_avg_sq) after a step. `numbers` as `AdamW` makes them."""
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, numbers: Tensor, betas: tuple[float, float],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: as `AdamW._numbers`
+    returns them."""
     scale, kept, rate, root = numbers.unbind()
     gradient = gradient.to(master.dtype) * scale
     exp_avg = exp_avg + (1 - betas[0]) * (gradient - exp_avg)
@@ -43,11 +46,14 @@ def reference(
 
 
 class AdamW:
-    """The moments of some weights, and the step. `exp_avg` and `exp_avg_sq`, fp32 and in the order of the slots, and
-    `updates`, the number of updates applied, are all its state: to restore it, copy into them."""
+    """Update weights and their moments.
+
+    The whole state is `exp_avg` and `exp_avg_sq`, fp32 and in the order of the slots, and `updates`, the number of
+    updates applied. To restore the state, copy into these tensors.
+    """
 
     def __init__(self, slots: Sequence[Slot], beta1: float, beta2: float, eps: float, weight_decay: float):
-        """Raises ValueError where a slot is not as `Slot` says."""
+        """Raise ValueError where a slot does not meet the requirements of `Slot`."""
         for i, slot in enumerate(slots):
             _check_slot(i, slot)
         self.slots = tuple(slots)
@@ -72,10 +78,10 @@ class AdamW:
     def step(self, gradients: Sequence[Tensor], lr: Tensor, scale: Tensor, skip: Tensor | None = None) -> None:
         """Apply one update.
 
-        gradients: of the slots, in their order; fp32, bf16 or fp16. lr: fp32 scalar on the device. scale: fp32 scalar
-        on the device, which gradients are multiplied by. skip: bool scalar on the device; where it is true nothing
-        changes, whatever gradients and scale are. Raises ValueError where a gradient is not of its slot's shape and
-        device.
+        gradients: one for each slot, in the same order; fp32, bf16 or fp16. lr: fp32 scalar on the device. scale: fp32
+        scalar on the device, a factor of the gradients. skip: bool scalar on the device; where it is true nothing
+        changes, whatever the values of gradients and scale. Raises ValueError where a gradient does not have its slot's
+        shape and device.
         """
         gradients = _checked(gradients, self._masters)
         numbers = self._numbers(lr, scale)
@@ -89,8 +95,9 @@ class AdamW:
         self.updates += 1 if skip is None else ~skip
 
     def _numbers(self, lr: Tensor, scale: Tensor) -> Tensor:
-        """fp32 `[4]`: what gradients are multiplied by, what decay leaves of a weight, the learning rate over the first
-        moment's bias correction, the root of the second's. In fp64 up to here: 1 - beta^t cancels for small t."""
+        """Return fp32 `[4]`: the factor of gradients, the factor that decay applies to weights, the learning rate
+        divided by the first moment's bias correction, and the square root of the second's. Computed in fp64, since
+        1 - beta^t cancels for small t."""
         first, second = (1 - self._decays ** (self.updates + 1)).unbind()
         lr = lr.double()
         return torch.stack([scale.double(), 1 - lr * self._weight_decay, lr / first, second.sqrt()]).float()
@@ -98,20 +105,19 @@ class AdamW:
     def _plain_step(self, gradients: list[Tensor], numbers: Tensor, skip: Tensor | None) -> None:
         no_decay = numbers.clone()
         no_decay[1] = 1
-        for slot, gradient, *state in zip(
-            self.slots, gradients, self._masters, self.exp_avg, self.exp_avg_sq, strict=True
-        ):
-            new = reference(*state, gradient, numbers if slot.decay else no_decay, self._betas, self._eps)
-            for old, value in zip(state, new, strict=True):
+        for i, slot in enumerate(self.slots):
+            master, exp_avg, exp_avg_sq = self._masters[i], self.exp_avg[i], self.exp_avg_sq[i]
+            factors = numbers if slot.decay else no_decay
+            new = reference(master, exp_avg, exp_avg_sq, gradients[i], factors, self._betas, self._eps)
+            for old, value in zip((master, exp_avg, exp_avg_sq), new, strict=True):
                 old.copy_(value if skip is None else torch.where(skip, old, value))
-            if slot.narrow is not None and skip is None:
-                slot.narrow.copy_(state[0])
-            elif slot.narrow is not None:
-                slot.narrow.copy_(torch.where(skip, slot.narrow, state[0].to(slot.narrow.dtype)))
+            if slot.narrow is not None:
+                rounded = master.to(slot.narrow.dtype)
+                slot.narrow.copy_(rounded if skip is None else torch.where(skip, slot.narrow, rounded))
 
 
 class Accumulator:
-    """Sums gradients of micro-batches in fp32 `totals`, contiguous tensors whose memory must stay where it is."""
+    """Sum gradients of micro-batches in fp32 `totals`, contiguous tensors whose memory must not be replaced."""
 
     def __init__(self, totals: Sequence[Tensor]):
         for i, total in enumerate(totals):
@@ -127,12 +133,12 @@ class Accumulator:
 
     @torch.no_grad()
     def store(self, gradients: Sequence[Tensor]) -> None:
-        """totals = gradients: of the first micro-batch. PyTorch's own kernel converts all of them in a few launches."""
+        """Set totals = gradients, those of the first micro-batch. PyTorch's kernel converts all in a few launches."""
         torch._foreach_copy_(self.totals, _checked(gradients, self.totals))
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """totals += gradients, in one pass. (PyTorch's launches one kernel per tensor where dtypes differ.)"""
+        """Add gradients to the totals in one pass. (PyTorch launches one kernel per tensor where dtypes differ.)"""
         gradients = _checked(gradients, self.totals)
         if self._table is not None:
             from dtgpt.ops import adamw_kernels
@@ -144,21 +150,21 @@ class Accumulator:
 
 @torch.no_grad()
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each tensor, fp32 `[len(gradients)]`, summed in fp32 whatever the dtype.
+    """Return the sum of squares of each tensor, fp32 `[len(gradients)]`, accumulated in fp32 whatever the dtype.
 
-    PyTorch's kernel reads every gradient once, in a few launches for all, and adds up the chunks of a tensor in a fixed
+    PyTorch's kernel reads every gradient once, in a few launches for all, and adds the chunks of a tensor in a fixed
     order without atomics: equal gradients give equal sums.
     """
     return _norms(gradients, 2).square_()
 
 
 def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
-    """Largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
+    """Return the largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
     return _norms(gradients, math.inf)
 
 
 def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
-    """PyTorch's kernel is given no empty tensors, which it counts in one place and skips in another."""
+    """Return the norm of each tensor. PyTorch's kernel, which handles empty tensors inconsistently, gets the others."""
     norms = torch.zeros(len(gradients), device=gradients[0].device)
     filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]
     if filled:
@@ -180,7 +186,7 @@ def _check_slot(i: int, slot: Slot) -> None:
 
 
 def _checked(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients, contiguous, where each fits its tensor of `others`: kernels believe it."""
+    """Return the gradients, contiguous. Raises ValueError where one does not fit its tensor of `others`."""
     if len(gradients) != len(others):
         raise ValueError(f"{len(gradients)} gradients for {len(others)} tensors")
     for i, (gradient, other) in enumerate(zip(gradients, others, strict=True)):

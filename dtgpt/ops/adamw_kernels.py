@@ -1,7 +1,7 @@
-"""Triton kernels that walk through lists of tensors in one launch. To be imported where Triton is.
+"""Triton kernels that process lists of tensors in one launch. Needs Triton.
 
-A program takes one chunk of one tensor. Which one, and where it lies, it reads from tables on the device: `chunks`,
-`rows` (what stays for the life of an optimizer) and `gradients` (what autograd allocates anew).
+A program takes one chunk of one tensor. It reads which one, and its address, from tables on the device: `chunks` and
+`rows`, which are constant for the lifetime of an optimizer, and `gradients`, which autograd allocates in every step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 class Table:
-    """What the kernels read about the tensors that a list of gradients belongs to."""
+    """The device tables that describe the tensors to which a list of gradients belongs."""
 
     def __init__(self, sizes: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device):
-        """sizes: elements of each tensor. columns: what else the kernel is told of each, such as addresses."""
+        """Build the tables. sizes: elements of each tensor; columns: further values for each, such as addresses."""
         self.chunk, self.warps = CHUNK, WARPS
         self.rows = torch.tensor([sizes, *columns], dtype=torch.int64).T.contiguous().to(device)  # [N, 1 + columns]
         self.gradients = torch.zeros(len(sizes), dtype=torch.int64, device=device)  # addresses
@@ -31,10 +31,10 @@ class Table:
         self.chunks = torch.stack([tensors, places], dim=1).to(device, torch.int32)  # [programs, 2]: tensor, its chunk
 
     def launches(self, gradients: list[Tensor], kinds: list) -> Iterator:
-        """Each of the different `kinds` of gradients once, with `self.gradients` set up for it: 0 where the kind is
-        another.
+        """Yield each of the different `kinds` of gradients once, after writing the addresses of gradients of that kind,
+        and 0 for the others, to `self.gradients`.
 
-        The addresses reach the device as arguments of PyTorch's own multi-tensor kernel, never through host memory that
+        The addresses reach the device as arguments of PyTorch's own multi-tensor kernel, not through host memory that
         would have to outlive the copy. So nothing waits, and a CUDA graph keeps the addresses that it captured.
         """
         for kind in dict.fromkeys(kinds) if len(self.chunks) else ():
@@ -51,8 +51,8 @@ class Table:
 def adamw(
     table: Table, gradients: list[Tensor], narrow: list, numbers: Tensor, skip: Tensor | None, betas, eps
 ) -> None:
-    """`dtgpt.ops.adamw.reference` of all tensors. Columns of the table: addresses of master, exp_avg, exp_avg_sq and
-    narrow (0: none), and whether it decays. narrow: dtypes, or None."""
+    """Apply `dtgpt.ops.adamw.reference` to all tensors. narrow: dtypes, or None. Columns of the table: addresses of
+    master, exp_avg, exp_avg_sq and narrow (0: none), and whether the weight decays."""
     kinds = [(g.dtype, dtype) for g, dtype in zip(gradients, narrow, strict=True)]
     beta1, beta2 = betas
     for gradient, weight in table.launches(gradients, kinds):
@@ -147,8 +147,8 @@ def _accumulate_chunk(gradient, total, start, size, GRADIENT: tl.constexpr, CHUN
 
 @triton.jit
 def _elements(address, DTYPE: tl.constexpr, start, size, CHUNK: tl.constexpr):
-    """Pointers to the chunk from element `start` on. size None: the chunk is whole and the tensor lies at a multiple of
-    16 bytes. Told so, and without a mask, the compiler makes accesses of 16 bytes."""
+    """Return pointers to the chunk from element `start` on. size None: the chunk is whole and the tensor is aligned to
+    16 bytes. With this hint, and without a mask, the compiler emits accesses of 16 bytes."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if size is None:
         pointer = tl.multiple_of(pointer, 16)

@@ -1,10 +1,10 @@
-"""Causal scaled dot-product attention (Vaswani et al. 2017) with dropout on the probabilities by global index.
+"""Causal scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with dropout on the probabilities by index.
 
-Back ends: `explicit`, the reference, forms the probabilities with the softmax in fp32; `sdpa` is PyTorch's own, which
-draws masks from a generator's state and so serves only where nothing drops; `fused_softmax` keeps the two products and
-makes one operation of all that lies between; `flash` forms the probabilities tile by tile and saves none of them.
+Back ends: `explicit`, the reference, computes all probabilities with a softmax in fp32; `sdpa` is PyTorch's own, whose
+masks depend on a generator's state, so that it is used only without dropout; `fused_softmax` runs one operation between
+the two matrix products; `flash` computes the probabilities tile by tile and saves none of them.
 
-Sharding rule: samples and heads may be cut; a shard of the heads says in `start` which is its first.
+Sharding rule: samples and heads may be sharded; a shard of the heads passes the global index of its first in `start`.
 """
 
 import math
@@ -31,11 +31,11 @@ def causal_attention(
     spans: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """qkv: `[B, T, N, 3, D]` -> `[B, T, N, D]`.
+    """Return causal attention `[B, T, N, D]` of qkv `[B, T, N, 3, D]`.
 
-    key: `[B, 2]` or None (no dropout). The mask's index within a sample is (head, query, column). spans: int32
-    `[B, T, 2]`, the first position and the one behind the last of each query's document, which is all that the query
-    sees; None: it sees all up to itself.
+    key: int64 `[B, 2]` or None (no dropout). p: the probability of dropout. The mask's index within a sample is (head,
+    query, column); start: that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each
+    query's document, to which attention is restricted; None: one document.
     """
     dropping = key is not None and p > 0
     chosen = backend
@@ -47,21 +47,24 @@ def causal_attention(
     hidden = None if spans is None else hidden_columns(spans)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [B, N, T, D] each
     if chosen == "sdpa" and not dropping:
-        seen = {"is_causal": True} if hidden is None else {"attn_mask": ~hidden}
-        out = F.scaled_dot_product_attention(q, k, v, **seen)
+        seen = None if hidden is None else ~hidden
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
     elif chosen == "fused_softmax":
         scale, mask = 1 / math.sqrt(q.shape[-1]), "causal" if hidden is None else hidden
-        site = {"key": key, "p": p, "start": start} if dropping else {}
-        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, **site) @ v
+        kept = key if dropping else None
+        out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
     else:
         out = explicit(q, k, v, key if dropping else None, p, start, hidden)
     return out.transpose(1, 2)
 
 
 def choose(dropping: bool, masking: bool, kernels: bool, head_dim: int) -> Backend:
-    """The fastest back end, with or without our own kernels, as `benchmarks/op_flash.py` found on an H200 at head_dim
-    64: forward and backward of PyTorch's take a tenth longer, copies between the layouts of q, k, v included, and with
-    a mask more than twice as long. masking: documents are kept apart."""
+    """Return the fastest back end, with or without Triton kernels.
+
+    As measured by `benchmarks/op_flash.py` on an H200 at head_dim 64, forward and backward of PyTorch's SDPA take 10%
+    longer than flash, with copies between layouts of q, k and v, and more than twice as long with a mask. masking:
+    whether attention is restricted to documents.
+    """
     if kernels and head_dim <= (LARGEST_HEAD if dropping or masking else 64):
         return "flash"
     return "explicit" if dropping else "sdpa"
@@ -70,7 +73,7 @@ def choose(dropping: bool, masking: bool, kernels: bool, head_dim: int) -> Backe
 def explicit(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], hidden: Tensor | None = None
 ) -> Tensor:
-    """q, k, v `[B, N, T, D]` -> `[B, N, T, D]`."""
+    """Return attention `[B, N, T, D]` of q, k, v `[B, N, T, D]`; hidden: True where a query may not attend."""
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(q.shape[-1]))
     if hidden is None:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -79,7 +82,7 @@ def explicit(
 
 
 def check_backend(backend: str, dropout: float, head_dim: int) -> None:
-    """Raise UserError where a recipe's `attention` cannot do what its model wants."""
+    """Raise UserError where a recipe's `attention` does not support its model's dropout or head size."""
     if backend == "flash" and head_dim > LARGEST_HEAD:
         raise UserError(
             f"attention=flash takes heads of up to {LARGEST_HEAD}, but hidden_size / num_heads is {head_dim}; use "

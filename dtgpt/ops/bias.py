@@ -1,7 +1,7 @@
 """The gradient of a bias: the sum of a gradient over all dimensions but the last, accumulated in fp32.
 
 Reference: `reference`. Fast path: Triton kernels in two stages (`layer_norm_kernels.column_sum`), the same result in
-every run. Sharding rule: a cut of the rows leaves partial sums, a cut of the last dimension cuts the result.
+every run. Sharding rule: a shard of the rows gives partial sums, a shard of the last dimension its shard of the result.
 """
 
 import torch
@@ -12,32 +12,26 @@ from torch.distributed.tensor.experimental import register_sharding
 from dtgpt.ops.fast import has_triton
 
 
+def kernels():
+    from dtgpt.ops import layer_norm_kernels  # imported on first use, since it needs Triton
+
+    return layer_norm_kernels
+
+
 def reference(x: Tensor) -> Tensor:
-    """The test oracle."""
+    """Return what `bias_gradient` does, in plain torch: the test oracle."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.flatten(0, -2).sum(0, dtype=wide).to(x.dtype)
 
 
 def bias_gradient(x: Tensor) -> Tensor:
-    """x `[.., F]` -> `[F]`, in x's dtype. Not differentiable on the fast path: it is itself a gradient."""
+    """Sum x `[.., F]` to `[F]`, in x's dtype. The fast path is not differentiable, since the sum is a gradient."""
     return _column_sum(x) if has_triton(x) else reference(x)
 
 
-@torch.library.custom_op("dtgpt::column_sum", mutates_args=(), device_types="cpu")
-def _column_sum(x: Tensor) -> Tensor:
-    return reference(x)
-
-
-@_column_sum.register_kernel("cuda")
-def _(x: Tensor) -> Tensor:
-    from dtgpt.ops.layer_norm_kernels import column_sum
-
-    return column_sum(x)
-
-
-@_column_sum.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[-1])
+_column_sum = torch.library.custom_op("dtgpt::column_sum", reference, mutates_args=(), device_types="cpu")
+_column_sum.register_kernel("cuda", lambda x: kernels().column_sum(x))
+_column_sum.register_fake(lambda x: x.new_empty(x.shape[-1]))
 
 
 @register_sharding(torch.ops.dtgpt.column_sum.default)

@@ -1,14 +1,14 @@
-"""Next-token cross-entropy over logits whose vocabulary may be cut over the ranks of a group.
+"""Next-token cross-entropy over logits whose vocabulary may be sharded over the ranks of a group.
 
 Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): a rank holds `[B, T, V / tp]` logits and
 sends three numbers per token, its largest logit, its sum of exponentials and the target's logit. Logits are never
-gathered. The columns that only pad the table, wherever they lie, stay outside the softmax.
+gathered. Columns that only pad the token table are excluded from the softmax.
 
 Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
-`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch walks through the rows in chunks.
-Either way fp32 logits of full size never exist. `dtgpt.ops.head` puts the passes
-between the products of the output projection; `cross_entropy` serves logits that are there already.
-Sharding rule: rows alike on all ranks of the group, columns `start ... start + V_local` here.
+`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch goes through the rows in chunks. In both
+cases fp32 logits of full size never exist. `dtgpt.ops.head` runs the passes between the matrix products of the output
+projection; `cross_entropy` takes logits that exist already.
+Sharding rule: all ranks of the group have the same rows; a rank has the columns `start ... start + V_local`.
 """
 
 import math
@@ -24,7 +24,7 @@ CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
 
 
 def reference(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """The test oracle: mean loss of whole logits `[B, T, V]`, V >= vocab_size."""
+    """Return the mean loss of whole logits `[B, T, V]`, V >= vocab_size, in plain torch: the test oracle."""
     return F.cross_entropy(logits[..., :vocab_size].flatten(0, -2).float(), targets.flatten())
 
 
@@ -36,10 +36,10 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean loss in nats, fp32 scalar, equal on all ranks of `group` (None: this rank holds the whole vocabulary).
+    """Return the mean loss in nats, an fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
 
     logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`;
-    weights: fp32 `[B, T]`, by which losses are multiplied before their mean; None: 1.
+    weights: fp32 `[B, T]`, factors of the losses before their mean is taken; None: 1.
     """
     rows = logits.flatten(0, -2)
     real = real_columns(rows.shape[-1], vocab_size, start)
@@ -51,18 +51,18 @@ def flat(weights: Tensor | None) -> Tensor | None:
 
 
 def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Losses of rows `[rows]`, each times its weight."""
+    """Multiply the losses `[rows]` by their weights."""
     return losses if weights is None else losses * weights
 
 
 def weigh_(gradient: Tensor, weights: Tensor | None) -> None:
-    """The same of their gradients `[rows, V]`, in place."""
+    """Multiply the rows of the gradient `[rows, V]` by their weights, in place."""
     if weights is not None:
         gradient.mul_(weights[:, None])
 
 
 def real_columns(width: int, vocab_size: int, start: int) -> int:
-    """How many of the columns `start ... start + width` are tokens and no padding."""
+    """Return how many of the columns `start ... start + width` are tokens, not padding."""
     return min(max(vocab_size - start, 0), width)
 
 
@@ -85,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`row_terms` of rows `[3, rows]` whose columns are cut over the group, as if one rank held them all."""
+    """Combine the `row_terms` `[3, rows]` of the ranks of the group, each over its columns, to those of whole rows."""
     if group is None:
         return terms
     largest, total, target = terms
@@ -97,20 +97,20 @@ def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def losses_of(largest: Tensor, total: Tensor, target: Tensor) -> Tensor:
-    """Of each row, from its terms. The difference first: logits may have a large common offset."""
-    return torch.log(total) - (target - largest)
+    """Return the losses `[rows]` from the terms of `row_terms`."""
+    return torch.log(total) - (target - largest)  # this difference first: logits may have a large common offset
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Few enough rows at a time that their fp32 copy is small."""
+    """Return slices of rows whose fp32 copy is small."""
     count, width = logits.shape
     size = max(1, CHUNK // width)
     return [slice(first, first + size) for first in range(0, count, size)]
 
 
 def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
-    """Of each row `[V_local]`, fp32 `[3, rows]`: the largest logit (-inf where a rank has padding alone), the sum of
-    exponentials relative to it, and the target's logit (0 where another rank holds it)."""
+    """Return three terms of each row, fp32 `[3, rows]`: its largest logit (-inf where this rank has padding alone), the
+    sum of exponentials relative to that logit, and the target's logit (0 where another rank holds it)."""
     if real == 0:
         nothing = torch.zeros(len(logits), device=logits.device)
         return torch.stack([nothing - math.inf, nothing, nothing])
@@ -129,7 +129,7 @@ def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tenso
 def plain_gradient(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
 ) -> Tensor:
-    """scale x (softmax - onehot) of this rank's columns, in their dtype, and 0 for padding."""
+    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
     share = torch.exp(logits.float() - largest[:, None]) / total[:, None]
     here = columns == (targets - start)[:, None]
@@ -138,7 +138,7 @@ def plain_gradient(
 
 @torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
 def row_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
-    """`local_terms`, in one pass over the logits."""
+    """Return `local_terms`, in one pass over the logits."""
     if real == 0 or not has_triton(logits):
         return local_terms(logits, targets, start, real)
     from dtgpt.ops.cross_entropy_kernels import launch_terms
@@ -155,8 +155,10 @@ def _(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
 def to_gradient_(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
 ) -> None:
-    """Logits `[rows, V_local]` become scale x (softmax - onehot), 0 in the padding. largest, total: of whole rows;
-    scale: fp32 scalar, applied before the result is rounded to the logits' dtype."""
+    """Replace logits `[rows, V_local]` by scale x (softmax - onehot), and by 0 in the padding.
+
+    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32 scalar, applied before the result is rounded.
+    """
     if has_triton(logits):
         from dtgpt.ops.cross_entropy_kernels import launch_gradient
 
@@ -168,7 +170,7 @@ def to_gradient_(
 
 @torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
 def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
-    """Losses fp32 `[rows]` of whole rows, and `to_gradient_`, where no other rank holds a part of the vocabulary."""
+    """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
     if has_triton(logits):
         from dtgpt.ops.cross_entropy_kernels import launch_loss
 
@@ -184,7 +186,10 @@ def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a scalar fp32 tensor, rounded once. (PyTorch's product of two dtypes reads one element at a time.)"""
+    """Return x times a scalar fp32 tensor, rounded once.
+
+    PyTorch's product of two dtypes is slower, since it reads one element at a time.
+    """
     if not has_triton(x) or not x.is_contiguous():
         return x * factor
     from dtgpt.ops.cross_entropy_kernels import launch_scaled

@@ -1,15 +1,15 @@
-"""Triton kernels of `dtgpt.ops.cross_entropy`. To be imported where Triton is.
+"""Triton kernels of `dtgpt.ops.cross_entropy`. Needs Triton.
 
-A row of 50304 bf16 logits is 100 KB. Few programs at a time, each with a row of its own, keep the rows in flight small
-enough for the caches, so that a kernel that goes through a row twice reads it from device memory once.
+A row of 50304 bf16 logits is 100 KB. Few programs run at a time, each on its own row, so that the rows in flight fit in
+the caches and a kernel that goes through a row twice reads it from device memory once.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dtgpt.ops.fast import multiprocessors
 
 BLOCK_BYTES = 16384  # of a row, that a program takes at once
 WARPS = 16
@@ -18,12 +18,12 @@ REGISTERS = 65536  # of a multiprocessor
 
 LANE = tl.constexpr(8)  # neighbours that one thread reads: 16 bytes of a 16-bit dtype
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # for -inf, whose difference from itself is no number
+LOWEST = tl.constexpr(-1e30)  # for -inf, whose difference from itself is NaN
 
 
 @triton.jit
 def load_block(line, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits `[BLOCK]` from column `first` on. The bound is WIDTH, a constant, and not where the padding begins, so
+    """Return logits `[BLOCK]` from column `first` on. The bound is the constant WIDTH, not the start of the padding, so
     that a thread's neighbours share one wide access."""
     columns = first + tl.arange(0, BLOCK)
     return tl.load(line + columns, mask=columns < WIDTH, other=0.0)
@@ -37,20 +37,20 @@ def store_block(line, first, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def leave_padding(values, first, real, BLOCK: tl.constexpr):
-    """In fp32, -inf from column `real` on, whatever lies there."""
+    """Return the values in fp32, with -inf from column `real` on."""
     return tl.where(first + tl.arange(0, BLOCK) < real, values.to(tl.float32), float("-inf"))
 
 
 @triton.jit
 def exponential(difference):
-    """Of a difference of logits, taken first: they may have a large common offset."""
+    """Return the exponential of a difference of logits, whose large common offset is gone."""
     return tl.exp2(difference * LOG2E)
 
 
 @triton.jit
 def add_block(largest, total, values, BLOCK: tl.constexpr):
-    """The running maximum and sum of exponentials of each lane, with a block more (Milakov and Gimelshein 2018): the
-    threads meet only when the row is through."""
+    """Update the running maximum and sum of exponentials of each lane with a block (Milakov and Gimelshein 2018):
+    threads synchronise only at the end of the row."""
     lanes = tl.reshape(values, (BLOCK // LANE, LANE))
     peak = tl.maximum(largest, tl.max(lanes, 1))
     return peak, total * exponential(largest - peak) + tl.sum(exponential(lanes - peak[:, None]), 1)
@@ -58,8 +58,8 @@ def add_block(largest, total, values, BLOCK: tl.constexpr):
 
 @triton.jit
 def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a row and the sum of exponentials relative to it. A block is asked for while the one before
-    it is worked on."""
+    """Return the largest logit of a row and the sum of exponentials relative to it. The next block is loaded while the
+    current one is processed."""
     largest = tl.full((BLOCK // LANE,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK // LANE,), tl.float32)
     whole = real // BLOCK * BLOCK
@@ -76,7 +76,8 @@ def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def overwrite(line, real, column, hit, largest, total, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The row becomes scale x (softmax - onehot), and 0 in the padding. Last columns first: they were read last."""
+    """Replace the row by scale x (softmax - onehot), and by 0 in the padding. The last columns come first, since they
+    were read last and are still in the cache."""
     share = scale / total
     whole = real // BLOCK * BLOCK
     ahead = load_block(line, tl.maximum(whole - BLOCK, 0), WIDTH, BLOCK)
@@ -95,7 +96,7 @@ def overwrite(line, real, column, hit, largest, total, scale, WIDTH: tl.constexp
 
 @triton.jit
 def load_target(line, targets, row, start, real):
-    """(local column of a row's target, its logit or 0 where it is not here)."""
+    """Return (local column of a row's target, its logit, or 0 where another rank holds it)."""
     column = (tl.load(targets + row) - start).to(tl.int32)
     mine = (column >= 0) & (column < real)
     return column, tl.load(line + column, mask=mine, other=0.0).to(tl.float32)
@@ -103,7 +104,7 @@ def load_target(line, targets, row, start, real):
 
 @triton.jit(do_not_specialize=["targets", "terms", "rows", "start", "real"])
 def terms_kernel(logits, targets, terms, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """terms fp32 `[3, rows]`: the largest logit, the sum of exponentials, the target's logit."""
+    """Write terms, fp32 `[3, rows]`: the largest logit, the sum of exponentials, the target's logit."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         _, hit = load_target(line, targets, row, start, real)
@@ -117,7 +118,7 @@ def terms_kernel(logits, targets, terms, rows, start, real, WIDTH: tl.constexpr,
 def gradient_kernel(
     logits, targets, largest, total, scale, rows, start, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Logits become their gradient, from the statistics of whole rows."""
+    """Replace logits by their gradient, from the statistics of whole rows."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, start, real)
@@ -128,7 +129,7 @@ def gradient_kernel(
 
 @triton.jit(do_not_specialize=["targets", "losses", "scale", "rows", "real"])
 def loss_kernel(logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Both of the above where a row is whole, with its loss: a row comes from device memory once."""
+    """Do the work of both kernels above for whole rows, and write losses: a row is read from device memory once."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * WIDTH
         column, hit = load_target(line, targets, row, 0, real)
@@ -137,21 +138,16 @@ def loss_kernel(logits, targets, losses, scale, rows, real, WIDTH: tl.constexpr,
         overwrite(line, real, column, hit, largest, total, tl.load(scale), WIDTH, BLOCK)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _launch(kernel, logits: Tensor, *arguments) -> None:
     rows, width = logits.shape
-    grid = (min(rows, PROGRAMS * _multiprocessors(logits.device)),)
+    grid = (min(rows, PROGRAMS * multiprocessors(logits.device)),)
     block = min(BLOCK_BYTES // logits.element_size(), max(triton.next_power_of_2(width), LANE.value))
     options = {"num_warps": WARPS, "maxnreg": REGISTERS // (32 * WARPS * PROGRAMS)}
     kernel[grid](logits, *arguments, WIDTH=width, BLOCK=block, **options)
 
 
 def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
-    """logits `[rows, V_local]`, contiguous; targets int64 `[rows]` -> fp32 `[3, rows]`."""
+    """Return fp32 `[3, rows]` for logits `[rows, V_local]`, contiguous, and targets int64 `[rows]`."""
     terms = torch.empty(3, len(logits), device=logits.device)
     _launch(terms_kernel, logits, targets, terms, len(logits), start, real)
     return terms
@@ -160,12 +156,12 @@ def launch_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tens
 def launch_gradient(
     logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
 ) -> None:
-    """In place. largest, total fp32 `[rows]` of whole rows; scale fp32 `[]`."""
+    """Replace logits by their gradient; largest, total: fp32 `[rows]` of whole rows; scale: fp32 `[]`."""
     _launch(gradient_kernel, logits, targets, largest, total, scale, len(logits), start, real)
 
 
 def launch_loss(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
-    """Losses fp32 `[rows]`; the logits become scale x their gradients."""
+    """Return losses, fp32 `[rows]`, and replace the logits by scale x their gradients."""
     losses = torch.empty(len(logits), device=logits.device)
     _launch(loss_kernel, logits, targets, losses, scale, len(logits), real)
     return losses
@@ -179,7 +175,7 @@ def scale_kernel(x, factor, out, count, BLOCK: tl.constexpr):
 
 
 def launch_scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x times the fp32 scalar `factor` that lies on the device."""
+    """Return x times the fp32 scalar `factor`, which is on the device."""
     out = torch.empty_like(x)
     scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, out, x.numel(), BLOCK=4096, num_warps=8)
     return out

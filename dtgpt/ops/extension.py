@@ -1,8 +1,8 @@
-"""CUDA C++ of this folder, built where an operation first needs it and kept for later runs.
+"""Build this folder's CUDA C++ when an operation first needs it, and cache the result for later runs.
 
-torch.utils.cpp_extension runs nvcc and the linker. The sources have a C interface and include nothing of PyTorch: a
-build takes seconds instead of a minute, and one library serves every version of PyTorch. The libraries lie in
-`$TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, one for each GPU architecture and content.
+torch.utils.cpp_extension runs nvcc and the linker. The sources have a C interface and do not include PyTorch: a build
+takes seconds instead of a minute, and one library serves every version of PyTorch. The cache is in
+`$TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`: a library for each GPU architecture and source digest.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from dtgpt.console import say
 from dtgpt.storage import FileLock
 
 SOURCES = Path(__file__).parent
-# Subnormal numbers count as 0 and divisions are right to 2 ulp: exponentials and quotients are then one instruction.
+# Subnormals are flushed to 0 and divisions are accurate to 2 ulp, so exponentials and quotients are one instruction.
 FLAGS = ["-O3", "-std=c++17", "-ftz=true", "-prec-div=false"]
 
 
 @functools.cache
 def library(name: str, device: torch.device) -> ctypes.CDLL | None:
-    """`{name}.cu` for this CUDA device, or None, with a warning, where it cannot be built: use plain torch then."""
+    """Return the library of `{name}.cu` for this CUDA device, or None, with a warning, where it cannot be built."""
     try:
         return ctypes.CDLL(str(_built(name, torch.cuda.get_device_capability(device))))
-    except Exception as error:  # whatever a build stumbles over must not end a run that goes on without it
+    except Exception as error:  # no failure of a build may end a run that plain torch can continue
         say(
             f"the CUDA kernel {name} cannot be built ({_reason(error)}): plain torch runs instead, slower", warning=True
         )
@@ -38,13 +38,13 @@ def library(name: str, device: torch.device) -> ctypes.CDLL | None:
 
 
 def targets(nvcc: str) -> list[int]:
-    """The architectures that this nvcc compiles for, such as 90 for compute capability 9.0."""
+    """Return the architectures that this nvcc compiles for, such as 90 for compute capability 9.0."""
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     return sorted(map(int, re.findall(r"compute_(\d+)$", listed, re.MULTILINE)))
 
 
 def _built(name: str, capability: tuple[int, int]) -> Path:
-    """Path of the library; builds it unless a process of this or an earlier run did. The others wait for the one."""
+    """Return the path of the library. One process builds it unless it is cached; the others wait."""
     from torch.utils import cpp_extension  # needs setuptools, and looks for CUDA
 
     if cpp_extension.CUDA_HOME is None:
@@ -58,7 +58,7 @@ def _built(name: str, capability: tuple[int, int]) -> Path:
     finished = folder / f"{unique}.so"
     with FileLock(folder / f"{unique}.lock", wait=True):
         if not finished.exists():
-            # A folder of its own: a build that was killed leaves nothing that a later one would wait for.
+            # In a temporary folder, so that a killed build leaves no lock file of PyTorch's behind.
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 os.replace(_build(cpp_extension, name, unique, capability, place), finished)
     return finished
@@ -77,7 +77,7 @@ def _build(cpp_extension, name: str, unique: str, capability: tuple[int, int], p
 
 
 def _target(nvcc: str, capability: tuple[int, int]) -> str:
-    """The machine code of this GPU or, where nvcc is older than the GPU, the newest code that its driver translates."""
+    """Return the flag for this GPU's machine code or, where nvcc is older than the GPU, for the newest PTX."""
     wanted = 10 * capability[0] + capability[1]
     possible = [target for target in targets(nvcc) if target <= wanted]
     if not possible:
@@ -87,14 +87,15 @@ def _target(nvcc: str, capability: tuple[int, int]) -> str:
 
 
 def _library_paths(nvcc: str) -> list[str]:
-    """Linker flags for the CUDA runtime. nvcc knows where its toolkit is, also where it is called through a script."""
+    """Return linker flags for the CUDA runtime. nvcc knows its toolkit's path, even when a wrapper script calls it."""
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=True)
     line = re.search(r"^#\$ LIBRARIES=(.*)$", dry.stderr, re.MULTILINE)
-    paths = [word[2:] for word in shlex.split(line[1]) if word.startswith("-L") and not word.endswith("stubs")]
+    words = [] if line is None else shlex.split(line[1])
+    paths = [word[2:] for word in words if word.startswith("-L") and not word.endswith("stubs")]
     return [flag for path in paths for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
 
 
 def _reason(error: Exception) -> str:
-    """The line that tells most of what may be a compiler's whole output."""
+    """Return the most informative line of an error that may hold a compiler's whole output."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if re.search(r"\berror:|not found", line)), lines[0])[:300]

@@ -1,33 +1,45 @@
-"""Whether an op takes its fast path."""
+"""Which ops take their fast path, and on what hardware."""
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 TRITON = importlib.util.find_spec("triton") is not None
 _apart = False
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors, or 2 for a CPU on which Triton's interpreter runs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def has_triton(x: Tensor) -> bool:
-    """Whether Triton's kernels can work on `x`."""
+    """Return whether Triton's kernels can work on `x`."""
     return TRITON and x.is_cuda
 
 
 def may_fuse(x: Tensor) -> bool:
-    """`has_triton`, for an op whose backward makes gradients of parameters along with that of `x`."""
+    """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
     return has_triton(x) and not _apart
 
 
 def is_apart() -> bool:
+    """Return whether `parameters_apart` is in effect."""
     return _apart
 
 
 @contextmanager
 def parameters_apart() -> Iterator[None]:
-    """Here no op of ours makes gradients of parameters: PyTorch's own do. A schedule that cuts backward in two computes
-    those gradients by themselves, which torch 2.11 cannot do of a Python autograd function."""
+    """Leave gradients of parameters to PyTorch's own ops while the context lasts.
+
+    A pipeline schedule that splits backward computes those gradients separately, which torch 2.11 cannot do for an
+    autograd function written in Python.
+    """
     global _apart
     _apart = True
     try:

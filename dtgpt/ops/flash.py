@@ -1,14 +1,14 @@
 """Causal attention in one pass over tiles of the scores, with dropout on the probabilities by global index.
 
-Method: FlashAttention (Dao et al. 2022) with the loops of FlashAttention-2 (Dao 2023): a running maximum and sum of the
-softmax instead of a `[T, T]` tensor; backward forms the probabilities again from the saved logarithm of the sum, in one
-kernel for dk and dv and one for dq. Keep decisions are drawn as bits, one for each probability, into a scratch buffer
-that lives as long as the kernels that read it; backward draws them again. Where documents are kept apart, tiles outside
-of all documents of their queries are left out, so that time falls with the length of documents.
+Method: FlashAttention (Dao et al. 2022, algorithm 1) with the loops of FlashAttention-2 (Dao 2023, algorithms 1 and 2):
+a running maximum and sum of the softmax instead of a `[T, T]` tensor. Backward computes the probabilities again from
+the saved logarithm of the sum, in one kernel for dk and dv and one for dq. Keep decisions of dropout are drawn as bits,
+one for each probability, into a temporary buffer; backward draws them again. With document bounds, tiles outside of all
+documents of their queries are skipped, so that time falls with the length of documents.
 
 Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
-Sharding rule: samples and heads may be cut. A shard of the heads says in `head_start` which head is its first; DTensors
-may be cut by heads only without dropout, because all ranks of a mesh pass the same `head_start`.
+Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
+of its first head as `head_start`.
 """
 
 import math
@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
-from dtgpt.ops.dropout import LEVELS, dropout, keep_mask, threshold
+from dtgpt.ops.dropout import dropout, keep_mask, keep_scale, threshold
 from dtgpt.ops.fast import has_triton
 
 LOG2_E = 1 / math.log(2)
@@ -27,14 +25,16 @@ LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
 def hidden_columns(spans: Tensor) -> Tensor:
-    """Which columns a query may not see, bool `[B, 1, T, T]`: those after it, and those before its document. spans:
-    `[B, T, 2]`, as of `flash_attention`."""
+    """Return bool `[B, 1, T, T]`, True where a query may not attend: to columns after it or before its document.
+
+    spans: `[B, T, 2]`, as of `flash_attention`.
+    """
     columns = torch.arange(spans.shape[1], device=spans.device)
     return ((columns > columns[:, None]) | (columns < spans[:, :, :1]))[:, None]
 
 
 def _scores(qkv: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(scaled scores with -inf in the future `[B, N, T, T]`, q, k, v `[B, N, T, D]`), at least fp32."""
+    """Return (scaled scores `[B, N, T, T]`, -inf where hidden, q, k, v `[B, N, T, D]`), at least fp32."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = (part.transpose(1, 2).to(wide) for part in qkv.unbind(3))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -46,7 +46,7 @@ def _scores(qkv: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def reference(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None) -> Tensor:
-    """The test oracle; arguments as of `flash_attention`."""
+    """Return what `flash_attention` does, in plain torch: the test oracle."""
     scores, _, _, v = _scores(qkv, spans)
     probabilities = scores.softmax(dim=-1)
     if key is not None:
@@ -57,11 +57,11 @@ def reference(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, sp
 def flash_attention(
     qkv: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0, spans: Tensor | None = None
 ) -> Tensor:
-    """qkv `[B, T, N, 3, D]` -> `[B, T, N, D]`: softmax(q k^T / sqrt(D)) v over the columns up to the query's.
+    """Return softmax(q k^T / sqrt(D)) v `[B, T, N, D]` of qkv `[B, T, N, 3, D]`, over the columns up to the query's.
 
     key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the probability of dropout. The mask's index
-    within a sample is (head, query, column); head_start: global index of the first head here. spans: int32 `[B, T, 2]`,
-    the first position and the one behind the last of each query's document, which hides all others; None: one document.
+    within a sample is (head, query, column); head_start: global index of the shard's first head. spans: int32
+    `[B, T, 2]`, bounds [first, end) of each query's document, to which attention is restricted; None: one document.
     Saves qkv, the output and 4 bytes per head and query. Raises ValueError where a shape does not fit.
     """
     if qkv.dim() != 5 or qkv.shape[3] != 3:
@@ -78,7 +78,7 @@ def flash_attention(
 
 
 class Launch(NamedTuple):
-    """How a kernel is cut and compiled."""
+    """Tile sizes and compile options of a kernel."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -89,11 +89,11 @@ class Launch(NamedTuple):
 NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 3)}  # D <= 64
 WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
 SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
-BAND = 32  # heads whose keys and values are to stay in the L2 cache together
+BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
 class _Call:
-    """What the kernels of one operation share."""
+    """The arguments that the kernels of one operation share."""
 
     def __init__(self, qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None):
         from dtgpt.ops import flash_kernels
@@ -103,7 +103,7 @@ class _Call:
         self.batch, self.length, self.heads, _, self.size = qkv.shape
         self.grid = (self.batch * self.heads, math.ceil(self.length / flash_kernels.WORD.value))
         self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
-        self.rescale = 1.0 if key is None else _rescale(p)
+        self.rescale = 1.0 if key is None else keep_scale(p)
         self.start = (head_start, threshold(p))
         self.simd = qkv.is_cuda and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
         self.words = None if key is None else qkv.new_empty(*self.grid, self.length, dtype=torch.int64)
@@ -111,7 +111,7 @@ class _Call:
         self.launches = SINGLE if qkv.dtype == torch.float32 else NARROW if self.size <= 64 else WIDE
 
     def run(self, name: str, *tensors: Tensor, scales: tuple[float, ...] = ()) -> None:
-        """The kernel `name`, over tiles of keys or of queries."""
+        """Launch the kernel `name` over tiles of keys or of queries."""
         how = self.launches[name]
         tiles = math.ceil(self.length / (how.BLOCK_N if name == "keys" else how.BLOCK_M))
         getattr(self.kernels, f"{name}_kernel")[(tiles * self.grid[0],)](
@@ -122,14 +122,10 @@ class _Call:
         )  # fmt: skip
 
 
-def _rescale(p: float) -> float:
-    return LEVELS / (LEVELS - threshold(p))
-
-
 def launch_forward(
     qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What `_forward` returns."""
+    """Launch the kernels of `_forward`."""
     call = _Call(qkv, key, p, head_start, spans)
     out = qkv.new_empty(call.batch, call.length, call.heads, call.size)
     sums = qkv.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
@@ -145,7 +141,7 @@ def launch_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
     spans: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """What `_backward` returns."""
+    """Launch the kernels of `_backward`."""
     call = _Call(qkv, key, p, head_start, spans)
     pairs, gradient = sums.new_empty(*sums.shape, 2), torch.empty_like(qkv)
     call.kernels.prepare_kernel[call.grid](
@@ -159,14 +155,12 @@ def launch_backward(
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")
 def _forward(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`)."""
+    """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`)."""
     sums = _scores(qkv, spans)[0].logsumexp(dim=-1) * LOG2_E
     return reference(qkv, key, p, head_start, spans).contiguous(), sums
 
 
-@_forward.register_kernel("cuda")
-def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
-    return launch_forward(qkv, key, p, head_start, spans)
+_forward.register_kernel("cuda", launch_forward)
 
 
 @_forward.register_fake
@@ -181,34 +175,28 @@ def _backward(
     grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
     spans: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of qkv, packed as qkv is."""
+    """Return the gradient of qkv, packed like qkv."""
     scores, q, k, v = _scores(qkv, spans)
     grad, out = (x.transpose(1, 2).to(scores.dtype) for x in (grad, out))
     probabilities = torch.exp2(scores * LOG2_E - sums[..., None])
     kept = torch.ones_like(scores)
     if key is not None:
         ranges = [range(head_start, head_start + q.shape[1]), range(q.shape[2]), range(q.shape[2])]
-        kept = keep_mask(key, ranges, p).to(scores.dtype) * _rescale(p)
+        kept = keep_mask(key, ranges, p).to(scores.dtype) * keep_scale(p)
     d_probabilities = grad @ v.transpose(-2, -1) * kept
     d_scores = probabilities * (d_probabilities - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     parts = [d_scores @ k, d_scores.transpose(-2, -1) @ q, (probabilities * kept).transpose(-2, -1) @ grad]
     return torch.stack([part.transpose(1, 2) for part in parts], dim=3).to(qkv.dtype)
 
 
-@_backward.register_kernel("cuda")
-def _(grad, qkv, out, sums, key, p, head_start, spans):
-    return launch_backward(grad, qkv, out, sums, key, p, head_start, spans)
-
-
-@_backward.register_fake
-def _(grad, qkv, out, sums, key, p, head_start, spans):
-    return qkv.new_empty(qkv.shape)
+_backward.register_kernel("cuda", launch_backward)
+_backward.register_fake(lambda grad, qkv, *_: qkv.new_empty(qkv.shape))
 
 
 def _save(ctx, inputs, output) -> None:
     qkv, key, ctx.p, ctx.head_start, spans = inputs
     ctx.save_for_backward(qkv, *output, key, spans)
-    ctx.set_materialize_grads(False)  # the sums have none
+    ctx.set_materialize_grads(False)  # the sums have no gradient
 
 
 def _differentiate(ctx, grad: Tensor, _):
@@ -217,25 +205,3 @@ def _differentiate(ctx, grad: Tensor, _):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _cuts(key, spans) -> list[tuple]:
-    """(placement of qkv and its gradient, of the output, of the sums, of the keys and the spans)."""
-    samples = Shard(0)
-    cuts = [(Replicate(),) * 4, (samples,) * 4]
-    if key is None:
-        cuts.append((Shard(2), Shard(2), Shard(1), Replicate()))
-    return [(*cut[:3], *(None if t is None else cut[3] for t in (key, spans))) for cut in cuts]
-
-
-@register_sharding(torch.ops.dtgpt.flash_forward.default)
-def _(qkv, key, p, head_start, spans):
-    return [([data, row], [packed, keys, None, None, ends]) for packed, data, row, keys, ends in _cuts(key, spans)]
-
-
-@register_sharding(torch.ops.dtgpt.flash_backward.default)
-def _(grad, qkv, out, sums, key, p, head_start, spans):
-    return [
-        ([packed], [data, packed, data, row, keys, None, None, ends])
-        for packed, data, row, keys, ends in _cuts(key, spans)
-    ]

@@ -1,15 +1,14 @@
-"""Triton kernels of `dtgpt.ops.flash`. To be imported where Triton is.
+"""Triton kernels of `dtgpt.ops.flash`. Needs Triton.
 
-Scores live in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), one multiply-add and one exponential an
-element. A program owns a tile of queries (forward, dq) or of keys (dk and dv) of one head, walks the tiles on its side
-of the diagonal and compares indices only in those that the diagonal cuts. Where documents are kept apart it leaves out
-the tiles outside of its documents, and compares also in those that the edge of a document cuts. No program adds to
+Scores are in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), one multiply-add and one exponential per
+element. A program computes a tile of queries (forward, dq) or of keys (dk and dv) of one head. It goes over the tiles
+on its side of the diagonal and compares indices only in those on the diagonal. With document bounds (SPANS) it skips
+the tiles outside of its documents, and compares indices also in those on the edge of a document. No program adds to
 another's result, so that gradients are the same in every run.
 
-A tile of queries has BLOCK_M of them, a tile of keys BLOCK_N, which is WORD where DROP; in `keys_kernel` BLOCK_M
-divides BLOCK_N. Of a head, D elements lie in WIDTH, a power of two. BOUND: T is no multiple of the tiles. SPANS: spans,
-int32 `[B, T, 2]`, tell where the document of each position begins and ends. rescale: the inverse of the share that
-dropout keeps.
+A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
+The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T. spans: int32 `[B, T, 2]`,
+bounds [first, end) of the document of each position. rescale: the inverse of the share that dropout keeps.
 """
 
 import triton
@@ -56,7 +55,7 @@ def forward_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
@@ -96,7 +95,7 @@ def forward_kernel(
 def draw_kernel(
     key, stride_sample, stride_word, words, spans, T, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
 ):
-    """Grid (B N, ceil(T / 64))."""
+    """Draw the keep decisions. Grid (B N, ceil(T / 64))."""
     groups, place = tl.num_programs(1), tl.program_id(0)
     draw(key, stride_sample, stride_word, words, spans, T, tl.program_id(1), groups, place, N, start, drop, SIMD, SPANS)
 
@@ -106,9 +105,9 @@ def prepare_kernel(
     key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, N, start, drop, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, less the factor `rescale` that the backward kernels
-    leave out of the products with grad. Grid (B N, ceil(T / 64)). The sums wait for memory and Philox for arithmetic:
-    together they cost little more than the slower."""
+    """Compute sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, without the factor `rescale` that backward
+    kernels omit from products with grad; draw the keep decisions. Grid (B N, ceil(T / 64)). The sums are bound by
+    memory and Philox by arithmetic, so that both together cost little more than the slower one."""
     place, group = tl.program_id(0), tl.program_id(1)
     rows = group * WORD + tl.arange(0, WORD)
     base = (place // N).to(tl.int64) * T * N * D + place % N * D
@@ -129,8 +128,8 @@ def _key_tiles(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
     SPANS: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv from the queries begin ... end, in transposed tiles `[keys, queries]`: these are the left operands of
-    both sums, which the tensor cores take from registers."""
+    """Add the queries begin ... end to dk and dv, in transposed tiles `[keys, queries]`: these are the left operands of
+    both products, which the tensor cores read from registers."""
     for first in range(begin, end, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
         q = load(q_base, rows, stride, T, D, WIDTH, BOUND)
@@ -159,7 +158,7 @@ def keys_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv. Grid (ceil(T / BLOCK_N) B N)."""
+    """Compute dk and dv. Grid (ceil(T / BLOCK_N) B N)."""
     tile, place = program_tile(tl.cdiv(T, BLOCK_N), places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = tile * BLOCK_N
@@ -229,7 +228,7 @@ def queries_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """dq. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute dq. Grid (ceil(T / BLOCK_M) B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N

@@ -1,8 +1,8 @@
 """Keep decisions of attention dropout as bits: how `dtgpt.ops.flash_kernels` draws and reads them. Needs Triton.
 
-They wait in a scratch buffer int64 `[B N, ceil(T / 64), T]`. Word (g, query) says which of the columns 64 g to
-64 g + 63 the query keeps; `kept` tells where. One thread draws a whole word, so that all of Philox that depends on the
-column alone is scalar, and a kernel that reads the words pays a test and a select an element, or less.
+They are stored in a temporary buffer, int64 `[B N, ceil(T / 64), T]`. Word (g, query) holds the decisions of a query
+for the columns 64 g to 64 g + 63, in the order of `kept`. One thread draws a whole word, so that all of Philox that
+depends on the column alone is scalar, and reading a decision costs at most a test and a select.
 """
 
 import triton
@@ -16,8 +16,8 @@ DRAWN = tl.constexpr(128)  # queries whose words a program draws at a time, one 
 
 @triton.jit
 def _decide(word, drop, SIMD: tl.constexpr):
-    """Bits 0 and 16 tell whether the halves of a word are kept; drop: at least 1. SIMD: the chip compares two halves at
-    once, as it does from compute capability 9.0 on."""
+    """Return bits 0 and 16: whether the halves of a word are kept. drop: at least 1. SIMD: the GPU compares two halves
+    with one instruction (compute capability 9.0 and above)."""
     if SIMD:
         ones = tl.full(word.shape, 0x10001, tl.uint32)
         return tl.inline_asm_elementwise(
@@ -35,7 +35,7 @@ def _decide(word, drop, SIMD: tl.constexpr):
 
 @triton.jit
 def _words(k0, k1, rows, group, head, drop, SIMD: tl.constexpr):
-    """int64 `[R]`: the keep decisions of the queries `rows [R]` for the 64 columns of a group."""
+    """Return int64 `[R]`: the keep decisions of the queries `rows [R]` for the 64 columns of a group."""
     packed = tl.zeros(rows.shape, tl.uint64)
     for part in tl.static_range(2):
         bits = tl.zeros(rows.shape, tl.uint32)
@@ -52,7 +52,7 @@ def _words(k0, k1, rows, group, head, drop, SIMD: tl.constexpr):
 
 @triton.jit
 def kept(low, high, lanes):
-    """Whether words keep their columns `lanes`, 0 ... 63, given as the words' halves; shapes broadcast.
+    """Return whether words, given as halves, keep their columns `lanes`, 0 ... 63; shapes broadcast.
 
     In a half, the columns 8 e + 2 i and 8 e + 2 i + 1, which lie in one register of the tensor cores' layout, are at
     bit 8 (e % 2) + 4 (e // 2) + i and 16 above it.
@@ -63,10 +63,10 @@ def kept(low, high, lanes):
 
 @triton.jit
 def zero_dropped(p, low, high, lanes):
-    """p `[M, N]` where the words keep its columns `lanes`, else 0. For products' operands: 16 bits an element are fast.
+    """Return p `[M, N]` where the words keep its columns `lanes`, else 0. Fast for 16-bit operands of products.
 
-    With the order that `kept` tells, one shift, which a thread shares among many elements, moves an element's bit to
-    the sign of a byte, and `prmt` makes the mask of two elements at once by spreading the signs of two bytes.
+    With the bit order of `kept`, one shift, which a thread shares among many elements, moves an element's bit to the
+    sign of a byte, and `prmt` makes the mask of two elements at once by replicating the signs of two bytes.
     """
     if p.dtype.primitive_bitwidth != 16:
         return tl.where(kept(low, high, lanes), p, 0.0)
@@ -95,7 +95,7 @@ def draw(
     key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop,
     SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the words of a group of columns for all queries of a head that see one of them."""
+    """Write the words of a group of columns for all queries of a head that see one of them."""
     end = T
     if SPANS:
         end = tl.load(spans + 2 * (place // N * T + tl.minimum(group * WORD + WORD, T) - 1) + 1)

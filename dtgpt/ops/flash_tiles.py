@@ -1,4 +1,4 @@
-"""Which tiles a program of `dtgpt.ops.flash_kernels` owns and walks, and how it reads and writes them. Needs Triton.
+"""Tiles of `dtgpt.ops.flash_kernels`: which a program computes and reads, and how it loads and stores. Needs Triton.
 
 Names of shapes and options are those of the kernels.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
-    """`[R, WIDTH]`: rows of D elements, zeros beyond D and, where BOUND, in rows from T on."""
+    """Load rows of D elements, `[R, WIDTH]`: zeros beyond D and, where BOUND, in rows from T on."""
     columns = tl.arange(0, WIDTH)
     pointers = base + rows[:, None] * stride + columns[None, :]
     if BOUND or D != WIDTH:
@@ -26,8 +26,8 @@ def store(base, rows, stride, value, T, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, rows, T, BOUND: tl.constexpr):
-    """Two tensors `[R]` out of `[T, 2]`, zeros from T on where BOUND. One load of both, since a load of fewer elements
-    than threads would be made by every thread that needs them."""
+    """Load two tensors `[R]` from `[T, 2]`, zeros from T on where BOUND. Both come in one load, since a load of fewer
+    elements than threads would be repeated by every thread that needs them."""
     pointers = base + 2 * rows[:, None] + tl.arange(0, 2)[None, :]
     if BOUND:
         return tl.split(tl.load(pointers, mask=rows[:, None] < T, other=0))
@@ -36,8 +36,8 @@ def load_pairs(base, rows, T, BOUND: tl.constexpr):
 
 @triton.jit
 def program_tile(tiles, places, BAND: tl.constexpr):
-    """(tile, place in B N) of this program. Bands of heads small enough for the L2 cache come one after the other; in a
-    band the tiles come in order over all its heads, so that the longest go first and the shortest fill the end."""
+    """Return (tile, index of sample and head in B N) for this program. Bands of heads, small enough for the L2 cache,
+    run one after the other; in a band, tiles are ordered over all its heads, so that the longest run first."""
     program = tl.program_id(0)
     band = program // (tiles * BAND)
     size = tl.minimum(places - band * BAND, BAND)
@@ -47,7 +47,7 @@ def program_tile(tiles, places, BAND: tl.constexpr):
 
 @triton.jit
 def seen_columns(spans, begin, middle, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the first tile of columns that a query of this tile sees, the first that all of them see), up to middle."""
+    """Return (first column tile that any query of this tile sees, first that all of them see), at most `middle`."""
     first = tl.load(spans + 2 * begin)
     last = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_M, T) - 1))
     return first // BLOCK_N * BLOCK_N, tl.minimum(tl.cdiv(last, BLOCK_N) * BLOCK_N, middle)

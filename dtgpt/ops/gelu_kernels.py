@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.gelu`. To be imported where Triton is."""
+"""Triton kernels of `dtgpt.ops.gelu`. Needs Triton."""
 
 import math
 
@@ -17,12 +17,12 @@ CUBIC = tl.constexpr(0.044715)
 RATE = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2))
 SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
-# In products with tensors these constants stand on the right: Triton's interpreter of 3.8 takes them only there.
+# In products with tensors these constants are the right operand, as the interpreter of Triton 3.8 needs.
 
 
 @triton.jit
 def share(u):
-    """gelu_tanh(u) / u."""
+    """Return gelu_tanh(u) / u."""
     return 1.0 / (1.0 + tl.exp2(u * RATE * (1.0 + u * CUBIC * u)))
 
 
@@ -30,7 +30,7 @@ def share(u):
 def bias_gelu_forward_kernel(
     x, bias, y, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """x, y `[rows, F]`; bias `[F]`."""
+    """Compute y `[rows, F]` from x `[rows, F]` and bias `[F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
@@ -47,7 +47,7 @@ def bias_gelu_forward_kernel(
 def bias_gelu_backward_kernel(
     dy, x, bias, dx, partials, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """dy, x, dx `[rows, F]`; partials of dbias `[programs along the rows, F]`."""
+    """Compute dx `[rows, F]`, and partials of dbias `[programs along the rows, F]`, from dy and x `[rows, F]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
@@ -67,7 +67,7 @@ def bias_gelu_backward_kernel(
 
 
 def bias_gelu_forward(x: Tensor, bias: Tensor, launch: Launch = FORWARD) -> Tensor:
-    """x `[.., F]`, bias `[F]` -> `[.., F]`."""
+    """Return gelu_tanh(x + bias) `[.., F]` for x `[.., F]` and bias `[F]`."""
     x, columns = x.contiguous(), x.shape[-1]
     rows, y = x.numel() // columns, torch.empty_like(x)
     grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
@@ -76,7 +76,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, launch: Launch = FORWARD) -> Tens
 
 
 def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, launch: Launch = BACKWARD) -> tuple[Tensor, Tensor]:
-    """(dx, dbias)."""
+    """Return (dx, dbias)."""
     dy, x, columns = dy.contiguous(), x.contiguous(), x.shape[-1]
     rows, dx, dbias = x.numel() // columns, torch.empty_like(x), torch.empty_like(bias)
     grid, tile, block, warps = column_grid(rows, columns, x.device, launch)

@@ -1,10 +1,9 @@
-"""Triton kernels of `dtgpt.ops.layer_norm` and `dtgpt.ops.bias`. To be imported where Triton is.
+"""Triton kernels of `dtgpt.ops.layer_norm`, `dtgpt.ops.residual` and `dtgpt.ops.bias`. Needs Triton.
 
-Sums over rows take two stages, so that they are the same in every run: each program walks over many rows with its sums
-in fp32 registers and leaves one partial row; a second, small kernel adds the partial rows.
+Sums over rows take two stages, so that they are the same in every run: each program goes over many rows with its sums
+in fp32 registers and writes one partial row; a second, small kernel adds the partial rows.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,17 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.dropout import LANES, LEVELS, threshold
+from dtgpt.ops.dropout import LANES, keep_scale, threshold
+from dtgpt.ops.fast import multiprocessors
 from dtgpt.ops.triton_random import keep_tile
 
 
 class Launch(NamedTuple):
-    """How a kernel is spread over the device."""
+    """How a kernel is distributed over the device."""
 
-    rows: int  # of a tile where a row has `width` columns per thread; fewer where rows are longer
+    rows: int  # of a tile where a thread has `width` columns of a row; fewer where rows are longer
     width: int  # columns of one row per thread
     occupancy: int  # warps per multiprocessor in all programs together; more than fit make a second wave
-    stages: int  # tiles that a program has on their way from memory
+    stages: int  # of the software pipeline: tiles that a program prefetches
 
 
 NORM_FORWARD = Launch(rows=4, width=8, occupancy=16, stages=2)
@@ -31,25 +31,19 @@ NORM_BACKWARD = Launch(rows=4, width=8, occupancy=12, stages=2)
 COLUMN_SUM = Launch(rows=8, width=8, occupancy=32, stages=1)
 MOST_WARPS = 16  # of a program
 COLUMN_BLOCK = 1024  # columns of a tile in kernels that need not see whole rows
-PREFETCHED = 8192  # elements of the largest tile to read ahead: a larger one has no room for it and spills registers
+PREFETCHED = 8192  # elements of the largest tile to prefetch: a larger one would spill registers
 SUM_TILE = 128, 32  # rows and columns of a tile of the second stage
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 where Triton's interpreter works on the memory of the CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def shape_of_tile(columns: int, launch: Launch) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile that holds rows of so many columns."""
+    """Return (rows, columns, warps) of a tile for rows of `columns`."""
     block = max(triton.next_power_of_2(columns), 2 * LANES)
     warps = min(max(block // (32 * launch.width), 1), MOST_WARPS)
     per_thread = max(block // (32 * warps * launch.width), 1)
     return max(launch.rows // per_thread, 1), block, warps
 
 
-# Sizes that differ between batches and shards: one binary serves them all, since the row's length H is a constant.
+# Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.
 SIZES = ["tiles", "tiles_per_sample", "length", "first_row", "first_block", "key_stride", "drop"]
 
 
@@ -64,8 +58,8 @@ def norm_forward_kernel(
     tiles, tiles_per_sample, length, first_row, first_block, key_stride, drop, scale, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """total = x + dropout(branch + branch_bias) where there is a branch; normed = LayerNorm(total) where there is a
-    weight. A tile is ROWS whole rows of one sample, of `length` rows."""
+    """Compute total = x + dropout(branch + branch_bias) where there is a branch, and normed = LayerNorm(total) where
+    there is a weight. A tile is ROWS whole rows of one sample, which has `length` rows."""
     columns = tl.arange(0, BLOCK)
     inside = columns < H
     if branch_bias is not None:
@@ -108,8 +102,8 @@ def norm_backward_kernel(
     tiles, tiles_per_sample, length, first_row, first_block, key_stride, drop, scale,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `norm_forward_kernel`. What is None is neither read nor made; dweight, dbias and d_branch_bias
-    take a partial row of each program."""
+    """Compute the gradients of `norm_forward_kernel`. Tensors that are None are neither read nor written; dweight,
+    dbias and d_branch_bias take one partial row of each program."""
     columns = tl.arange(0, BLOCK)
     inside = columns < H
     if weight is not None:
@@ -134,7 +128,7 @@ def norm_backward_kernel(
             inverse = tl.load(rstd + first + local, there, 0.0)[:, None]
             xhat = (values - average) * inverse
             weighted = dy * gain
-            # One reduction of pairs waits for the other warps once, two would wait twice.
+            # One reduction of pairs synchronises the warps once, two would do so twice.
             common, along = tl.reduce((weighted, weighted * xhat), 1, add_pairs)
             common, along = common / H, along / H
             gradient += inverse * (weighted - common[:, None] - xhat * along[:, None])
@@ -162,7 +156,7 @@ def norm_backward_kernel(
 def column_sum_kernel(
     x, partials, rows, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """x `[rows, H]`; partials `[programs along the rows, H]`."""
+    """Sum x `[rows, H]` to partials `[programs along the rows, H]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
     local = tl.arange(0, ROWS)
@@ -177,7 +171,7 @@ def column_sum_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def sum_partials_kernel(partials, out0, out1, out2, count, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """partials `[outputs, count, H]`: sums over `count`, each to its own output."""
+    """Sum partials `[outputs, count, H]` over `count`, each to its own output `[H]`."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
     local = tl.arange(0, ROWS)
@@ -196,7 +190,7 @@ def sum_partials_kernel(partials, out0, out1, out2, count, H, ROWS: tl.constexpr
 
 
 def sum_partials(partials: Tensor, *outputs: Tensor) -> None:
-    """partials fp32 `[outputs, count, H]`; outputs: one to three of `[H]`, filled in one launch."""
+    """Sum partials, fp32 `[outputs, count, H]`, into one to three outputs `[H]` in one launch."""
     number, count, columns = partials.shape
     rows, block = SUM_TILE
     outs = [*outputs, None, None][:3]
@@ -204,15 +198,14 @@ def sum_partials(partials: Tensor, *outputs: Tensor) -> None:
 
 
 def dropout_arguments(key: Tensor | None, p: float, start: Sequence[int]) -> tuple[int, int, int, int, float]:
-    """(first_row, first_block, key_stride, drop, scale) of a kernel."""
-    if key is None:
-        return 0, 0, 0, 0, 1.0
-    drop = threshold(p)
-    return start[0], start[1] // LANES, key.stride(0), drop, LEVELS / (LEVELS - drop)
+    """Return (first_row, first_block, key_stride, drop, scale) for a kernel."""
+    return (
+        (0, 0, 0, 0, 1.0) if key is None else (start[0], start[1] // LANES, key.stride(0), threshold(p), keep_scale(p))
+    )
 
 
 def tiling(x: Tensor, key: Tensor | None, rows: int, warps: int, launch: Launch) -> tuple[int, int, int, int]:
-    """(programs, tiles, tiles_per_sample, length): without a key all rows count as one sample."""
+    """Return (programs, tiles, tiles_per_sample, length); without a key all rows count as one sample."""
     samples = x.shape[0] if key is not None else 1
     length = x.numel() // (max(samples, 1) * x.shape[-1])
     tiles = samples * triton.cdiv(length, rows)
@@ -224,7 +217,7 @@ def norm_forward(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, key: Tensor | None, p: float, start: Sequence[int], launch: Launch = NORM_FORWARD,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(total, normed, mean, rstd); no total without a branch, total alone without a weight."""
+    """Return (total, normed, mean, rstd): total is None without a branch, the others without a weight."""
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     total = None if branch is None else torch.empty_like(x)
     normed = mean = rstd = None
@@ -246,17 +239,23 @@ def norm_backward(
     weight: Tensor | None, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int],
     launch: Launch = NORM_BACKWARD,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, d_branch, dweight, dbias, d_branch_bias); d_branch with a key alone, else it is dx; without d_normed dx is
-    d_sum and is not made again."""
+    """Return (dx, d_branch, dweight, dbias, d_branch_bias).
+
+    d_branch is None without a key (it equals dx), dx without d_normed (it equals d_sum), and the gradient of a vector
+    where the vector is None. One of d_normed and d_sum is a tensor.
+    """
     d_normed, d_sum, total = (None if t is None else t.contiguous() for t in (d_normed, d_sum, total))
     like = d_sum if d_normed is None else d_normed
+    assert like is not None
     columns = like.shape[-1]
     rows, block, warps = shape_of_tile(columns, launch)
     programs, *sizes = tiling(like, key, rows, warps, launch)
     stages = launch.stages if rows * block <= PREFETCHED else 1
     dx = None if weight is None else torch.empty_like(like)
     d_branch = None if key is None else torch.empty_like(like)
-    made = [None if vector is None else torch.empty_like(vector) for vector in (weight, weight, branch_bias)]
+    dweight, dbias, d_branch_bias = made = tuple(
+        None if vector is None else torch.empty_like(vector) for vector in (weight, weight, branch_bias)
+    )
     wanted = [vector for vector in made if vector is not None]
     partials = torch.empty(len(wanted), programs, columns, dtype=torch.float32, device=like.device)
     remaining = iter(partials)
@@ -267,11 +266,11 @@ def norm_backward(
     )  # fmt: skip
     if wanted:
         sum_partials(partials, *wanted)
-    return dx, d_branch, *made
+    return dx, d_branch, dweight, dbias, d_branch_bias
 
 
 def column_grid(rows: int, columns: int, device: torch.device, launch: Launch) -> tuple[tuple[int, int], int, int, int]:
-    """((blocks of columns, programs along the rows), rows, columns, warps of a tile) for a kernel over columns."""
+    """Return ((blocks of columns, programs along the rows), rows, columns, warps), the latter three of a tile."""
     tile, block, warps = shape_of_tile(min(columns, COLUMN_BLOCK), launch)
     blocks = triton.cdiv(columns, block)
     programs = multiprocessors(device) * max(launch.occupancy // warps, 1) // blocks
@@ -279,7 +278,7 @@ def column_grid(rows: int, columns: int, device: torch.device, launch: Launch) -
 
 
 def column_sum(x: Tensor, launch: Launch = COLUMN_SUM) -> Tensor:
-    """x `[.., F]` -> `[F]`."""
+    """Sum x `[.., F]` to `[F]`."""
     x, columns = x.contiguous(), x.shape[-1]
     rows = x.numel() // columns
     grid, tile, block, warps = column_grid(rows, columns, x.device, launch)

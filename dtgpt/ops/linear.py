@@ -1,8 +1,8 @@
 """A linear map whose bias gradient is a two-stage column sum.
 
-PyTorch's own kernel for that sum is far from the memory's rate at GPT-2's sizes. The products stay `aten` operations,
-for the compiler and DTensor to see: forward adds the bias in the product's epilogue, backward makes dx = dy w and
-dw = dy^T x. Sharding rule: that of `F.linear` and of `dtgpt.ops.bias`.
+PyTorch's own kernel for that sum is far from the memory's bandwidth at GPT-2's sizes. The matrix products stay `aten`
+operations, visible to the compiler and to DTensor: forward adds the bias in the product's epilogue, backward computes
+dx = dy w and dw = dy^T x. Sharding rule: those of `F.linear` and of `dtgpt.ops.bias`.
 """
 
 import torch
@@ -14,19 +14,19 @@ from dtgpt.ops.fast import may_fuse
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x `[.., in]`, weight `[out, in]`, bias `[out]` or None -> `[.., out]`; all of one dtype."""
+    """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; all of one dtype."""
     if bias is None or not may_fuse(x):
         return F.linear(x, weight, bias)
     return linear_by_column_sum(x, weight, bias)
 
 
 def linear_by_column_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`F.linear`, but for the way in which the bias's gradient is made."""
+    """Return `F.linear`, with a bias gradient by `bias_gradient`."""
     return _BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)
 
 
 class _BiasGradient(torch.autograd.Function):
-    """The identity of `y`, to which the bias has been added where autograd did not see it."""
+    """Return `y`, to which the detached bias has been added already, and differentiate it in the bias."""
 
     @staticmethod
     def forward(y: Tensor, bias: Tensor) -> Tensor:

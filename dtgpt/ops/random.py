@@ -1,19 +1,20 @@
 """Functional randomness: every random number is a pure function of (key, global element index).
 
-There is no generator state. The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random
-Numbers: As Easy as 1, 2, 3", SC'11): it turns a 64-bit key and a 128-bit counter into four words of 32 bits,
-and is the one that CUDA (cuRAND) and Triton carry, so that a fused kernel can draw the same words.
+There is no generator state. The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As
+Easy as 1, 2, 3", SC'11): it turns a 64-bit key and a 128-bit counter into four words of 32 bits. CUDA (cuRAND) and
+Triton have the same generator, so a fused kernel can draw the same words.
 
 * A *key* is an int64 tensor `[..., 2]`, each entry a word of 32 bits; leading dimensions are a batch of keys.
-* A *part* names elements of a global tensor: one `range` per dimension (an int `n` means `range(n)`).
-* The element (a, b, c, d) draws lane `d % lanes` of the evaluation with counter (d // lanes, c, b, a). The
-  counter is the index itself, so the shape of the global tensor never matters, and a shard that asks for its
-  part gets exactly its part of the whole: `bits(key, part) == bits(key, whole)[part]`.
+* A *part* selects elements of a global tensor: one `range` per dimension (an int `n` means `range(n)`).
+* The element (a, b, c, d) takes lane `d % lanes` of the evaluation with counter (d // lanes, c, b, a). The counter is
+  the index itself, so values do not depend on the shape of the global tensor, and a shard that asks for its part gets
+  exactly its part of the whole: `bits(key, part) == bits(key, whole)[part]`.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +32,18 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 FOLD = MASK
 
 
-def _multiply(word: Tensor | int, multiplier: int) -> tuple[Tensor | int, Tensor | int]:
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low word of a product."""
     product = word * multiplier
     return ((product >> 32) + word) & MASK, product & MASK
 
 
-def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of two key words and four counter words, int64 tensors (a counter word may be an int) that
-    broadcast to the shape of the four results."""
+def philox(key: Sequence[Tensor], counter: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Evaluate Philox4x32-10.
+
+    key: two words, counter: four words, each an int64 tensor (or an int, in a counter); their shapes broadcast to that
+    of the four words returned.
+    """
     k0, k1 = key
     # The `& MASK` also hides an arange from Inductor's index algebra, which would multiply it in 32 bits.
     c0, c1, c2, c3 = (c & MASK for c in counter)
@@ -50,14 +55,14 @@ def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor | int]) -> tuple
 
 
 def root_key(seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """The key `[2]` of a run's seed (64 bits)."""
+    """Return the key `[2]` of a run's seed (64 bits)."""
     return torch.tensor([seed & MASK, (seed >> 32) & MASK], dtype=torch.int64, device=device)
 
 
 def fold(key: Tensor, *data: int | str | Tensor) -> Tensor:
     """Derive a new key from `key [..., 2]` and each of `data` in turn; shapes broadcast, the last dimension stays 2.
 
-    An int or an int64 tensor counts with its 64 bits, a string with a 64-bit BLAKE2b digest.
+    An int or an int64 tensor enters as its 64 bits, a string as its 64-bit BLAKE2b digest.
     """
     for item in data:
         if isinstance(item, str):
@@ -76,22 +81,27 @@ def _indices(r: range, device: torch.device) -> Tensor:
 
 
 def block_words(key: Tensor, leading: Sequence[range], blocks: range) -> tuple[Tensor, ...]:
-    """Four words for every (leading index, block of the last dimension), int64 `[*key batch, *leading, blocks]`."""
+    """Return four words for every (leading index, block of the last dimension): int64 `[*key batch, *leading, blocks]`.
+
+    Raises ValueError for more than four dimensions.
+    """
     if len(leading) > 3:
-        raise ValueError(f"a part of {len(leading) + 1} dimensions was asked for; a counter holds at most 4")
+        raise ValueError(f"the part has {len(leading) + 1} dimensions, but a counter holds at most 4")
     dims = len(leading) + 1
     counter: list[Tensor | int] = [_indices(blocks, key.device)]
     for axis, r in enumerate(reversed(leading), start=2):
         counter.append(_indices(r, key.device).reshape(-1, *[1] * (axis - 1)))
     counter += [0] * (WORDS - len(counter))
-    k0, k1 = (k.reshape(*k.shape, *[1] * dims) for k in key.unbind(-1))
-    words = philox((k0, k1), counter)
+    words = philox([k.reshape(*k.shape, *[1] * dims) for k in key.unbind(-1)], counter)
     shape = (*key.shape[:-1], *map(len, leading), len(blocks))
     return tuple(w.expand(shape) for w in words)
 
 
 def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:
-    """The blocks of `lanes` elements that cover `r`, and the slice that cuts `r` out of them."""
+    """Return the blocks of `lanes` elements that cover `r`, and the slice that selects `r` from them.
+
+    Raises ValueError for a negative step.
+    """
     if len(r) == 0:
         return range(0), slice(0, 0)
     if r.step < 1:
@@ -102,7 +112,7 @@ def covering_blocks(r: range, lanes: int) -> tuple[range, slice]:
 
 
 def bits(key: Tensor, part: Part) -> Tensor:
-    """32 random bits for every element of `part`: int64 `[*key batch, *part]` with values in [0, 2^32).
+    """Return 32 random bits for every element of `part`: int64 `[*key batch, *part]` with values in [0, 2^32).
 
     All four words of an evaluation are used, one for each of four neighbours of the last dimension.
     """
@@ -112,17 +122,17 @@ def bits(key: Tensor, part: Part) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """A word as float64 in the open interval (0, 1): the centre of one of 2^32 equal cells."""
+    """Map a word to float64 in the open interval (0, 1): the centre of one of 2^32 equal cells."""
     return (word.double() + 0.5) * 2.0**-32
 
 
 def uniform(key: Tensor, part: Part) -> Tensor:
-    """Uniform float64 in the open interval (0, 1) for every element of `part`."""
+    """Return a uniform float64 in the open interval (0, 1) for every element of `part`."""
     return _unit(bits(key, part))
 
 
 def normal(key: Tensor, part: Part) -> Tensor:
-    """Standard normal float64 for every element of `part` (Box and Muller 1958: two words make two normals).
+    """Return a standard normal float64 for every element of `part` (Box and Muller 1958: two words make two normals).
 
     Computed in float64, so that the float32 value that a weight takes is the same on every kind of device.
     """
@@ -137,7 +147,7 @@ def normal(key: Tensor, part: Part) -> Tensor:
 
 
 def row_chunks(part: Part, elements: int = 1 << 20) -> Iterator[tuple[slice, list[range]]]:
-    """Cut `part` along its first dimension into pieces of about `elements`: (where in the result, the piece)."""
+    """Split `part` along its first dimension into pieces of about `elements`; yield (rows of the result, piece)."""
     first, *rest = _ranges(part)
     rows = max(1, elements // max(1, math.prod(map(len, rest))))
     for begin in range(0, len(first), rows):

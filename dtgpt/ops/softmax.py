@@ -6,14 +6,14 @@ global index. A query that may attend to nothing has probabilities and gradients
 Reference: `reference`. Fast path: CUDA C++ (`softmax.cu`), built on first use, for rows of up to 16384 columns. Where
 it cannot be built, and for other scores, torch.compile makes kernels of `plain_forward` and `plain_backward`.
 
-Bytes: what causality hides is never read, but is written as zeros, since the matrix product that follows reads whole
-rows. Without dropout backward needs the probabilities, which that product saves anyway. With dropout the product saves
-the dropped probabilities, which do not tell what was dropped; then the operation keeps the scores and 4 bytes per row,
-and backward computes the probabilities again. To write the undropped probabilities as well would take the same memory,
-and move 2/3 more bytes in a causal forward.
+Bytes: scores hidden by the causal mask are never read, but zeros are written, since the matrix product that follows
+reads whole rows. Without dropout, backward needs the probabilities, which that product saves anyway. With dropout, the
+product saves the dropped probabilities, from which the others cannot be recovered; so the operation saves the scores
+and 4 bytes per row, and backward computes the probabilities again. Writing the undropped probabilities as well would
+take the same memory and move 2/3 more bytes in a causal forward.
 
-Sharding rule: samples and heads may be cut, rows not. A shard of the heads says in `start` which head is its first.
-DTensors may be cut by heads only without dropout, because all ranks of a mesh pass the same `start`.
+Sharding rule: samples and heads may be sharded, rows may not; each shard is a plain tensor. A shard of the heads passes
+the global index of its first head in `start`.
 """
 
 import functools
@@ -22,10 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
-from dtgpt.ops.dropout import LEVELS, dropout, keep_mask, threshold
+from dtgpt.ops.dropout import dropout, keep_mask, keep_scale
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.softmax_kernels import BACKWARD, FORWARD, Launch, launch, serves
 
@@ -41,7 +39,7 @@ def reference(
     p: float = 0.0,
     start: Sequence[int] = (0, 0, 0),
 ) -> Tensor:
-    """The test oracle; arguments as of `scaled_masked_softmax`. Scores in fp64 are worked on in fp64."""
+    """Return what `scaled_masked_softmax` does, in plain torch: the test oracle. Scores in fp64 stay in fp64."""
     values = _masked(scores, scale, mask)
     largest = values.detach().amax(dim=-1, keepdim=True)
     exponentials = torch.exp(values - largest.masked_fill(largest == -math.inf, 0))
@@ -53,7 +51,7 @@ def reference(
 
 
 def _hidden(scores: Tensor, mask: str | Tensor | None) -> Tensor | None:
-    """Bool, broadcastable to the scores: what may not be attended."""
+    """Return bool, broadcastable to the scores, True where a query may not attend."""
     if not isinstance(mask, str):
         return mask
     queries, columns = scores.shape[-2:]
@@ -75,11 +73,11 @@ def scaled_masked_softmax(
     p: float = 0.0,
     start: Sequence[int] = (0, 0, 0),
 ) -> Tensor:
-    """Probabilities after dropout, in the dtype of the scores `[B, N, Q, K]`; differentiable in the scores.
+    """Return probabilities after dropout, in the dtype of the scores `[B, N, Q, K]`; differentiable in the scores.
 
     mask: None; "causal": query i attends to the columns j <= i + K - Q; or a bool tensor `[B, 1, 1 or Q, K]`, True
     where a query may not attend. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the probability
-    of dropout. start: global index (head, query, column) of the first element here within a sample.
+    of dropout. start: global index (head, query, column) of the shard's first element within a sample.
     Raises ValueError where a shape does not fit.
     """
     _check(scores, mask, key, start)
@@ -118,13 +116,13 @@ def empty_log_sums(scores: Tensor, key: Tensor | None) -> Tensor:
 def plain_forward(
     scores: Tensor, mask: Tensor | None, key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities, and under dropout fp32 `[B, N, Q]`: the binary logarithm of the sum of exponentials, inf where
-    nothing may be attended (so that probabilities from it are 0)."""
-    mask = "causal" if causal else mask
-    result = reference(scores, scale, mask, key=key, p=p, start=start)
+    """Return probabilities, and under dropout (a key) fp32 `[B, N, Q]`: the binary logarithm of the sum of
+    exponentials, inf where nothing may be attended, so that probabilities from it are 0."""
+    hidden = "causal" if causal else mask
+    result = reference(scores, scale, hidden, key=key, p=p, start=start)
     if key is None:
         return result, empty_log_sums(scores, key)
-    log_sums = torch.logsumexp(_masked(scores, scale, mask), dim=-1).float() * LOG2_E
+    log_sums = torch.logsumexp(_masked(scores, scale, hidden), dim=-1).float() * LOG2_E
     return result, log_sums.masked_fill(log_sums == -math.inf, math.inf)
 
 
@@ -132,13 +130,13 @@ def plain_backward(
     grad: Tensor, saved: Tensor, log_sums: Tensor, mask: Tensor | None, key: Tensor | None,
     scale: float, causal: bool, p: float, start: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """d loss / d scores. `saved`: the probabilities or, under dropout, the scores."""
+    """Return the gradient of the scores. saved: the probabilities or, under dropout, the scores."""
     hidden = _hidden(saved, "causal" if causal else mask)
     probabilities, grad = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (saved, grad))
     if key is not None:
         probabilities = torch.exp2(probabilities * (scale * LOG2_E) - log_sums[..., None])
         ranges = [range(begin, begin + size) for begin, size in zip(start, saved.shape[1:], strict=True)]
-        grad = torch.where(keep_mask(key, ranges, p), grad * (LEVELS / (LEVELS - threshold(p))), 0)
+        grad = torch.where(keep_mask(key, ranges, p), grad * keep_scale(p), 0)
     if hidden is not None:
         probabilities, grad = probabilities.masked_fill(hidden, 0), grad.masked_fill(hidden, 0)
     total = (probabilities * grad).sum(dim=-1, keepdim=True)
@@ -151,7 +149,7 @@ def cuda_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not serves(scores, scale, start):
         return _compiled(plain_forward, has_triton(scores))(scores, mask, key, scale, causal, p, start)
-    scores, mask, key = _contiguous(scores, mask, key)
+    scores, (mask, key) = scores.contiguous(), _contiguous(mask, key)
     result, log_sums = torch.empty_like(scores), empty_log_sums(scores, key)
     launch(how, scores, None, result, log_sums, mask, key, scale, causal, p, start)
     return result, log_sums
@@ -163,10 +161,14 @@ def cuda_backward(
 ) -> Tensor:  # fmt: skip
     if not serves(saved, scale, start):
         return _compiled(plain_backward, has_triton(saved))(grad, saved, log_sums, mask, key, scale, causal, p, start)
-    grad, saved, mask, key = _contiguous(grad, saved, mask, key)
+    grad, saved, (mask, key) = grad.contiguous(), saved.contiguous(), _contiguous(mask, key)
     result = torch.empty_like(saved)
     launch(how, saved, grad, result, log_sums, mask, key, scale, causal, p, start)
     return result
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -175,45 +177,24 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 @functools.cache
 def _compiled(function: Callable, compile: bool) -> Callable:
-    # Inside an operation tensors still say that they require gradients: without no_grad a backward would be compiled.
+    # Inside a custom op tensors still have requires_grad set: without no_grad a backward would be compiled, too.
     return torch.no_grad()(torch.compile(function) if compile else function)
 
 
-@torch.library.custom_op("dtgpt::softmax_forward", mutates_args=())
-def softmax_forward(
-    scores: Tensor, mask: Tensor | None, key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """`plain_forward` on any device, the kernel on CUDA. A key means dropout."""
-    return plain_forward(scores, mask, key, scale, causal, p, start)
-
-
-@torch.library.custom_op("dtgpt::softmax_backward", mutates_args=())
-def softmax_backward(
-    grad: Tensor, saved: Tensor, log_sums: Tensor, mask: Tensor | None, key: Tensor | None,
-    scale: float, causal: bool, p: float, start: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """`plain_backward` on any device, the kernel on CUDA."""
-    return plain_backward(grad, saved, log_sums, mask, key, scale, causal, p, start)
-
-
+softmax_forward = torch.library.custom_op("dtgpt::softmax_forward", plain_forward, mutates_args=())
+softmax_backward = torch.library.custom_op("dtgpt::softmax_backward", plain_backward, mutates_args=())
 softmax_forward.register_kernel("cuda", cuda_forward)
 softmax_backward.register_kernel("cuda", cuda_backward)
 
 
-@softmax_forward.register_fake
-def _(scores, mask, key, scale, causal, p, start):
-    return torch.empty_like(scores, memory_format=torch.contiguous_format), empty_log_sums(scores, key)
-
-
-@softmax_backward.register_fake
-def _(grad, saved, log_sums, mask, key, scale, causal, p, start):
-    return torch.empty_like(saved, memory_format=torch.contiguous_format)
+softmax_forward.register_fake(lambda scores, mask, key, *_: (_like(scores), empty_log_sums(scores, key)))
+softmax_backward.register_fake(lambda grad, saved, *_: _like(saved))
 
 
 def _save(ctx, inputs, output) -> None:
     scores, mask, key, *ctx.settings = inputs
     probabilities, log_sums = output
-    if key is None:  # what the mask hides shows in the probabilities
+    if key is None:  # backward needs no mask, since hidden probabilities are 0
         ctx.save_for_backward(probabilities, log_sums, None, None)
     else:
         ctx.save_for_backward(scores, log_sums, mask, key)
@@ -224,31 +205,3 @@ def _differentiate(ctx, grad: Tensor, _):
 
 
 softmax_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _cuts(key) -> list[tuple]:
-    """(placement of the scores, of what has samples but no heads, of the row statistics, which exist under dropout)."""
-    rows = [(Replicate(), Replicate()), (Shard(0), Shard(0))]
-    if key is None:
-        rows.append((Shard(1), Replicate()))
-    return [(scores, samples, Replicate() if key is None else scores) for scores, samples in rows]
-
-
-def _if(tensor, placement: Shard | Replicate) -> Shard | Replicate | None:
-    return None if tensor is None else placement
-
-
-@register_sharding(torch.ops.dtgpt.softmax_forward.default)
-def _(scores, mask, key, scale, causal, p, start):
-    return [
-        ([rows, sums], [rows, _if(mask, samples), _if(key, samples), None, None, None, None])
-        for rows, samples, sums in _cuts(key)
-    ]
-
-
-@register_sharding(torch.ops.dtgpt.softmax_backward.default)
-def _(grad, saved, log_sums, mask, key, scale, causal, p, start):
-    return [
-        ([rows], [rows, rows, sums, _if(mask, samples), _if(key, samples), None, None, None, None])
-        for rows, samples, sums in _cuts(key)
-    ]

@@ -1,4 +1,4 @@
-"""The masks of `dtgpt.ops.dropout`, drawn inside a Triton kernel. To be imported where Triton is.
+"""The masks of `dtgpt.ops.dropout`, drawn inside a Triton kernel. Needs Triton.
 
 A tile of decisions costs one evaluation of Philox4x32-10 for every eight neighbours of the last dimension, in
 registers: no mask is read or written.
@@ -15,7 +15,7 @@ WEYL_B = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def philox(k0, k1, c0, c1, c2, c3):
-    """Philox4x32-10, all uint32. Each product is formed once with its 64 bits, and only in the shape of its factor."""
+    """Evaluate Philox4x32-10 on uint32 words. Each product is computed once, in 64 bits and in its factor's shape."""
     for _ in tl.static_range(10):
         a = c0.to(tl.uint64) * PHILOX_A
         b = c2.to(tl.uint64) * PHILOX_B
@@ -30,10 +30,10 @@ def philox(k0, k1, c0, c1, c2, c3):
 
 @triton.jit
 def keep_tile(k0, k1, rows, blocks, c2, c3, drop):
-    """Keep decisions bool `[R, 8 C]` of the rows `[R]` and the blocks of eight columns `[C]`, int32 global indices.
+    """Return keep decisions bool `[R, 8 C]` for rows `[R]` and blocks of eight columns `[C]`, int32 global indices.
 
     k0, k1: the two words of a key, as loaded from an int64 tensor. c2, c3: the index of the dimensions before the
-    row's, or 0. drop: `threshold(p)`. Element (row, 8 b + lane) is that of `keep_mask(key, (..., row, column), p)`.
+    row's, or 0. drop: `threshold(p)`. Element (row, 8 b + lane) equals that of `keep_mask(key, (..., row, column), p)`.
     """
     zero = tl.full((), 0, tl.uint32)
     w0, w1, w2, w3 = philox(

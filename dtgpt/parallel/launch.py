@@ -108,7 +108,7 @@ def code_digests() -> dict[str, str]:
 
 
 @contextmanager
-def lost_peers_as_sentences(timeout: float, remedy: Callable[[], str]) -> Iterator[None]:
+def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iterator[None]:
     """What gloo, the store of the rendezvous and NCCL raise on the ranks that are left when another one has died, or
     when it did not answer within `timeout` seconds, becomes a UserError with this remedy. NCCL's watchdog ends most
     such ranks by itself."""

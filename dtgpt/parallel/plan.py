@@ -53,10 +53,11 @@ class Plan:
                 f"table={shown(self.table)} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
             )
         for pattern, style in self.table.items():
-            if getattr(style, "use_local_output", True) is False:
+            parts = style, *(getattr(style, f"prepare_module_{end}", None) for end in ("input", "output"))
+            if any(getattr(part, "use_local_output", True) is False for part in parts):
                 raise UserError(
-                    f"table gives {pattern!r} a style with use_local_output=False, but the modules behind it take "
-                    "local tensors; leave use_local_output out"
+                    f"table gives {pattern!r} a style that makes DTensors of activations, but modules take local "
+                    "tensors; set use_local_output=True (and use_local_input=True) in that style"
                 )
 
     @property

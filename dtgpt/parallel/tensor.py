@@ -58,7 +58,7 @@ class DeferredBiasRowwise(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
         wanted, whole = self.output_layouts, (Replicate(),)
-        if wanted == whole and self.use_local_output:
+        if wanted == whole:
             self.output_layouts = (Partial(),)
             super()._apply(module, device_mesh)
             self.output_layouts = wanted
@@ -70,8 +70,7 @@ class DeferredBiasRowwise(RowwiseParallel):
 
     @classmethod
     def like(cls, style: RowwiseParallel) -> "DeferredBiasRowwise":
-        layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
-        return cls(**layouts, use_local_output=style.use_local_output)
+        return cls(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
 
 
 def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -227,21 +226,23 @@ def _check_covers(table: Table, model: Decoder) -> None:
 
 
 def _check_own(table: Table, model: Decoder) -> None:
-    names, roles = [name for name, _ in model.named_modules()], model.config.roles
-    fixed = {name: reason for name in names if (reason := FIXED.get(role_of(name, roles)))}
+    roles = model.config.roles
+    known = {name: role for name, _ in model.named_modules() if (role := role_of(name, roles))}
     for pattern, style in table.items():
         if style is not None and not isinstance(style, ParallelStyle):
             raise UserError(
                 f"the plan's table gives {pattern!r} {style!r}, which is not a style; give one such as "
                 "ColwiseParallel(), or None"
             )
-        matched = [name for name in names if matches(name, pattern)]
+        matched = [name for name in known if matches(name, pattern)]
         if not matched:
-            known = [pattern for pattern, role in roles.items() if role not in FIXED]
-            raise UserError(f"the plan's table names {pattern!r}, but no module; use one of {', '.join(known)}")
+            free = ", ".join(pattern for pattern, role in roles.items() if role not in FIXED)
+            raise UserError(
+                f"the plan's table names {pattern!r}, which is not a matrix of the model; use one of {free}"
+            )
         for name in matched:
-            if name in fixed:
-                raise UserError(f"the plan's table replaces {name!r}, but {fixed[name]}; leave this entry out")
+            if reason := FIXED.get(known[name]):
+                raise UserError(f"the plan's table replaces {name!r}, but {reason}; leave this entry out")
 
 
 def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:

@@ -25,7 +25,6 @@ HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps betwee
 def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
     """Return the report. `world`: number of processes, by default the fewest that the plan needs; `gpu`: a name of
     DEVICE_MEMORY or a size in GiB, by default the CUDA device of this machine, else H200."""
-    recipe.validate()
     plan = recipe.plan_for(world or recipe.named_plan().world, started=world is None)
     kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     settings = recipe.settings(plan, kind, here=False)

@@ -36,7 +36,7 @@ class BrokenLines:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if self._partial is None:
+        if self._partial is None or self._listed is None:
             return
         try:
             self._file.close()

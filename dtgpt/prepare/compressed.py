@@ -6,7 +6,8 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 from dtgpt.errors import UserError
 
@@ -37,8 +38,8 @@ REFUSED = (
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
-def decompressed(raw: BinaryIO, name: str) -> Iterator[bytes]:
-    """The content of `raw` (buffered, at its beginning), in pieces of PIECE bytes at most; `name` is for messages.
+def decompressed(raw: BufferedReader, name: str) -> Iterator[bytes]:
+    """Yield the content of `raw`, which is at its beginning, in pieces of PIECE bytes at most; `name` is for messages.
 
     Raises UserError where the file is cut off, damaged, in a format that is not read, or cannot be read, or where
     zstandard is missing.
@@ -81,37 +82,42 @@ def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
         raise UserError(f"{name} is compressed twice; unpack it once")
 
 
-def _content(raw: BinaryIO, head: bytes, name: str) -> Iterator[bytes]:
+def _content(raw: BufferedReader, head: bytes, name: str) -> Iterator[bytes]:
     if re.match(ZSTD, head):
-        return _zstd_frames(raw, zstandard(name))
+        package = zstandard(name)
+        return _frames(raw, package.ZstdDecompressor().decompressobj, None, package.ZstdError)
     if re.match(XZ, head):
-        return _streams(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW))
+        return _frames(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW), PIECE)
     if re.match(BZIP2, head):
-        return _streams(raw, bz2.BZ2Decompressor)
+        return _frames(raw, bz2.BZ2Decompressor, PIECE)
     file = gzip.GzipFile(fileobj=raw) if re.match(GZIP, head) else raw
     return iter(lambda: file.read(PIECE), b"")
 
 
-def _streams(raw: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
-    """One stream of xz or bzip2 after another. Python's own readers take the first that is damaged for the end."""
-    stream = None
-    while data := raw.read(PIECE):
-        while data:
-            if stream is None:
-                data = data.lstrip(b"\0")  # the padding that may follow a stream
-                stream = new() if data else None
-                continue
-            yield stream.decompress(data, PIECE)
-            while not (stream.eof or stream.needs_input):
-                yield stream.decompress(b"", PIECE)
-            data = stream.unused_data if stream.eof else b""
-            stream = None if stream.eof else stream
-    if stream is not None:
-        raise EOFError("the last stream has no end")
+def _frames(
+    raw: BufferedReader, new: Callable[[], Any], limit: int | None, *errors: type[Exception]
+) -> Iterator[bytes]:
+    """Decompress one frame after another. The readers of lzma and bz2 take the first damaged frame for the end of the
+    file, and that of zstandard takes a file that is cut off for a whole one. `limit`: the most bytes to be made at
+    once; None, where the decompressor knows no limit: little input keeps its output small."""
+    frame, arguments = None, () if limit is None else (limit,)
+    while data := raw.read(min(PIECE, ZSTD_INPUT if limit is None else PIECE)):
+        while data := data if frame else data.lstrip(b"\0"):  # padding may follow a frame of xz
+            frame = frame or new()
+            try:
+                yield frame.decompress(data, *arguments)
+                while limit and not (frame.eof or frame.needs_input):
+                    yield frame.decompress(b"", limit)
+            except errors as error:
+                raise EOFError(error) from None
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the last frame has no end")
 
 
 def zstandard(name: str) -> Any:
-    """The package for .zst. Raises UserError where it is not installed."""
+    """Return the package for .zst. Raises UserError where it is not installed."""
     try:
         import zstandard
     except ImportError:
@@ -119,20 +125,3 @@ def zstandard(name: str) -> Any:
             f"{name} is compressed with zstd, for which the package zstandard is missing; run pip install 'dtgpt[data]'"
         ) from None
     return zstandard
-
-
-def _zstd_frames(raw: BinaryIO, package: Any) -> Iterator[bytes]:
-    """One frame after another. The package's own stream reader takes a file that is cut off for a whole one; without
-    it, only little input keeps the output small."""
-    context, frame = package.ZstdDecompressor(), None
-    while data := raw.read(min(PIECE, ZSTD_INPUT)):
-        while data:
-            frame = frame or context.decompressobj()
-            try:
-                yield frame.decompress(data)
-            except package.ZstdError as error:
-                raise EOFError(error) from None
-            data = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the last frame has no end")

@@ -4,10 +4,13 @@ import csv
 import io
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dtgpt.data.text import paired
 from dtgpt.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from _csv import Reader as _Reader
 
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
@@ -49,7 +52,8 @@ class Unreadable(Exception):
 def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
     """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in the
     text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
-    first, held, size = 1, [], 0
+    held: list[bytes] = []
+    first, size = 1, 0
     for piece in pieces:
         if first == 1 and not held:
             piece = piece.removeprefix(BYTE_ORDER_MARK)
@@ -125,7 +129,7 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
     try:
         return {keys[0]: [data.decode()]}
     except UnicodeDecodeError as error:
-        line = count_lines(data[: error.start]) + 1
+        line = count_lines(bytes(data[: error.start])) + 1
         return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
 
 
@@ -157,19 +161,19 @@ def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]
         csv.field_size_limit(limit)
 
 
-def _records(source: Source, reader: Iterator[list[str]], columns: dict[str, int]) -> Iterator[Document | Broken]:
+def _records(source: Source, reader: "_Reader", columns: dict[str, int]) -> Iterator[Document | Broken]:
     while True:
         number = reader.line_num + 1
         try:
-            row = next(reader, None)
-            if row is None:
-                return
+            row = next(reader)
             if not row:
                 continue
             document = {key: [row[column]] for key, column in columns.items()}
             for (text,) in document.values():
                 text.isascii() or text.encode()
             yield document
+        except StopIteration:
+            return
         except csv.Error as error:
             last = reader.line_num
             until = f"; a quote may be missing: the record goes on to line {last}" if last > number else ""

@@ -63,7 +63,10 @@ class Encoder:
         documents: list[Document] = []
         broken: list[Broken] = []
         for found in block.documents(self.keys):
-            (broken if isinstance(found, Broken) else documents).append(found)
+            if isinstance(found, Broken):
+                broken.append(found)
+            else:
+                documents.append(found)
         encoded = Encoded(position=block.position, keys={}, broken=broken, documents=len(documents))
         sizes = np.zeros(len(documents), np.int64)
         for key in self.keys:
@@ -73,7 +76,9 @@ class Encoder:
 
     def _encode(self, encoded: Encoded, documents: list[list[str]], sizes: np.ndarray) -> EncodedKey:
         """Adds to the counts of `encoded`, and to `sizes [D]` the tokens of each document."""
-        parts, lengths, counts = [], [], []
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        counts: list[int] = []
         end, begin = (None if i is None else np.array([i], np.uint32) for i in (self.end, self.begin))
         for number, pieces in enumerate(documents):
             before = len(lengths)

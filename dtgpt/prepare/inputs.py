@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, cast
 
 from dtgpt.errors import UserError
 from dtgpt.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
@@ -32,6 +32,9 @@ from dtgpt.prepare.documents import (
     whole_lines,
     whole_text,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
 POLL = 0.5  # seconds
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "txt"}
@@ -97,9 +100,10 @@ def check_keys(sources: list[Source], keys: tuple[str, ...]) -> None:
 
 
 def total_bytes(sources: list[Source]) -> int | None:
-    """Bytes of all inputs on disk; None where one of them is a pipe."""
-    sizes = [os.stat(s.path) if os.path.exists(s.path) else None for s in sources]
-    return None if any(s is None or not stat.S_ISREG(s.st_mode) for s in sizes) else sum(s.st_size for s in sizes)
+    """Return the bytes of all inputs on disk; None where one of them is a pipe."""
+    if not all(os.path.isfile(source.path) for source in sources):
+        return None
+    return sum(os.path.getsize(source.path) for source in sources)
 
 
 def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
@@ -179,19 +183,21 @@ class _Pipe(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
         while not select.select([self._descriptor], [], [], POLL)[0]:
             pass
-        data = os.read(self._descriptor, len(buffer))
-        buffer[: len(data)] = data
+        data = os.read(self._descriptor, len(view))
+        view[: len(data)] = data
         return len(data)
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[BinaryIO]:
+def _opened(source: Source) -> Iterator[io.BufferedReader]:
     with ExitStack() as stack:
         try:
-            file = sys.stdin.buffer if source.path == STDIN else stack.enter_context(open(source.path, "rb"))
+            stdin = cast(io.BufferedReader, sys.stdin.buffer)
+            file = stdin if source.path == STDIN else stack.enter_context(open(source.path, "rb"))
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         except io.UnsupportedOperation:  # a standard input that a program put in its place
             regular = True
@@ -200,5 +206,5 @@ def _opened(source: Source) -> Iterator[BinaryIO]:
         yield file if regular else io.BufferedReader(_Pipe(file.fileno()))
 
 
-def _position(raw: BinaryIO) -> int:
+def _position(raw: io.BufferedReader) -> int:
     return raw.tell() if raw.seekable() else 0

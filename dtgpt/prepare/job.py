@@ -25,7 +25,7 @@ from dtgpt.prepare.encode import Counts, Encoded, EncodedKey, Encoder
 from dtgpt.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.prepare.pool import ordered_map
 from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import check_target, claimed, claimed_list
+from dtgpt.prepare.target import check_target, lock_list, lock_prefix
 from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ def prepare(config: PrepareConfig) -> Summary:
     if config.merge:
         raise UserError("prepare takes inputs; datasets are joined by join_datasets")
     started = time.monotonic()
-    overwrite = config.overwrite == "on"
+    overwrite = config.overwrite
     sources = find_sources(list(config.input), config.input_format, config.txt)
     check_keys(sources, config.json_keys)
     listed = None if config.broken is None else Path(config.broken)
@@ -84,17 +84,17 @@ def prepare(config: PrepareConfig) -> Summary:
     summary = Summary(files=list(prefixes.values()))
     with ExitStack() as stack:
         for prefix in prefixes.values():
-            stack.enter_context(claimed(prefix))
+            stack.enter_context(lock_prefix(prefix))
         for prefix in prefixes.values():  # when all that a killed process left is mended
             check_target(prefix, overwrite)
         if listed is not None:
-            stack.enter_context(claimed_list(listed, overwrite))
+            stack.enter_context(lock_list(listed, overwrite))
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
         told = encoder.dtype, encoder.vocabulary.dumps()
         writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
-        with BrokenLines(listed, config.strict == "on", progress) as broken:
+        with BrokenLines(listed, config.strict, progress) as broken:
             for block in encoded(read_blocks(sources, config.json_keys)):
                 broken.add(block.broken)
                 for key, writer in writers.items():
@@ -116,8 +116,8 @@ def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     config.validate()
     target = Path(config.output_prefix)
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
-    with claimed(target):
-        check_target(target, config.overwrite == "on")
+    with lock_prefix(target):
+        check_target(target, config.overwrite)
         merge(prefixes, target, _common_tokenizer(prefixes))
     return target, len(prefixes)
 
@@ -187,15 +187,15 @@ def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
         (config.append_eod, "append-eod", vocabulary.end_of_text),
         (config.prepend_bos, "prepend-bos", vocabulary.begin_of_text),
     ):
-        if option == "on" and value is None:
+        if option and value is None:
             kind = "end" if name == "append-eod" else "begin"
             raise UserError(f"the tokenizer {vocabulary.name} names no {kind} of text; leave --{name} out")
-        ids[name] = value if option == "on" else None
+        ids[name] = value if option else None
     begin = ids["prepend-bos"]
     if begin is not None and vocabulary.encode("")[:1] == [begin]:
         begin = None  # the tokenizer itself opens texts with it
-    special = config.encode_special == "on"
-    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), ids["append-eod"], begin, special)
+    end, special = ids["append-eod"], config.encode_special
+    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, special)
 
 
 def dtype_of(vocabulary: Tokenizer) -> np.dtype:

@@ -1,9 +1,11 @@
-"""How far a preparation is: one line that is redrawn on a terminal, a line now and then elsewhere; on stderr."""
+"""Show on stderr how far a preparation is: one line that is redrawn on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
 from contextlib import suppress
 from typing import Self
+
+from dtgpt.console import duration
 
 REDRAW, REPEAT = 0.5, 10.0  # seconds between two drawings on a terminal, and between two lines elsewhere
 
@@ -53,19 +55,9 @@ class Progress:
         if not self._total or not position:
             return line
         done = min(position / self._total, 1.0)
-        full = round(20 * done)
-        left = duration(seconds * (1 - done) / done)
-        return f"[{'=' * full}{' ' * (20 - full)}] {done:4.0%}  {line}  eta {left}"
+        return f"[{'=' * round(20 * done):20}] {done:4.0%}  {line}  eta {duration(seconds * (1 - done) / done)}"
 
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a reader that is gone must not end the work
             sys.stderr.write(text)
             sys.stderr.flush()
-
-
-def duration(seconds: float) -> str:
-    """As 45s, 3m20s or 2h05m."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    return f"{seconds // 60}m{seconds % 60:02}s" if seconds < 3600 else f"{seconds // 3600}h{seconds // 60 % 60:02}m"

@@ -14,18 +14,18 @@ from dtgpt.storage import FileLock, Held
 
 
 @contextmanager
-def claimed(prefix: Path) -> Iterator[None]:
-    """`prefix` belongs to this process within the context. What a killed one left of it is removed, or put in place
+def lock_prefix(prefix: Path) -> Iterator[None]:
+    """Keep `prefix` for this process within the context. What a killed one left of it is removed, or put in place
     where it was whole. Raises UserError where another process writes it or its folder cannot be made."""
     with folder_of(prefix, "--output-prefix"), _locked(prefix, "--output-prefix") as alone:
         if alone:
-            _mend(prefix)
+            _finish_killed(prefix)
         yield
 
 
 @contextmanager
-def claimed_list(path: Path, overwrite: bool) -> Iterator[None]:
-    """The same for the file of `--broken`. Raises UserError where it exists already or is a folder, too."""
+def lock_list(path: Path, overwrite: bool) -> Iterator[None]:
+    """Keep the file of `--broken` in the same way. Raises UserError where it exists already or is a folder, too."""
     with _locked(path, "--broken") as alone:
         if alone:
             _remove(_left(path))
@@ -38,8 +38,8 @@ def claimed_list(path: Path, overwrite: bool) -> Iterator[None]:
 
 @contextmanager
 def folder_of(path: Path, option: str) -> Iterator[None]:
-    """The folder in which `path`, given as `option`, is to be written within the context. Folders that are made for it
-    and stay empty are removed. Raises UserError where it cannot be made or written to."""
+    """Provide the folder for `path`, given as `option`, within the context. Folders that are made for it and stay empty
+    are removed. Raises UserError where it cannot be made or written to."""
     made = []
     try:
         made = [folder for folder in path.parents if not folder.exists()]
@@ -68,7 +68,7 @@ def _unwritable(path: Path, option: str, error: OSError) -> UserError:
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
-    """A dataset is not replaced by mistake, and no folder by a dataset. Raises UserError."""
+    """Raise UserError where a dataset would be replaced by mistake, or a folder by a dataset."""
     for path in (bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)):
         if path.is_dir():
             raise UserError(f"{path} is a folder; give another --output-prefix")
@@ -78,7 +78,7 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _locked(path: Path, option: str) -> Iterator[bool]:
-    """No other process writes `path`, given as `option`, within the context; whether that could be made sure."""
+    """Lock `path`, given as `option`, within the context; provide whether the file system can lock."""
     lock = FileLock(path.with_name(f".{path.name}.lock"), remove=True)
     with ExitStack() as stack:
         try:
@@ -92,8 +92,10 @@ def _locked(path: Path, option: str) -> Iterator[bool]:
         yield not lock.problem
 
 
-def _mend(prefix: Path) -> None:
-    """Files of killed processes. The writer renames the .bin and then the .idx, when both are on the disk: a process
+def _finish_killed(prefix: Path) -> None:
+    """Put in place or remove what killed processes left.
+
+    The writer renames the .bin and then the .idx, when both are on the disk: a process
     that was killed in between has left a whole dataset whose .idx lacks its name alone, perhaps the .bin too."""
     for index in _left(idx_path(prefix)):
         data = index.with_name(index.name.replace(f"{prefix.name}.idx", f"{prefix.name}.bin"))
@@ -115,7 +117,7 @@ def _remove(left: list[Path]) -> None:
 
 
 def _left(path: Path) -> list[Path]:
-    """Files under the names that `IndexedWriter` and `BrokenLines` write `path` under first."""
+    """Return the files under the names that `IndexedWriter` and `BrokenLines` write `path` under first."""
     beginning = f".{path.name}."
     return sorted(
         p for p in path.parent.iterdir()

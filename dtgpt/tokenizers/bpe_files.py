@@ -34,7 +34,8 @@ class BytePairs(NamedTuple):
 
 
 def read_content(path: Path) -> bytes:
-    """Raises UserError where the file cannot be read, is not a regular one or is larger than any vocabulary."""
+    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
+    vocabulary."""
     try:
         return read_regular(path, LARGEST)
     except OSError as error:
@@ -45,7 +46,7 @@ def read_content(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError as `read_content` does, and where the file is not UTF-8."""
+    """Return the text of a file. Raise UserError as `read_content` does, and where the file is not UTF-8."""
     content = read_content(path)
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
@@ -54,7 +55,7 @@ def read_text(path: Path) -> str:
 
 
 def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
-    """The tokens that bytes and merges make, for tiktoken; None where it would encode some text to other ids."""
+    """Return the tokens that bytes and merges make, for tiktoken; None where it would encode some text to other ids."""
     letters = letter_bytes()
     known = {token: i for token, i in ids.items() if token not in specials}
     if not all(letter in known for letter in letters):
@@ -94,10 +95,10 @@ def check_merges(
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             return  # not a merge at all, as the library will say
         made.add(pair[0] + pair[1].removeprefix(prefix))
-        lost = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
-        if lost is not None:
+        missing = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
+        if missing is not None:
             raise UserError(
-                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(lost)}, so "
+                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(missing)}, so "
                 "that one was cut off or they are of two tokenizers; fetch them again"
             )
     apart = {*specials, words.get("unk_token")}
@@ -126,12 +127,12 @@ def _is_union(token: str, ids: Mapping[str, int]) -> bool:
 
 
 def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
-    """Whether the tokens with smaller ids leave `left` and `right` of their union."""
+    """Return whether the tokens with smaller ids leave `left` and `right` of their union."""
     return _last_parts(tokens, left + right) == [left, right]
 
 
 def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:
-    """What the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
+    """Return what the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
     own = tokens[union]
     splits = [i for i in range(1, len(union)) if union[:i] in tokens and union[i:] in tokens]
     if len(splits) == 1:
@@ -166,7 +167,7 @@ def tokenizer_json(
     ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
     ignore_merges: bool = False,
 ) -> str:  # fmt: skip
-    """A BPE in Hugging Face's format."""
+    """Return a BPE in Hugging Face's format."""
     model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
     added = [special_token(name, i) for name, i in specials.items()]
     whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
@@ -174,7 +175,8 @@ def tokenizer_json(
 
 
 def letter_bytes() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and up."""
+    """Return GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and
+    up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

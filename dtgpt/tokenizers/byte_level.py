@@ -30,11 +30,11 @@ class ByteLevel(Tokenizer):
         used = len(set(self.specials.values())) + sum(map(bool, ranks))
         self.num_tokens = used if num_tokens is None else num_tokens
         self.end_name = next((end for end in ends if end in self.specials), None)
-        self.end_of_text = self.specials.get(self.end_name)
+        self.end_of_text = None if self.end_name is None else self.specials[self.end_name]
 
     @classmethod
     def from_encoding(cls, encoding: tiktoken.Encoding) -> "ByteLevel":
-        """One of tiktoken's own."""
+        """Make a tokenizer of one of tiktoken's own encodings."""
         specials = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
         ids = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
         made = cls(encoding.name, encoding._pat_str, by_id(ids), specials)
@@ -79,7 +79,7 @@ class ByteLevel(Tokenizer):
 
 
 def by_id(ids: dict[bytes, int]) -> list[bytes]:
-    """The bytes of each id, b"" where there are none."""
+    """Return the bytes of each id, b"" where there are none."""
     ranks = [b""] * (max(ids.values(), default=-1) + 1)
     for token, i in ids.items():
         ranks[i] = token

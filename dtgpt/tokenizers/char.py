@@ -37,7 +37,7 @@ class Char(Tokenizer):
 
     @classmethod
     def of_texts(cls, texts: list[str]) -> "Char":
-        """The characters of the texts, in their order in Unicode."""
+        """Make a tokenizer of the characters of the texts, in their order in Unicode."""
         return cls(sorted(set().union(*texts)))
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -68,7 +68,7 @@ class Char(Tokenizer):
 
     @classmethod
     def of_tokenizer_json(cls, saved: dict[str, Any]) -> "Char | None":
-        """The inverse of `tokenizer_json`; None where `saved`, whose ids are checked, is of another kind."""
+        """Invert `tokenizer_json`. Return None where `saved`, whose ids are checked, is of another kind."""
         ids = saved["model"].get("vocab")
         same = all(saved.get(name) == value for name, value in CHARACTERS.items()) and not saved.get("added_tokens")
         if not same or saved["model"].get("type") != "WordLevel" or not ids or any(len(c) != 1 for c in ids):

@@ -70,7 +70,7 @@ def _tokenizer_json(tokenizer: Tokenizer) -> str:
         return sentencepiece_json(tokenizer)
     if isinstance(tokenizer, Char):
         return tokenizer.tokenizer_json()
-    raise UserError("the model was trained on token ids alone (data.tokenizer=ids), so that there is no tokenizer")
+    raise UserError("the model was trained on token ids alone (data.tokenizer=ids), so that there is not a tokenizer")
 
 
 def _byte_level_json(tokenizer: ByteLevel) -> str:

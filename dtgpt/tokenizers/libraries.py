@@ -96,7 +96,7 @@ class SentencePiece(Tokenizer):
         try:
             processor.LoadFromSerializedProto(self.ranks[0])
         except RuntimeError:
-            raise UserError(f"{self.name} is no SentencePiece model; give the .model file of one") from None
+            raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
         return processor
 
     def __getstate__(self) -> dict:
@@ -112,7 +112,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode(ids)
 
     def piece(self, i: int) -> str:
-        """The name of a token."""
+        """Return the name of a token."""
         return self._processor.id_to_piece(i)
 
     def token_bytes(self) -> np.ndarray:
@@ -126,12 +126,12 @@ class SentencePiece(Tokenizer):
 
 
 def spelled(token: str) -> int:
-    """Bytes of text that a token stands for by its name."""
+    """Return the bytes of text that a token stands for by its name."""
     return 1 if BYTE.fullmatch(token) else len(token.replace(BLANK, " ").encode())
 
 
 def parse_tokenizer(name: str, content: str) -> Any:
-    """A tokenizer.json in Hugging Face's library. Raises UserError where that cannot read it or is missing."""
+    """Parse a tokenizer.json by Hugging Face's library. Raise UserError where that cannot read it or is missing."""
     try:
         import tokenizers
     except ImportError:
@@ -144,7 +144,7 @@ def parse_tokenizer(name: str, content: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # the package raises plain Exception
-        raise UserError(f"{name} is no tokenizer.json that tokenizers can read ({error})") from None
+        raise UserError(f"{name} is not a tokenizer.json that tokenizers can read ({error})") from None
     parsed.no_truncation()  # a training text is taken whole
     parsed.no_padding()
     return parsed

@@ -1,49 +1,30 @@
-"""nanoGPT's meta.pkl, which says which character each token of its character data is (data/shakespeare_char of it).
+"""Read nanoGPT's meta.pkl, which says which character each token of its character data is."""
 
-A pickle may call any function. So only those instructions are let through that build dictionaries, lists, texts and
-numbers, before anything is built.
-"""
-
-import pickle
-import pickletools
+from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from dtgpt.errors import UserError, shown
+from dtgpt.pickles import read_pickle
 from dtgpt.storage import read_regular
 from dtgpt.tokenizers.char import Char
 from dtgpt.tokenizers.tokenizer import MOST
 
 LARGEST = 1 << 26  # bytes
-PLAIN = {
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG1",
-    "LONG", "BINFLOAT", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS",
-    "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET",
-    "LONG_BINGET",
-}  # fmt: skip
-STORES = {"PUT", "BINPUT", "LONG_BINPUT"}  # of which Python makes room for all smaller numbers, too
 
 
 def read_meta(path: Path) -> Char | None:
-    """The tokenizer that a meta.pkl describes; None where it names no characters, as that of other data may. Raises
-    UserError where it is damaged or holds anything that would be run."""
+    """Return the tokenizer that a meta.pkl describes; None where it names no characters, as that of other data may.
+    Raise UserError where it is damaged. Nothing in it is run."""
     remedy = "copy or make it again, or remove it and give --data.tokenizer ids (losses without bits/byte and samples)"
     try:
-        meta = _plain_value(read_regular(path, LARGEST))
+        meta = read_pickle(BytesIO(read_regular(path, LARGEST)))
         if not isinstance(meta, dict):
-            raise ValueError(f"it holds a {type(meta).__name__}, not a dictionary")
+            raise ValueError(f"it holds {shown(meta)}, not a dictionary")
         return _char(meta) if "stoi" in meta else None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
     except Exception as error:  # a damaged pickle can make the reader raise anything
         raise UserError(f"{path} is not nanoGPT's ({str(error)[:200]}); {remedy}") from None
-
-
-def _plain_value(content: bytes) -> Any:
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name not in PLAIN or (opcode.name in STORES and argument > len(content)):
-            raise ValueError(f"its instruction {opcode.name} is not opened, because it could run code")
-    return pickle.loads(content)
 
 
 def _char(meta: dict) -> Char:

@@ -62,13 +62,11 @@ def open_tokenizer(
     name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False,
     options: OptionNames = OF_PREPARE,
 ) -> Tokenizer:  # fmt: skip
-    """The tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two files.
-    `begin`: a SentencePiece model opens each text with its begin of text. `options`: for messages.
-
-    Raises UserError where a file cannot be read or is none of the kinds, or where an encoding is not at hand.
-    """
+    """Open the tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two
+    files. `begin`: a SentencePiece model opens each text with its begin of text. `options`: for messages. Raise
+    UserError where a file cannot be read or is of another kind, or where an encoding is not at hand."""
     check_named_once(name, vocab_file, merge_file, options)
-    if vocab_file is not None:
+    if vocab_file is not None and merge_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
         return make_tokenizer("bytes", [], 0)
@@ -79,7 +77,7 @@ def open_tokenizer(
         return _from_file(path, begin)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(f"the tokenizer {name} is no file and none of {known}; {options.remedy}")
+        raise UserError(f"the tokenizer {name} is neither a file nor one of {known}; {options.remedy}")
     return from_tiktoken(name, options.remedy)
 
 
@@ -98,11 +96,11 @@ OWN = f"use --data.tokenizer bpe, or give {OF_TRAINING.vocab_file} and {OF_TRAIN
 
 
 def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel | Char:
-    """The tokenizer `kind`: "bpe", trained on the documents; "char", the characters of the documents; "gpt2", as
-    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError where it
+    """Make the tokenizer `kind`: "bpe", trained on the documents; "char", the characters of the documents; "gpt2", as
+    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raise UserError where it
     cannot be made."""
     if kind == "char":
-        return Char.of_texts(documents)
+        return Char.of_texts(list(documents))
     if kind == "gpt2":
         return from_tiktoken("gpt2", remedy)
     if kind == "bytes":
@@ -111,7 +109,8 @@ def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, rem
 
 
 def from_tiktoken(name: str, remedy: str) -> ByteLevel:
-    """Raises UserError, with another `remedy` besides filling tiktoken's cache, where the encoding is not at hand."""
+    """Open one of tiktoken's encodings. Raise UserError, with another `remedy` besides filling tiktoken's cache, where
+    it is not at hand."""
     try:
         return ByteLevel.from_encoding(tiktoken.get_encoding(name))
     except Exception as error:  # tiktoken passes on whatever its download raised
@@ -122,8 +121,8 @@ def from_tiktoken(name: str, remedy: str) -> ByteLevel:
 
 
 def read_saved(path: Path, remedy: str) -> Tokenizer:
-    """What `Tokenizer.save` wrote; raises UserError, with `remedy`, where the file is not that, was changed since, or a
-    package is missing."""
+    """Return what `Tokenizer.save` wrote. Raise UserError, with `remedy`, where the file is not that, was changed
+    since, or a package is missing."""
     saved = read_json(path, remedy, LARGEST)
     try:
         if CHECKSUM in saved and saved.pop(CHECKSUM) != checksum(saved):  # older runs have none
@@ -163,7 +162,7 @@ def is_id(value: object) -> bool:
 def _check_ids(ids: Any, source: Path) -> None:
     """Raise UserError where `ids` is not an object of token: id."""
     if not isinstance(ids, dict):
-        raise UserError(f"{source} is no vocabulary, which is one object of token: id; fetch it again")
+        raise UserError(f"{source} is not a vocabulary, which is one object of token: id; fetch it again")
     wrong = next((token for token, i in ids.items() if not is_id(i)), None)
     if wrong is not None:
         raise UserError(
@@ -172,19 +171,19 @@ def _check_ids(ids: Any, source: Path) -> None:
 
 
 def from_files(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt. Its end of text
-    is the one that a tokenizer_config.json beside them names, else `<|endoftext|>`."""
+    """Open GPT-2's BPE (or another byte-level one with its pre-tokenization) from vocab.json and merges.txt. Its end
+    of text is the one that a tokenizer_config.json beside them names, else `<|endoftext|>`."""
     try:
         ids = parse_json(read_text(vocab))
     except ValueError as error:
-        raise UserError(f"{vocab} is no vocabulary ({error}); give GPT-2's vocab.json") from None
+        raise UserError(f"{vocab} is not a vocabulary ({error}); give GPT-2's vocab.json") from None
     _check_ids(ids, vocab)
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
-        raise UserError(f"{merges} holds {shown(wrong)}, which is no pair of tokens; give GPT-2's merges.txt")
+        raise UserError(f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give GPT-2's merges.txt")
     named = _end_named_beside(vocab)
-    end = named if named in ids else END_OF_TEXT
+    end = named if named is not None and named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
     check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)
@@ -198,7 +197,7 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
 
 
 def _byte_level(name: str, pairs: BytePairs, ids: dict[str, int], end: str | None = None) -> ByteLevel:
-    """`ids` of all that the file names, also tokens that no text is cut into."""
+    """Make a byte-level tokenizer. `ids`: of all that the file names, also tokens that no text is cut into."""
     ends = (end, *ENDS) if end else ENDS
     largest, count = max(ids.values(), default=-1), len(ids.keys() | pairs.specials.keys())
     return ByteLevel(name, PATTERN, by_id(pairs.ids), pairs.specials, ends, largest + 1, count)
@@ -219,7 +218,7 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     if isinstance(saved, dict) and not saved.keys().isdisjoint(SAVED):
         return read_saved(path, remedy="make it again with dtgpt tokenizer train, or copy it from its run")
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
-        raise UserError(f"{path} is no tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
+        raise UserError(f"{path} is not a tokenizer; give a tokenizer.json, or what dtgpt tokenizer train wrote")
     _check_tokenizer_json(saved, path)
     if characters := Char.of_tokenizer_json(saved):
         return characters
@@ -234,7 +233,7 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
     """Raise UserError for ids that are none, and for tokens or merges of a BPE that are missing."""
     added = saved.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in added):
-        raise UserError(f"{path} is no tokenizer.json: its added_tokens are no tokens; fetch it again")
+        raise UserError(f"{path} is not a tokenizer.json: its added_tokens are not tokens; fetch it again")
     specials = {token["content"]: token.get("id") for token in added}
     _check_ids(specials, path)
     model = saved["model"]
@@ -245,13 +244,13 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
 
 
 def _pair(merge: Any) -> list[str]:
-    """The two tokens of a merge, which older files have in one text; what is none of these is left to the library."""
+    """Return the two tokens of a merge, which older files have in one text; any other value is left to the library."""
     return merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _plain_byte_pairs(saved: dict) -> BytePairs | None:
-    """The tokens of a tokenizer.json where it encodes as GPT-2's does; else None, also where it is damaged: then
-    Hugging Face's library tells how."""
+    """Return the tokens of a tokenizer.json where it encodes as GPT-2's does; else None, also where it is damaged:
+    then Hugging Face's library tells how."""
     try:
         model, before = saved["model"], saved.get("pre_tokenizer") or {}
         plain = (
@@ -275,7 +274,7 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
 
 
 def _adds_nothing(after: dict | None) -> bool:
-    """Whether a post-processor leaves the ids as they are."""
+    """Return whether a post-processor leaves the ids as they are."""
     if after is None or after.get("type") == "ByteLevel":
         return True
     if after.get("type") == "Sequence":
@@ -284,7 +283,7 @@ def _adds_nothing(after: dict | None) -> bool:
 
 
 def _end_named_beside(path: Path) -> str | None:
-    """`eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
+    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             token = read_json(path.with_name(name), advice="").get("eos_token")
@@ -294,3 +293,8 @@ def _end_named_beside(path: Path) -> str | None:
         if isinstance(token, str):
             return token
     return None
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that the run was trained with."""
+    return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")

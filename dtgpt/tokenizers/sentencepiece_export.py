@@ -15,7 +15,8 @@ SILENT = 1000.0  # by which pieces that stand in no text score less than the lea
 
 
 def sentencepiece_json(tokenizer: SentencePiece) -> str:
-    """Raises UserError where the model is of a kind that the format has not, or where a package is missing."""
+    """Return a SentencePiece model in Hugging Face's format. Raise UserError where the model is of a kind that the
+    format does not have, or where a package is missing."""
     model = _parse(tokenizer)
     trainer = model.trainer_spec
     if trainer.model_type == WORD:
@@ -47,13 +48,14 @@ def normalizes(tokenizer: SentencePiece) -> bool:
 
 def _parse(tokenizer: SentencePiece) -> Any:
     try:
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError:
         raise UserError(
             f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json without the package protobuf, which is "
             "missing; run pip install 'dtgpt[data]'"
         ) from None
-    model = ModelProto()
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    model = messages.ModelProto()
     model.ParseFromString(tokenizer.ranks[0])
     return model
 
@@ -86,7 +88,7 @@ def _replace(pattern: dict[str, str], content: str) -> dict:
 
 
 def _begin(tokenizer: SentencePiece) -> dict | None:
-    """What opens each text, where something does."""
+    """Return the token that opens each text, where there is one."""
     opening = tokenizer.encode("")
     if not opening:
         return None

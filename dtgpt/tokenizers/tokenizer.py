@@ -39,35 +39,36 @@ class Tokenizer(ABC):
 
     @property
     def opening(self) -> int | None:
-        """The token that a generated text without a prompt follows: the end of the one before."""
+        """Return the token that a generated text without a prompt follows: the end of the one before."""
         return self.end_of_text
 
     def is_same(self, other: "Tokenizer") -> bool:
-        """Whether ids mean the same."""
+        """Return whether ids mean the same."""
         return (self.ranks, self.end_of_text) == (other.ranks, other.end_of_text)
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """`special`: the names of special tokens in the text stand for these; else they are text as any other."""
+        """Return the ids of a text. `special`: the names of special tokens in the text stand for these; else they are
+        text as any other."""
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Ids of each text, uint32 `[tokens]`."""
+        """Return the ids of each text, uint32 `[tokens]`."""
         return [np.array(self.encode(text, special), np.uint32) for text in texts]
 
     def encode_documents(self, documents: list[str]) -> np.ndarray:
-        """All documents, the end of text after each where there is one, as one uint16 or int32 array."""
+        """Return all documents, the end of text after each where there is one, as one uint16 or int32 array."""
         end = [] if self.end_of_text is None else [self.end_of_text]
         ids = [np.array([*self.encode(d), *end]) for d in documents]
         return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raises UserError for an id
-        that is none of this tokenizer."""
+        """Return the text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raise UserError
+        for an id that the tokenizer does not have."""
         ids = list(map(int, ids))
         wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if wrong is not None:
             raise UserError(
-                f"{wrong} is no token of {self.name}, which has ids 0 to {self.vocab_size - 1}; give the tokenizer "
+                f"{wrong} is not a token of {self.name}, which has ids 0 to {self.vocab_size - 1}; give the tokenizer "
                 "that the tokens were made with"
             )
         return self._decode(ids)
@@ -77,8 +78,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each id spells, int64 `[vocab_size]`; special tokens spell none. Where a library
-        normalises text before it encodes, these are bytes of the normalised text."""
+        """Return how many bytes of text each id spells, int64 `[vocab_size]`; special tokens spell none. Where a
+        library normalises text before it encodes, these are bytes of the normalised text."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]: ...

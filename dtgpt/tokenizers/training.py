@@ -11,8 +11,8 @@ SMALLEST = 257  # 256 bytes and the end of text
 
 
 def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:
-    """The bytes of each token by id, with GPT-2's pre-tokenization; at most `vocab_size` with the end of text, which is
-    not among them. Raises UserError where that is too small or the package is missing."""
+    """Return the bytes of each token by id, with GPT-2's pre-tokenization; at most `vocab_size` with the end of text,
+    which is not among them. Raise UserError where that is too small or the package is missing."""
     if vocab_size < SMALLEST:
         raise UserError(f"data.bpe_vocab_size={vocab_size} is too small; a byte-level BPE needs {SMALLEST} or more")
     try:
@@ -35,7 +35,8 @@ def train_ranks(documents: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def _pieces(document: str) -> list[str]:
-    """The document for training; cut where one run of letters or blanks is so long that merging it would take hours."""
+    """Yield the document for training, cut where one run of letters or blanks is so long that merging it would take
+    hours."""
     if not re.search(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}", document):
         return [document]
     return re.findall(rf"\s{{1,{LONGEST_RUN}}}\S{{0,{LONGEST_RUN}}}|\S{{1,{LONGEST_RUN}}}", document)

@@ -13,7 +13,7 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.engine import Engine, gather_logits
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.recipe import LogConfig
+from dtgpt.sections import LogConfig
 from dtgpt.tokenizers.tokenizer import Tokenizer
 
 

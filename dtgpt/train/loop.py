@@ -16,7 +16,7 @@ from dtgpt.console import say
 from dtgpt.data.dataset import Part
 from dtgpt.device import peak_memory
 from dtgpt.errors import UserError
-from dtgpt.parallel.launch import lost_peers_as_sentences
+from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.recipe import Recipe
 from dtgpt.report import NullReport, Report
 from dtgpt.run import Claim, changes_since, values_of
@@ -110,11 +110,11 @@ class Loop:
             def remedy() -> str:
                 return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
 
-            stack.enter_context(lost_peers_as_sentences(recipe.timeout, remedy))
+            stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
             self.saver = stack.enter_context(
                 Saver(
                     checkpoints, trainer.shards, trainer.optimizer.adamw, options.keep_last, options.keep_every,
-                    background=options.background == "on", timeout=recipe.timeout,
+                    background=options.background, timeout=recipe.timeout,
                 )
             )  # fmt: skip
             trainer.before_update = self.saver.before_update

@@ -8,16 +8,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dtgpt import console
 from dtgpt.checkpoint.folder import list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.load import FREE
-from dtgpt.console import counted, say
+from dtgpt.console import say
+from dtgpt.data.checks import check_data
+from dtgpt.data.prepared import is_prepared
 from dtgpt.errors import UserError, shown
-from dtgpt.field_types import kinds_of, misfit
+from dtgpt.field_types import check_value, kinds_of, misfit
 from dtgpt.interop.open import open_config
-from dtgpt.overrides import LARGEST, leaves, replace_values, value_text
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import check_name, value_of
+from dtgpt.megatron_options import explain
+from dtgpt.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.recipe import RUN_NAME, Recipe
+from dtgpt.recipe_checks import value_of
+from dtgpt.recipe_file import call_recipe, load_module
 from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
+
+
+def load_recipe(path: Path, options: list[str]) -> Recipe:
+    """Return the recipe of a file with the overrides `options`."""
+    return override(call_recipe(load_module(path).recipe), options)
+
+
+def override(recipe: Recipe, words: list[str]) -> Recipe:
+    """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
+    return with_options(recipe, read_words(words, recipe, explain=explain)[1])
+
+
+def with_options(recipe: Recipe, options: Options) -> Recipe:
+    """Return the recipe to work on with `options`, which are removed from the dictionary."""
+    given = set(options)
+    return settle(recipe, take(recipe, options), given)
 
 
 def settle(file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
@@ -34,6 +55,21 @@ def settle(file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
     return asked
 
 
+def check_run(recipe: Recipe) -> None:
+    """Raise UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data."""
+    recipe.validate()
+    check_data(recipe.data, recipe.model.vocab_size)
+
+
+def counted(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
+    """Return the run with `steps` in place of `train_samples`, as `Recipe.counted` does. The order of prepared data
+    depends on the number of samples asked for, which is therefore kept."""
+    data = recipe.data
+    if recipe.train_samples is not None and data.train_samples is None and is_prepared(data.path):
+        data = replace(data, train_samples=recipe.train_samples)
+    return replace(recipe.counted(first_step, first_sample), data=data)
+
+
 def plan_error(error: UserError, recipe: Recipe) -> UserError:
     """Return what to raise where `recipe`, which `settle` returned, has a plan that cannot be: if the plan is that of a
     resumed run, with a word about it."""
@@ -46,7 +82,7 @@ def plan_error(error: UserError, recipe: Recipe) -> UserError:
 def _run_of(asked: Recipe) -> Path | None:
     if not asked.resume:
         return None
-    check_name(asked.name)  # by which `auto` searches
+    check_value("name", asked.name, RUN_NAME)  # by which `auto` searches
     return run_to_resume(asked.resume, Path(asked.runs), asked.name)[0]
 
 
@@ -88,7 +124,7 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
 def _counted_on(recipe: Recipe) -> Recipe:
     """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
     many as the samples after it fill, whatever sizes its steps had."""
-    recipe.validate()
+    check_run(recipe)
     run, chosen = run_to_resume(recipe.resume, Path(recipe.runs), recipe.name)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
@@ -97,16 +133,16 @@ def _counted_on(recipe: Recipe) -> Recipe:
         state = {}
     step, seen = state.get("step", 0), state.get("consumed_samples", 0)
     if seen > recipe.train_samples:
-        raise UserError(f"{run} has already seen {counted(seen, 'sample')}; raise --train_samples to go on")
-    return recipe.counted(step, seen)
+        raise UserError(f"{run} has already seen {console.counted(seen, 'sample')}; raise --train_samples to go on")
+    return counted(recipe, step, seen)
 
 
 def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
     """Say in one line where the recipe file says something else than the run. Raises UserError where it cannot be
     trained with."""
     if file.train_samples is not None:
-        file.validate()
-        file = file.counted()
+        check_run(file)
+        file = counted(file)
     differing = [
         n for n in kept if kept[n] != value_of(file, n) and (n, value_of(file, n)) != ("data.tokenizer", "auto")
     ]

@@ -6,26 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.folder import Checkpoint, set_aside
+from dtgpt.checkpoint.folder import Checkpoint, quarantine_newer
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.console import say
+from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.prepared import is_prepared, load_prepared
-from dtgpt.device import check_memory, memory_errors_as_sentences
+from dtgpt.device import check_memory, memory_errors_as_user_errors
 from dtgpt.errors import UserError
 from dtgpt.execution import Settings, choose_device
 from dtgpt.interop.open import open_source, run_of
 from dtgpt.metrics import check_wandb
 from dtgpt.models.config import ModelConfig
-from dtgpt.parallel.launch import lost_peers_as_sentences, open_mesh
+from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.recipe import Recipe
 from dtgpt.recipe_checks import notes
-from dtgpt.run import AUTO, Claim, create_run, load_tokenizer, run_to_resume, values_of
+from dtgpt.run import AUTO, Claim, create_run, run_to_resume, values_of
+from dtgpt.tokenizers.open import load_tokenizer
 from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.train.interval_loss import check_interval
+from dtgpt.train.settle import check_run, counted
 from dtgpt.train.trainer import Trainer
 
 
@@ -42,8 +46,9 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
     the process group."""
     process = Process.from_environment()
-    recipe.validate()
-    recipe = recipe.counted().with_tokenizer()
+    check_run(recipe)
+    recipe = counted(recipe)
+    recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe.device, process.local_rank)
@@ -51,8 +56,8 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
         say(note, warning=True)
     settings = recipe.settings(plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
-    stack.enter_context(memory_errors_as_sentences("lower micro_batch_size (the curve stays the same)"))
-    stack.enter_context(lost_peers_as_sentences(recipe.timeout, lambda: "start the run again"))
+    stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
     return Started(recipe, settings, mesh, process)
@@ -80,7 +85,7 @@ def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Che
             say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
     mesh.on_rank_0(lambda: claim.take(run))
-    checkpoint = find_checkpoint(mesh, run, chosen)
+    checkpoint = find_checkpoint(mesh, run, chosen, check=check_interval)
     check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
     return run, checkpoint
 
@@ -95,7 +100,7 @@ def new_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> Path:
 def leave_newer(run: Path, step: int) -> None:
     """Rename checkpoints of later steps than the one from which the run goes on: they are damaged, or of another
     history."""
-    for name in set_aside(run / "checkpoints", step):
+    for name in quarantine_newer(run / "checkpoints", step):
         say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)
 
 
@@ -131,7 +136,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
     """The recipe's text or prepared tokens, checked against the recipe's model."""
     data = recipe.data
     if is_prepared(data.path):
-        samples = data.train_samples or recipe.batch_sizes().before(recipe.counted().steps)
+        samples = data.train_samples or recipe.batch_sizes().before(recipe.steps)
         seed, length = recipe.seed, recipe.model.seq_length
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
@@ -147,9 +152,7 @@ def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Raise UserError where the recipe asks for what the tokenizer cannot do, before steps are spent."""
     if recipe.log.sample_tokens:
         tokenizer.encode(recipe.log.prompt)
-    asked = [
-        n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n) == "on"
-    ]
+    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n)]
     if asked and tokenizer.end_of_text is None:
         raise UserError(
             f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "

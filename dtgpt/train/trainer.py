@@ -61,7 +61,7 @@ class Trainer:
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *(option == "on" for option in options))
+        self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
     def train_step(self) -> StepResult:

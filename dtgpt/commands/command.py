@@ -1,0 +1,78 @@
+"""The reader of all command lines: words become paths and options, `--help` lists the options, and mistakes get one
+sentence."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import getdoc
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from dtgpt.console import say
+from dtgpt.errors import UserError, shown
+from dtgpt.field_types import check_fields
+from dtgpt.help import help_text, wants_help
+from dtgpt.overrides import read_words, take
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `dtgpt`; call it with the words behind its name to run it and get the exit code.
+
+    usage: its name, then its paths in capitals, as in "convert MODEL TARGET" and "plot RUN ...".
+    options: a dataclass with `Annotated` fields, whose docstring `--help` prints unless there is a `doc`. If it has a
+    field `input`, words that belong to no option are added to it, and there are no other paths.
+    work: called with each path, and `options=`; returns the exit code, None for 0.
+    example: words of a correct call, for error messages.
+    aliases, explain: as of `read_words`.
+    """
+
+    usage: str
+    options: type
+    work: Callable[..., int | None]
+    example: str
+    doc: str | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    explain: Callable[[str, str], str | None] = lambda name, value: None
+
+    @property
+    def name(self) -> str:
+        return " ".join(takewhile(str.islower, self.usage.split()))
+
+    def __call__(self, words: list[str]) -> int:
+        """Run the command. Raises UserError."""
+        if wants_help(words):
+            say(with_dashes(help_text(self.help_doc(), f"dtgpt {self.usage}", self.options)))
+            return 0
+        paths, options = self.read(words)
+        return self.work(*paths, options=options) or 0
+
+    def help_doc(self) -> str:
+        return self.doc or getdoc(self.options) or ""
+
+    def read(self, words: list[str]) -> tuple[list[Path], Any]:
+        """Return paths and options. Raises UserError for a value out of bounds, and for missing or extra paths."""
+        needed = self.usage.removeprefix(self.name).strip()
+        missing = UserError(f"dtgpt {self.name} needs {needed}, such as dtgpt {self.name} {self.example}")
+        if not words:
+            raise missing
+        try:
+            free, given = read_words(words, self.options, free=True, aliases=self.aliases, explain=self.explain)
+            options = take(self.options(), given)
+            check_fields(options, "--")
+        except UserError as error:
+            raise UserError(with_dashes(str(error))) from None
+        if hasattr(options, "input"):
+            return [], replace(options, input=(*free, *options.input))
+        count = sum(word.isupper() for word in needed.split())
+        if len(free) < count:
+            raise missing
+        if len(free) > count and not needed.endswith("..."):
+            raise UserError(f"{shown(free[count])} is not an option, and dtgpt {self.name} takes {needed} only")
+        return [Path(word) for word in free], options
+
+
+def with_dashes(text: str) -> str:
+    """Return `text` with the options in it as they are usually typed, `--json-keys`."""
+    return re.sub(r"(?<!\S)--[a-z_]+", lambda name: name[0].replace("_", "-"), text)

@@ -1,0 +1,49 @@
+"""`dtgpt compare`: the same steps under several plans and on one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from dtgpt.commands.recipes import RecipeCommand
+from dtgpt.errors import UserError
+from dtgpt.field_types import Bounds
+from dtgpt.overrides import Options, as_words
+from dtgpt.recipe import Recipe
+from dtgpt.train.settle import load_recipe, with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The exit code
+    is 1 if a plan differs by more than the tolerance.
+
+    Options of the recipe can be added.
+    """
+
+    plans: Annotated[tuple[str, ...], "plans to compare with one process"] = ()
+    steps: Annotated[int, "number of optimizer steps under each plan", Bounds(1)] = 5
+    tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
+
+
+def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
+    if not own.plans:
+        raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
+    words = as_words(given)
+    from dtgpt.compare import compare
+
+    return compare(with_options(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
+
+
+def record(words: list[str]) -> int:
+    """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
+    from dtgpt.compare import save_record
+
+    if len(words) < 3:
+        raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
+    path, file, steps, *options = words
+    return save_record(load_recipe(Path(path), options), Path(file), int(steps))
+
+
+REFUSED = {"plan": "use --plans", "resume": "it begins with initial weights; leave --resume out"}
+EXAMPLE = "recipes/gpt2_tiny.py --plans tp2 pp2"
+command = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXAMPLE, refused=REFUSED)

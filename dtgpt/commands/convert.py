@@ -1,0 +1,103 @@
+"""`dtgpt convert`: write a model in another format."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.checkpoint.load import Saved
+from dtgpt.commands.command import Command
+from dtgpt.console import parameters, say
+from dtgpt.device import DTYPES
+from dtgpt.errors import UserError
+from dtgpt.field_types import Bounds
+from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.interop.megatron import Megatron
+from dtgpt.interop.megatron_export import save_megatron
+from dtgpt.interop.open import open_source
+from dtgpt.interop.source import Source
+from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
+from dtgpt.tokenizers.export import export_note, transformers_files
+from dtgpt.tokenizers.open import OF_MODELS
+from dtgpt.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Convert a model to another format. MODEL is a run folder, a checkpoint, a Hugging Face folder, a Megatron-LM
+    tree, or a file of nanoGPT or llm.c; its format is detected. TARGET is a path that does not exist yet. If an option
+    does not apply or the source is damaged, nothing is written."""
+
+    to: Annotated[
+        Literal["dtgpt", "hf", "megatron"], "a checkpoint of weights, a Hugging Face folder, or a Megatron-LM tree"
+    ] = "dtgpt"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; fp32 for --to dtgpt"] = "fp32"
+    target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
+    target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
+    true_vocab_size: Annotated[
+        int | None, "vocabulary size of a Megatron-LM tree, without padding; none: 50257 if the tree allows it"
+    ] = None
+    tokenizer: Annotated[
+        str | None, "tokenizer to save with the model, as for dtgpt prepare; none: the one saved with the source"
+    ] = None
+    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
+    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+
+
+def convert(path: Path, target: Path, options: ConvertOptions) -> None:
+    """Read the model at `path`, in any known format, and write it to `target`. Raises UserError if an option does not
+    apply, the source is damaged or the target exists; then nothing is written."""
+    _check(options)
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} exists already; give another path")
+    source = open_source(path, true_vocab_size=options.true_vocab_size)
+    if options.true_vocab_size is not None and not isinstance(source, Megatron):
+        raise UserError(
+            f"true_vocab_size={options.true_vocab_size} applies to a Megatron-LM tree only, and {path} states its own; "
+            "leave it out"
+        )
+    for note in source.notes:
+        say(note, warning=True)
+    dtype = DTYPES[options.dtype]
+    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
+    if options.to == "dtgpt":
+        save_weights(source, target, str(path), named or tokenizer_beside(path))
+    elif options.to == "hf":
+        tokenizer = named or tokenizer_beside(path)
+        save_huggingface(source, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
+    else:
+        sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
+        state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
+        save_megatron(source, target, *sizes, dtype, state["step"] or None, state["consumed_samples"])
+    say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
+
+
+def _check(options: ConvertOptions) -> None:
+    """Raise UserError for an option that would have no effect."""
+    if options.to == "dtgpt" and options.dtype != "fp32":
+        raise UserError(f"dtype={options.dtype}: a checkpoint of dtgpt holds fp32 weights; leave --dtype out")
+    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size"):
+        size = getattr(options, name)
+        if size != 1 and options.to != "megatron":
+            raise UserError(f"{name}={size} applies to --to megatron only; leave it out")
+    given = options.tokenizer or options.vocab_file or options.merge_file
+    if given and options.to == "megatron":
+        raise UserError(f"a Megatron-LM tree cannot hold the tokenizer {given}; leave it out")
+
+
+def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
+    """Return the tokenizer's files for transformers, by name; None, with a message, if there are none that fit."""
+    if tokenizer is None:
+        say(f"no tokenizer is saved with {path}, so {target} has none; {OF_MODELS.remedy}")
+        return None
+    try:
+        files = transformers_files(tokenizer, source.config.seq_length)
+    except UserError as error:
+        say(f"{error}; the model is written without a tokenizer", warning=True)
+        return None
+    if note := export_note(tokenizer):
+        say(note, warning=True)
+    return files
+
+
+command = Command("convert MODEL TARGET", ConvertOptions, convert, "runs/gpt2_tiny-001 exported --to hf")

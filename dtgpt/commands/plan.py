@@ -1,0 +1,37 @@
+"""`dtgpt plan`: what a recipe needs under a plan."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from dtgpt.commands.recipes import RecipeCommand
+from dtgpt.console import say
+from dtgpt.field_types import Bounds
+from dtgpt.overrides import Options
+from dtgpt.recipe import Recipe
+from dtgpt.train.settle import check_run, with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Show what a recipe needs under a parallel plan: the memory of each rank, the messages of a step, and the idle
+    time of a pipeline. No GPU is needed, and no process is started.
+
+    Options of the recipe, such as --plan and --micro_batch_size, can be added.
+    """
+
+    world: Annotated[int | None, "number of processes; none: the fewest that the plan needs", Bounds(1, 10**9)] = None
+    gpu: Annotated[str | None, "GPU model, such as H100, or its memory in GiB; none: this machine's GPU, else H200"] = (
+        None
+    )
+
+
+def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
+    from dtgpt.planning.report import describe_plan
+
+    recipe = with_options(recipe, given)
+    check_run(recipe)
+    say(describe_plan(recipe, own.world, own.gpu))
+
+
+command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

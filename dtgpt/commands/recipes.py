@@ -1,0 +1,40 @@
+"""Commands that take a recipe file, with its options besides their own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtgpt.commands.command import Command
+from dtgpt.console import say
+from dtgpt.errors import UserError
+from dtgpt.field_types import check_fields
+from dtgpt.help import help_text, wants_help
+from dtgpt.megatron_options import explain
+from dtgpt.overrides import read_words, take
+from dtgpt.recipe import Recipe
+from dtgpt.recipe_file import call_recipe, recipe_module
+
+
+@dataclass(frozen=True)
+class RecipeCommand(Command):
+    """A command whose first word is a recipe file. `work` is called with the recipe, the command's own options, the
+    recipe's options by name, and the path of the recipe file.
+
+    refused: options of recipes that the command does not take, with what to do instead.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, words: list[str]) -> int:
+        if wants_help(words):
+            files = [word for word in words if word.endswith(".py")]
+            recipe = call_recipe(recipe_module(files, self.name).recipe) if files else Recipe
+            say(help_text(self.help_doc(), f"dtgpt {self.usage}", self.options, recipe, without=self.refused))
+            return 0
+        recipe = call_recipe(recipe_module(words, self.name).recipe)
+        _, given = read_words(words[1:], self.options, recipe, explain=explain)
+        for name in self.refused.keys() & given:
+            raise UserError(f"dtgpt {self.name} does not take --{name}; {self.refused[name]}")
+        own = take(self.options(), given)
+        check_fields(own, "--")
+        return self.work(recipe, own, given, Path(words[0])) or 0

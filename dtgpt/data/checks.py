@@ -1,0 +1,71 @@
+"""Checks of a recipe's data options against the files that they name, before any of the files is read."""
+
+import os
+from dataclasses import replace
+
+from dtgpt.data.indexed import bin_path
+from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
+from dtgpt.data.samples import split_fractions
+from dtgpt.errors import UserError
+from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.sections import DEFAULT_SPLIT, DataConfig
+
+
+def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
+    """Return the same data with the tokenizer that `auto` means for them and a model of this vocabulary."""
+    if data.tokenizer != "auto" or data.tokenizer_file is not None:
+        return data
+    if is_prepared(data.path):  # otherwise the tokenizer that is saved with the token files, once they are opened
+        return replace(data, tokenizer="gpt2") if data.vocab_file else data
+    return replace(data, tokenizer="gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe")
+
+
+def check_data(data: DataConfig, vocab_size: int) -> None:
+    """Raise UserError, one sentence, on the first data option that does not go with the others or with its files."""
+    _check_tokenizer(data, vocab_size)
+    split_fractions(data.split)
+    if is_prepared(data.path):
+        apart = data.valid_path or data.test_path
+        if apart is not None and data.split != DEFAULT_SPLIT:
+            raise UserError(
+                f"data.split={data.split} splits one dataset, but with {apart} each path is used entirely; leave "
+                "data.split out"
+            )
+        return
+    prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
+    unused = [name for name in prepared_only if getattr(data, name) is not None]
+    if data.path is not None and not os.path.exists(data.path) and (unused or _near(data.path)):
+        raise no_dataset(data.path)
+    if unused:
+        raise UserError(
+            f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
+            f"or leave data.{unused[0]} out"
+        )
+
+
+def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
+    tokenizer = with_tokenizer(data, vocab_size).tokenizer
+    if (data.vocab_file is None) != (data.merge_file is None):
+        raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
+    if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
+        raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
+    if data.tokenizer_file is not None and data.tokenizer != "auto":
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
+            "leave one out"
+        )
+    if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
+        given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
+        raise UserError(
+            f"data.tokenizer=ids takes token files as they are, and cannot be combined with {given}; leave it out"
+        )
+    if tokenizer == "bpe" and data.bpe_vocab_size > vocab_size:
+        raise UserError(
+            f"data.bpe_vocab_size={data.bpe_vocab_size} is more than model.vocab_size={vocab_size}; "
+            f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
+        )
+
+
+def _near(path: str) -> bool:
+    """Return whether there are token files that `path` may have meant."""
+    return bool(prefixes_near(path)) or os.path.isfile(bin_path(path))

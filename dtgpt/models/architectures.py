@@ -1,0 +1,7 @@
+"""The architectures that dtgpt knows, by the name in a checkpoint's state.json."""
+
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2Config
+
+FIRST = "gpt2"  # of checkpoints that name none
+ARCHITECTURES: dict[str, type[ModelConfig]] = {config.architecture: config for config in (GPT2Config,)}
