@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.device import peak_flops
-from dtgpt.errors import UserError
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import peak_flops
 
 
 def import_model(folder: Path) -> ModuleType:

@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from train_step import drain, make_recipe
 
-from dtgpt.checkpoint.folder import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
 

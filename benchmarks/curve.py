@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 from train_step import make_recipe
 
-from dtgpt.execution import choose_device
-from dtgpt.signals import StopRequest
+from dtgpt.config.execution import choose_device
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, measured, result, table, timed
 
-from dtgpt.execution import choose_device
+from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
 

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtgpt.parallel.shards
-from dtgpt.checkpoint import host, load, save
-from dtgpt.checkpoint.folder import MOMENTS
+from dtgpt.checkpoint import load, save
+from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
+from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
+from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
-from dtgpt.recipe import Recipe
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer

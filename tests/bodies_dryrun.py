@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 import dtgpt.parallel.launch
-from dtgpt.errors import UserError
+from dtgpt.config.plan import Plan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.random import root_key
+from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
-from dtgpt.recipe import Recipe
 from dtgpt.train.startup import read_on_every_node
+from dtgpt.util.errors import UserError
 from tests.bodies_shards import recipe_of
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
-from dtgpt.signals import StopRequest
+from dtgpt.config.recipe import Recipe
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_on_every_node, start
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 
 
 def train_until(recipe: Recipe, step: int, rank: int) -> int:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.batch_size import BatchSizes
-from dtgpt.metrics import read_records
-from dtgpt.optim import learning_rate
+from dtgpt.config.batch_size import BatchSizes
+from dtgpt.config.plan import Plan
+from dtgpt.optim.update import learning_rate
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import Plan
-from dtgpt.signals import StopRequest
+from dtgpt.run.signals import StopRequest
+from dtgpt.run.sinks import read_records
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 

@@ -3,7 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.device import (
+from dtgpt.config.execution import choose_device, choose_dtype
+from dtgpt.config.plan import Plan
+from dtgpt.models.gpt2 import GPT3_175B
+from dtgpt.planning.parameters import state_bytes
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import (
     check_memory,
     memory_errors_as_user_errors,
     peak_of_name,
@@ -11,11 +16,6 @@ from dtgpt.device import (
     use_graphs,
     wants_compiler,
 )
-from dtgpt.errors import UserError
-from dtgpt.execution import choose_device, choose_dtype
-from dtgpt.models.gpt2 import GPT3_175B
-from dtgpt.parallel.plan import Plan
-from dtgpt.planning.parameters import state_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
