@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.device import peak_flops
-from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import peak_flops
 
 
 def import_model(folder: Path) -> ModuleType:

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from train_step import drain, make_recipe
 
-from dtgpt.checkpoint.folder import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
-from dtgpt.recipe import Recipe
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 

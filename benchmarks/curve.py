@@ -10,7 +10,7 @@ import argparse
 
 from train_step import make_recipe
 
-from dtgpt.execution import choose_device
+from dtgpt.config.execution import choose_device
 from dtgpt.train.startup import open_trainer
 
 

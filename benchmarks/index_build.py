@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.data.blend import blend_order
-from dtgpt.data.samples import build_sample_index, count_epochs
+from dtgpt.data.megatron.blend import blend_order
+from dtgpt.data.megatron.samples import build_sample_index, count_epochs
 
 SEED = 1234
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from index_build import memory, reset_peak
 
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.samples import Samples, load_samples
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.megatron.samples import Samples, load_samples
 
 BLOCK = 1 << 22  # tokens written together
 SEED = 1234

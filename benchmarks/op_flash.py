@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops import flash
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.attention import flash
+from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1
 SIZES = [(16, 16), (32, 16), (8, 25)]  # B, N

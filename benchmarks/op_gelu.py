@@ -4,9 +4,10 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.ops import gelu_kernels, layer_norm_kernels
-from dtgpt.ops.gelu import bias_gelu, reference
-from dtgpt.ops.layer_norm_kernels import Launch
+from dtgpt.ops.norm import layer_norm_kernels
+from dtgpt.ops.norm.layer_norm_kernels import Launch
+from dtgpt.ops.pointwise import gelu_kernels
+from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
 CUDA = torch.device("cuda")
 ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from cases import Case, run_cases
 from torch import Tensor
 
-import dtgpt.ops.cross_entropy_kernels as kernels
-import dtgpt.ops.head as head
+import dtgpt.ops.loss.cross_entropy_kernels as kernels
+import dtgpt.ops.loss.head as head
 
 VOCAB, WIDTH = 50257, 50304
 SIZES = [(16, 1024), (32, 1024), (64, 768)]  # thousands of tokens, H

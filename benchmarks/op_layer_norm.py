@@ -4,10 +4,10 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.ops import layer_norm_kernels as kernels
-from dtgpt.ops.layer_norm import residual_norm, residual_norm_reference
-from dtgpt.ops.layer_norm_kernels import Launch
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.norm import layer_norm_kernels as kernels
+from dtgpt.ops.norm.layer_norm import residual_norm, residual_norm_reference
+from dtgpt.ops.norm.layer_norm_kernels import Launch
+from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")
 EPS, P = 1e-5, 0.1

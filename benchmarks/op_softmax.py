@@ -6,10 +6,10 @@ The floor counts what a causal kernel must move: the half that is shown read, an
 import torch
 from cases import Case, run_cases
 
-from dtgpt.ops.extension import library
-from dtgpt.ops.random import fold, root_key
-from dtgpt.ops.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
-from dtgpt.ops.softmax_kernels import Launch
+from dtgpt.ops.fused_softmax.extension import library
+from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
+from dtgpt.ops.fused_softmax.softmax_kernels import Launch
+from dtgpt.ops.random.philox import fold, root_key
 
 BATCH, HEADS, LENGTH = 32, 16, 1024
 LAUNCHES = [Launch(128, 4), Launch(256, 4), Launch(64, 4), Launch(128, 2), Launch(128, 1)]

@@ -10,8 +10,8 @@ import argparse
 from itertools import cycle
 from pathlib import Path
 
-from dtgpt.metrics import read_records
-from dtgpt.plot import import_pyplot
+from dtgpt.run.plot import import_pyplot
+from dtgpt.run.sinks import read_records
 
 WIDTHS = (6.0, 4.5, 3.2, 2.0, 1.0)  # a thinner line on a thicker one: all of them are seen
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from train_step import make_recipe, measured, result, table, timed
 
-from dtgpt.execution import choose_device
+from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
 from dtgpt.train.startup import open_trainer

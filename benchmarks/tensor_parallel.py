@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.errors import UserError
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import Block
-from dtgpt.ops.bias import bias_gradient
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.pointwise.bias import bias_gradient
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.train.startup import start
+from dtgpt.util.errors import UserError
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames them
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -26,18 +26,18 @@ from pathlib import Path
 import torch
 from timing import COPY_RATE, MATRIX_RATE
 
-from dtgpt.compare import fitting_plan
-from dtgpt.device import peak_flops, peak_memory
-from dtgpt.environment import environment
-from dtgpt.errors import UserError
+from dtgpt.config.overrides import apply_overrides
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M, GPT2Config
-from dtgpt.overrides import apply_overrides
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.process import VARIABLES
-from dtgpt.recipe import Recipe
+from dtgpt.train.compare import fitting_plan
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.environment import environment
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import peak_flops, peak_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS = {  # name -> recipe file, and a model in place of the recipe's

@@ -12,11 +12,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     """`dtgpt.load` and `dtgpt.Plan`: torch is imported when they are asked for, so that a command answers at once."""
     if name == "load":
-        from dtgpt.inference import load
+        from dtgpt.inference.model import load
 
         return load
     if name == "Plan":
-        from dtgpt.parallel.plan import Plan
+        from dtgpt.config.plan import Plan
 
         return Plan
     raise AttributeError(f"module 'dtgpt' has no attribute {name!r}")

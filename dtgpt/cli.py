@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import dtgpt
-from dtgpt.console import close_streams, prepare_streams, say, say_error
-from dtgpt.errors import UserError, remedy, shown
-from dtgpt.help import HELP
-from dtgpt.signals import follow_launcher, interrupt_imports, say_interrupted
+from dtgpt.commands.help import HELP
+from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
+from dtgpt.util.console import close_streams, prepare_streams, say, say_error
+from dtgpt.util.errors import UserError, remedy, shown
 
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 

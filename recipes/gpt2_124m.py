@@ -9,9 +9,9 @@ expect     on one H200 584,000 to 595,000 tokens/s and 22 GiB (--global_batch_si
 """
 
 from dtgpt.cli import run_recipe
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.recipe import Recipe
-from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

@@ -11,9 +11,9 @@ expect     with --micro_batch_size 16 --global_batch_size 16 on one H200: 203,00
 from dataclasses import replace
 
 from dtgpt.cli import run_recipe
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2_345M
-from dtgpt.recipe import Recipe
-from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

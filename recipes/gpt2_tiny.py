@@ -7,9 +7,9 @@ expect     80 seconds on two cores, a loss from 7.0 to 2.5, 1.63 bits/byte on he
 """
 
 from dtgpt.cli import run_recipe
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.recipe import Recipe
-from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

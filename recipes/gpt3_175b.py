@@ -16,9 +16,9 @@ result.
 from dataclasses import replace
 
 from dtgpt.cli import run_recipe
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT3_175B
-from dtgpt.recipe import Recipe
-from dtgpt.sections import CheckpointConfig, LogConfig, OptimizerConfig
 
 
 def recipe() -> Recipe:

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtgpt.parallel.shards
-from dtgpt.checkpoint import host, load, save
-from dtgpt.checkpoint.folder import MOMENTS
+from dtgpt.checkpoint import load, save
+from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
+from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
+from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
-from dtgpt.recipe import Recipe
-from dtgpt.run import Claim
-from dtgpt.signals import StopRequest
+from dtgpt.run.folder import Claim
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer

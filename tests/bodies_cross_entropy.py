@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import dtgpt.ops.head
-from dtgpt.ops.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
-from dtgpt.ops.head import head_loss
+import dtgpt.ops.loss.head
+from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, losses_of, plain_gradient
+from dtgpt.ops.loss.head import head_loss
 from dtgpt.parallel.coordinates import chunk
 
 
@@ -70,11 +70,11 @@ class HeadResult(NamedTuple):
 
 def head_results(cases: list[HeadCase], logits_bytes: int, as_dtensor: bool = False) -> list[HeadResult]:
     """Of each case, with the weight cut over the ranks."""
-    before, dtgpt.ops.head.LOGITS_BYTES = dtgpt.ops.head.LOGITS_BYTES, logits_bytes
+    before, dtgpt.ops.loss.head.LOGITS_BYTES = dtgpt.ops.loss.head.LOGITS_BYTES, logits_bytes
     try:
         return [head_result(case, as_dtensor) for case in cases]
     finally:
-        dtgpt.ops.head.LOGITS_BYTES = before
+        dtgpt.ops.loss.head.LOGITS_BYTES = before
 
 
 def head_result(case: HeadCase, as_dtensor: bool = False) -> HeadResult:
@@ -118,7 +118,7 @@ ROWS = [Rows(5, 384, 0, 257), Rows(3, 384, 100, 384), Rows(2, 390, 7, 256), Rows
 
 def check_kernels(device: str, dtype: torch.dtype, cases: list[Rows]) -> None:
     """The Triton kernels against the plain passes. What lies in the padding is no number."""
-    from dtgpt.ops.cross_entropy_kernels import launch_gradient, launch_loss, launch_terms
+    from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient, launch_loss, launch_terms
 
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -151,7 +151,7 @@ def interpret_kernels() -> None:
     """`check_kernels` on a CPU, under Triton's interpreter, in blocks so small that rows have several."""
     from triton.runtime import interpreter
 
-    import dtgpt.ops.cross_entropy_kernels as kernels
+    import dtgpt.ops.loss.cross_entropy_kernels as kernels
 
     patch = interpreter._patch_lang_tensor
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops import flash
-from dtgpt.ops.dropout import LEVELS, keep_mask, threshold
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.attention import flash
+from dtgpt.ops.random.dropout import LEVELS, keep_mask, threshold
+from dtgpt.ops.random.philox import fold, root_key
 
 # ‖out - ref‖ / ‖ref‖: the probabilities are rounded to the dtype once, gradients twice.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.ops.random import root_key
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.gradients import Buckets, NarrowSum
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 import dtgpt
-from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import gather
 
 

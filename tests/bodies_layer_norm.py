@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from dtgpt.ops import bias, dropout, gelu, layer_norm, residual
-from dtgpt.ops.dropout import keep_mask
-from dtgpt.ops.linear import linear_by_column_sum
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.norm import layer_norm, residual
+from dtgpt.ops.pointwise import bias, gelu
+from dtgpt.ops.pointwise.linear import linear_by_column_sum
+from dtgpt.ops.random import dropout
+from dtgpt.ops.random.dropout import keep_mask
+from dtgpt.ops.random.philox import fold, root_key
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 
 import dtgpt.parallel.launch
-from dtgpt.errors import UserError
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.random import root_key
+from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
-from dtgpt.recipe import Recipe
-from dtgpt.run import values_of
+from dtgpt.run.folder import values_of
 from dtgpt.train.startup import read_on_every_node
+from dtgpt.util.errors import UserError
 from tests.bodies_shards import settings_of
 
 CPU = torch.device("cpu")

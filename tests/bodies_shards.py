@@ -10,19 +10,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtgpt.models.decoder
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.ops.random import fold, root_key, row_chunks
+from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.engine import gather_logits
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import Part, Shards, slices
 from dtgpt.planning.parameters import LocalParameter, parameters_of
-from dtgpt.recipe import Recipe
 
 CPU = torch.device("cpu")
 KEY = root_key(11)

@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dtgpt.errors import UserError
-from dtgpt.recipe import Recipe
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 
 
 def train_until(recipe: Recipe, step: int, rank: int) -> int:

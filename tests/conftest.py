@@ -11,10 +11,10 @@ os.environ["WANDB_SILENT"] = "true"
 import pytest
 import torch
 
-from dtgpt.device import why_no_compiler
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.recipe import Recipe
-from dtgpt.sections import DataConfig, LogConfig, OptimizerConfig
+from dtgpt.util.hardware import why_no_compiler
 
 torch.set_num_threads(1)
 

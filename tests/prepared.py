@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from dtgpt.data.indexed import IndexedDataset
-from dtgpt.prepare.job import PrepareConfig, prepare
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.job import PrepareConfig, prepare
 
 
 def write_lines(path, documents) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.metrics import read_records
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
+from dtgpt.run.sinks import read_records
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 

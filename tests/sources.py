@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtgpt.errors import UserError
-from dtgpt.interop.source import cut, load_model, parameter_shapes
+from dtgpt.models.source import cut, load_model, parameter_shapes
+from dtgpt.util.errors import UserError
 
 TOLERANCE = 1e-5  # fp32, of the largest logit: rounding of other orders of summation
 LAYERS, HEADS, WIDTH, LENGTH, VOCABULARY = 3, 4, 48, 24, 131

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops import adamw
-from dtgpt.ops.adamw import Accumulator, AdamW, Slot, squared_norm
+from dtgpt.ops.optim import adamw
+from dtgpt.ops.optim.adamw import Accumulator, AdamW, Slot, squared_norm
 from tests.bodies_adamw import (
     DTYPES,
     SETTINGS,
@@ -156,7 +156,7 @@ def test_mixed_dtypes():
 def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
     adamw.has_triton = lambda x: True
-    kernels = importlib.import_module("dtgpt.ops.adamw_kernels")
+    kernels = importlib.import_module("dtgpt.ops.optim.adamw_kernels")
     kernels.CHUNK = 1024
     follow_truth(torch.bfloat16, torch.bfloat16, steps=3)
     follow_truth(torch.float32, None, steps=3)

@@ -5,10 +5,10 @@ from typing import get_args
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.ops import flash
-from dtgpt.ops.attention import Backend, causal_attention, check_backend, choose
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.errors import UserError
 from tests.runs import change, constant, training
 
 DROPPING = ["explicit", "fused_softmax", "flash", "auto"]

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.compare import compare
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
 from dtgpt.planning.report import describe_plan
+from dtgpt.run.sinks import read_records
+from dtgpt.train.compare import compare
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override
+from dtgpt.util.errors import UserError
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run
 
@@ -130,7 +130,7 @@ def test_remedies_of_a_ramp_that_a_plan_cannot_split_work(recipe, ramp, world, p
 
 def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
     recipe = change(recipe, rampup_batch_size="2 2 40")
-    monkeypatch.setattr("dtgpt.compare.run_plan", None)
+    monkeypatch.setattr("dtgpt.train.compare.run_plan", None)
     with pytest.raises(UserError, match="passes 2 samples a step"):
         describe_plan(replace(recipe, plan="dp2"), 2, None)
     with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.data import blend
-from dtgpt.data.blend import Blend, blend_order, blend_sizes, load_blend, load_each_once, normalised, parse_data_path
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.samples import Samples, load_samples
-from dtgpt.errors import UserError
+from dtgpt.data.megatron import blend
+from dtgpt.data.megatron.blend import (
+    Blend,
+    blend_order,
+    blend_sizes,
+    load_blend,
+    load_each_once,
+    normalised,
+    parse_data_path,
+)
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.megatron.samples import Samples, load_samples
+from dtgpt.util.errors import UserError
 from tests.test_samples import FIXTURES, INDICES, corpora, digest
 
 __all__ = ["corpora"]  # a fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dtgpt.checkpoint.folder import list_checkpoints
+from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.checkpoint.save import Saver
 from dtgpt.train.loop import train
 from tests.runs import change, losses, newest_run, on_cuda
@@ -61,6 +61,6 @@ def test_memory_that_cannot_be_pinned_makes_a_save_wait(recipe, monkeypatch):
         return empty(*args, pin_memory=pin_memory, **options)
 
     recipe = on_cuda(recipe, steps=4)
-    monkeypatch.setattr("dtgpt.checkpoint.host.torch.empty", scarce)
+    monkeypatch.setattr("dtgpt.checkpoint.staging.torch.empty", scarce)
     assert train(recipe) == 0
     assert list_checkpoints(newest_run(recipe) / "checkpoints")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.checkpoint.files import Damaged, Piece, read_header, write_file
-from dtgpt.checkpoint.folder import Checkpoint
 from dtgpt.checkpoint.load import Saved, find_checkpoint
-from dtgpt.errors import UserError
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.shard_file import Damaged, Piece, read_header, write_file
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.interop.open import open_source
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import change_state
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run

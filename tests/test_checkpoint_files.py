@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dtgpt.checkpoint.files import (
+from dtgpt.checkpoint.shard_file import (
     LARGEST_HEADER,
     PIECES,
     Damaged,
@@ -24,7 +24,7 @@ from dtgpt.checkpoint.files import (
 )
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.shards import slices
-from dtgpt.storage import write_text
+from dtgpt.util.storage import write_text
 
 CASES = 60
 

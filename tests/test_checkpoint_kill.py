@@ -85,9 +85,9 @@ def removes_old(path, *_) -> bool:
     return ".removed-" in path.name and path.exists()
 
 
-FOLDER = "dtgpt.checkpoint.folder"
+FOLDER = "dtgpt.checkpoint.manifest"
 POINTS = {  # where the process dies, at step 4 or after it
-    "weights half written": ("dtgpt.checkpoint.host.write_file", lambda p, *_: of_step(p), half_a_file),
+    "weights half written": ("dtgpt.checkpoint.staging.write_file", lambda p, *_: of_step(p), half_a_file),
     "before state.json": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent)),
     "state.json half": (f"{FOLDER}.write_text", lambda p, _: p.name == "state.json" and of_step(p.parent), half_a_text),
     "before the rename": (f"{FOLDER}.sync_path", of_step),
@@ -104,11 +104,11 @@ POINTS = {  # where the process dies, at step 4 or after it
 
 # While a run that was killed before goes on.
 AGAIN = {
-    "before its files are written": ("dtgpt.report.describe_run", lambda *_: True),
-    "recipe.json half": ("dtgpt.storage.write_text", lambda p, _: p.name == "recipe.json", half_a_text),
-    "metrics half": ("dtgpt.report.JsonLines", lambda p, **_: True),
+    "before its files are written": ("dtgpt.run.report.describe_run", lambda *_: True),
+    "recipe.json half": ("dtgpt.util.storage.write_text", lambda p, _: p.name == "recipe.json", half_a_text),
+    "metrics half": ("dtgpt.run.report.JsonLines", lambda p, **_: True),
     "tokenizer.json half": (
-        "dtgpt.tokenizers.tokenizer.write_text",
+        "dtgpt.data.tokenizers.tokenizer.write_text",
         lambda p, _: p.name == "tokenizer.json",
         half_a_text,
     ),

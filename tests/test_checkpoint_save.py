@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import dtgpt.checkpoint.save
-import dtgpt.run
-import dtgpt.signals
-from dtgpt.checkpoint import host
-from dtgpt.checkpoint.folder import list_checkpoints, quarantine_newer
+import dtgpt.run.folder
+import dtgpt.run.signals
+from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import Saved, find_checkpoint
+from dtgpt.checkpoint.manifest import list_checkpoints, quarantine_newer
 from dtgpt.checkpoint.save import Saver
-from dtgpt.errors import UserError
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import (
     begun_from,
     save_while_a_rank_is_silent,
@@ -286,7 +286,7 @@ def test_links_planted_among_checkpoints_are_replaced_and_not_followed(recipe, t
         (target / "state.json").write_text("mine")
     elif kind == "file":
         target.write_text("mine")
-    made = dtgpt.run.create_run
+    made = dtgpt.run.folder.create_run
 
     def create_run(*arguments):
         run = made(*arguments)
@@ -334,7 +334,7 @@ def test_exit_after_ends_with_a_checkpoint_and_what_to_do_next(recipe, monkeypat
         clock.now = 1000.0 + 60 * 89.9 if self.step < 2 else 1000.0 + 60 * 90  # as step 3 ends
         return step(self)
 
-    monkeypatch.setattr(dtgpt.signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(dtgpt.run.signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(Trainer, "train_step", train_step)
     run = run_of(recipe, exit_after=90.0)
     assert run != whole and names_in(run) == ["latest", "step_00000003"]

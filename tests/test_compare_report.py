@@ -1,6 +1,6 @@
 """The tables that `dtgpt compare` prints."""
 
-from dtgpt.compare import Difference, Record, report
+from dtgpt.train.compare import Difference, Record, report
 
 
 def test_the_tables_fit_80_columns_whatever_the_plans(monkeypatch):

@@ -5,9 +5,9 @@ import pwd
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.console import counted, hanging, parameters
 from dtgpt.data.dataset import default_cache
-from dtgpt.errors import UserError
+from dtgpt.util.console import counted, hanging, parameters
+from dtgpt.util.errors import UserError
 
 
 def test_counts_are_in_the_singular_or_the_plural():

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 import dtgpt.checkpoint.export
-from dtgpt.checkpoint.folder import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.load import Saved
-from dtgpt.errors import UserError
-from dtgpt.interop.megatron import Megatron
+from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint, step_folder
+from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import parameter_shapes
 from dtgpt.models.gpt2 import TABLE
+from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_inference import weights_at_the_start
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool

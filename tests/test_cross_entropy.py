@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dtgpt.ops.cross_entropy
-from dtgpt.ops.cross_entropy import cross_entropy, local_terms, reference
+import dtgpt.ops.loss.cross_entropy
+from dtgpt.ops.loss.cross_entropy import cross_entropy, local_terms, reference
 from dtgpt.parallel.coordinates import chunk
 from tests.bodies_cross_entropy import Case, losses
 from tests.ranks import pool
@@ -99,7 +99,7 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch, elements):
     case = make_case(257, 384)
     whole = case.logits.clone().requires_grad_()
     cross_entropy(whole, case.targets, 257).backward()
-    monkeypatch.setattr(dtgpt.ops.cross_entropy, "CHUNK", elements)
+    monkeypatch.setattr(dtgpt.ops.loss.cross_entropy, "CHUNK", elements)
     chunked = case.logits.clone().requires_grad_()
     loss = cross_entropy(chunked, case.targets, 257)
     loss.backward()
@@ -139,7 +139,7 @@ class LargestFloat(TorchDispatchMode):
 
 def test_fp32_logits_of_full_size_never_exist(monkeypatch):
     """In forward and backward of bf16 logits; the reference makes them, so that the watch is seen to see."""
-    monkeypatch.setattr(dtgpt.ops.cross_entropy, "CHUNK", 1 << 14)
+    monkeypatch.setattr(dtgpt.ops.loss.cross_entropy, "CHUNK", 1 << 14)
     case = make_case(257, 384, torch.bfloat16, shape=(4, 256))
     sizes = []
     for function in (cross_entropy, reference):

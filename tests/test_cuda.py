@@ -8,9 +8,9 @@ import torch
 from dtgpt.cli import main
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.cross_entropy import cross_entropy
-from dtgpt.ops.dropout import dropout, dropout_keys, keep_mask
-from dtgpt.ops.random import bits, fold, root_key
+from dtgpt.ops.loss.cross_entropy import cross_entropy
+from dtgpt.ops.random.dropout import dropout, dropout_keys, keep_mask
+from dtgpt.ops.random.philox import bits, fold, root_key
 from tests.runs import on_cuda, training
 
 pytestmark = pytest.mark.cuda

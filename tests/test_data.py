@@ -15,10 +15,10 @@ import torch
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
-from dtgpt.errors import UserError
-from dtgpt.ops.random import fold, root_key
-from dtgpt.tokenizers.byte_level import PATTERN
-from dtgpt.tokenizers.open import make_tokenizer, read_saved
+from dtgpt.data.tokenizers.byte_level import PATTERN
+from dtgpt.data.tokenizers.open import make_tokenizer, read_saved
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.errors import UserError
 
 UNICODE = "Grüße, 世界! 🎈👩‍👩‍👧 \u2028 zero\x00byte\r\n\ttabs   spaces <|endoftext|> '’ don't\n\n\n"
 KEY = fold(root_key(1), "data")

@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.device import check_memory, memory_errors_as_user_errors, peak_of_name
-from dtgpt.errors import UserError
-from dtgpt.execution import choose_compiler, choose_device, choose_dtype, choose_graphs
+from dtgpt.config.execution import choose_compiler, choose_device, choose_dtype, choose_graphs
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.gpt2 import GPT3_175B
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.planning.parameters import state_bytes
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors, peak_of_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

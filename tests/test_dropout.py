@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtgpt.ops.dropout import LEVELS, Dropout, dropout, keep_mask, threshold
-from dtgpt.ops.random import bits, fold, root_key
+from dtgpt.ops.random.dropout import LEVELS, Dropout, dropout, keep_mask, threshold
+from dtgpt.ops.random.philox import bits, fold, root_key
 
 KEYS = fold(root_key(3), "dropout", torch.arange(6))
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.errors import UserError
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context
-from dtgpt.ops.random import fold, root_key
+from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.train.settle import load_recipe
+from dtgpt.util.errors import UserError
 from tests import bodies_dryrun
 from tests.ranks import pool
 

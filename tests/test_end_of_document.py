@@ -10,11 +10,11 @@ from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_posi
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.attention import causal_attention
-from dtgpt.ops.cross_entropy import cross_entropy
-from dtgpt.ops.flash import hidden_columns
-from dtgpt.ops.head import head_loss
-from dtgpt.ops.random import root_key
+from dtgpt.ops.attention.core import causal_attention
+from dtgpt.ops.attention.flash import hidden_columns
+from dtgpt.ops.loss.cross_entropy import cross_entropy
+from dtgpt.ops.loss.head import head_loss
+from dtgpt.ops.random.philox import root_key
 from dtgpt.train.loop import train
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from dtgpt.ops import extension
+from dtgpt.ops.fused_softmax import extension
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

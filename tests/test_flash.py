@@ -11,8 +11,8 @@ import torch
 from torch.library import opcheck
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops import flash
-from dtgpt.ops.dropout import keep_mask
+from dtgpt.ops.attention import flash
+from dtgpt.ops.random.dropout import keep_mask
 from tests.bodies_flash import TOLERANCE, check, error, gradient, keys_of, truth
 
 ROOT = Path(__file__).parent.parent

@@ -11,15 +11,15 @@ import torch
 
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
-from dtgpt.checkpoint.files import Damaged
-from dtgpt.checkpoint.folder import Checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.data.dataset import load_dataset
-from dtgpt.errors import UserError
-from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
-from dtgpt.tokenizers.open import open_tokenizer
 from dtgpt.train.startup import load_initial_weights
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.sources import Reference, refused
@@ -133,7 +133,7 @@ def test_sizes_in_the_header_of_an_own_file_are_checked(models, size):
     entry = {"dtype": "F32", "shape": [size], "data_offsets": [0, 16]}
     table = json.dumps({"__metadata__": {"dtgpt.pieces": json.dumps(where)}, "x": entry}).encode()
     file.write_bytes(struct.pack("<Q", len(table)) + table + bytes(16))
-    from dtgpt.checkpoint.files import read_header
+    from dtgpt.checkpoint.shard_file import read_header
 
     with pytest.raises(Damaged):
         read_header(file)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from dtgpt.ops import bias, gelu
-from dtgpt.ops.linear import linear, linear_by_column_sum
+from dtgpt.ops.pointwise import bias, gelu
+from dtgpt.ops.pointwise.linear import linear, linear_by_column_sum
 from tests.bodies_layer_norm import check, check_gelu, custom_ops, cut_linear, draw, results
 from tests.ranks import pool
 from tests.test_layer_norm import interpret, needs_triton

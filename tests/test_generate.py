@@ -5,13 +5,13 @@ import torch
 
 from dtgpt.cli import main
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.errors import UserError
-from dtgpt.generate import Sampling, choose, generate, logits_of, sample_text, tokenizer_of
-from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.inference.generate import Sampling, choose, generate, logits_of, sample_text, tokenizer_of
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.random import fold, root_key
-from dtgpt.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.errors import UserError
 from tests.test_interop_huggingface import InMemory
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.errors import UserError
-from dtgpt.execution import DTYPES
+from dtgpt.config.execution import DTYPES
 from dtgpt.parallel.graphs import WARM_UP, Graphs
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.runs import change, losses, newest_run, on_cuda, training
 
 CUDA = torch.device("cuda")

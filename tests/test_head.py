@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from dtgpt.ops.cross_entropy import local_terms, row_terms, to_gradient_, to_loss_and_gradient_
-from dtgpt.ops.head import head_loss, reference
+from dtgpt.ops.loss.cross_entropy import local_terms, row_terms, to_gradient_, to_loss_and_gradient_
+from dtgpt.ops.loss.head import head_loss, reference
 from tests.bodies_cross_entropy import (
     HeadCase,
     HeadResult,

@@ -3,8 +3,8 @@ import torch
 
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.cross_entropy import cross_entropy
-from dtgpt.ops.random import root_key
+from dtgpt.ops.loss.cross_entropy import cross_entropy
+from dtgpt.ops.random.philox import root_key
 from tests.hugging_face import hugging_face_twin, translate
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.data import token_shards
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge, token_dtype
-from dtgpt.data.token_shards import TokenShards
-from dtgpt.errors import UserError
+from dtgpt.data.megatron import token_shards
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge, token_dtype
+from dtgpt.data.megatron.token_shards import TokenShards
+from dtgpt.util.errors import UserError
 
 GOLDEN_IDX = (
     "4d4d494449445800 00 0100000000000000 08 0200000000000000 0300000000000000 05000000 03000000 0000000000000000"

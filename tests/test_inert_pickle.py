@@ -15,8 +15,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.pickles import MAKERS, StandIn, _Unpickler, open_pickle, read_pickle
+from dtgpt.util.errors import UserError
+from dtgpt.util.pickles import MAKERS, StandIn, _Unpickler, open_pickle, read_pickle
 from tests.test_interop_foreign import checkpoint
 
 TOUCH = "__import__('pathlib').Path('MARK').touch()"
@@ -126,7 +126,7 @@ def test_steps_that_plain_pickles_do_not_have_are_refused(program):
 
 
 def test_a_pickle_of_too_many_steps_is_refused(monkeypatch):
-    monkeypatch.setattr("dtgpt.pickles.MOST_READS", 1000)
+    monkeypatch.setattr("dtgpt.util.pickles.MOST_READS", 1000)
     for protocol in (2, 4):
         with pytest.raises(ValueError, match="needs more than 1000 reads"):
             read_pickle(io.BytesIO(pickle.dumps([None] * 2000, protocol)))
@@ -208,7 +208,7 @@ CHILD = textwrap.dedent(
     """
     import json, resource, sys, time
     from pathlib import Path
-    from dtgpt.errors import UserError
+    from dtgpt.util.errors import UserError
     from dtgpt.interop.open import open_source
     limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (3 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -292,7 +292,7 @@ def test_small_files_cost_little_time_and_memory(tmp_path):
 
 
 def test_what_a_message_shows_of_a_value_is_short():
-    from dtgpt.errors import shown, shown_name
+    from dtgpt.util.errors import shown, shown_name
 
     doubled = []
     for _ in range(60):

@@ -9,15 +9,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.errors import UserError
-from dtgpt.generate import Sampling, generate, logits_of, tokenizer_of
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.inference.generate import Sampling, generate, logits_of, tokenizer_of
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import load_model
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.ops.random import root_key
-from dtgpt.parallel.plan import ResolvedPlan
-from dtgpt.tokenizers.byte_level import ByteLevel
+from dtgpt.models.source import load_model
+from dtgpt.ops.random.philox import root_key
 from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
 from tests import bodies_inference as bodies
 from tests.ranks import pool
 from tests.runs import change, newest_run
@@ -236,7 +236,7 @@ def test_a_run_and_its_checkpoints_have_the_tokenizer_of_the_run(recipe):
 
 def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(folder, monkeypatch):
     gpt2, made = ByteLevel("gpt2", "x", [b"x"]), []
-    monkeypatch.setattr("dtgpt.generate.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
+    monkeypatch.setattr("dtgpt.inference.generate.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
     assert tokenizer_of(folder, GPT2_124M) is gpt2 and made == ["gpt2"]
 
 

@@ -11,10 +11,10 @@ import threading
 
 import pytest
 
-from dtgpt.errors import UserError
-from dtgpt.prepare import documents, inputs
-from dtgpt.prepare.documents import Broken, Source
-from dtgpt.prepare.inputs import find_sources, read_blocks, total_bytes
+from dtgpt.data.prepare import documents, inputs
+from dtgpt.data.prepare.documents import Broken, Source
+from dtgpt.data.prepare.inputs import find_sources, read_blocks, total_bytes
+from dtgpt.util.errors import UserError
 
 TEXTS = ["Grüße, 世界! 🎈\u2028 end", "two\nlines\r\n", "", '"quoted", a', "<|endoftext|>"]
 PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch):
     """Blocks of a few bytes, so that every border is met."""
     for module in (documents, inputs):
         monkeypatch.setattr(module, "BLOCK", 7)
-    monkeypatch.setattr("dtgpt.prepare.compressed.PIECE", 5)
+    monkeypatch.setattr("dtgpt.data.prepare.compressed.PIECE", 5)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -95,8 +95,8 @@ def test_lines_may_end_as_they_like(tmp_path, small_blocks):
 
 @pytest.mark.parametrize("block, piece", [(1, 1), (7, 5), (1 << 20, 1 << 18)])
 def test_lines_end_where_pythons_text_files_end_them(tmp_path, monkeypatch, block, piece):
-    monkeypatch.setattr("dtgpt.prepare.documents.BLOCK", block)
-    monkeypatch.setattr("dtgpt.prepare.compressed.PIECE", piece)
+    monkeypatch.setattr("dtgpt.data.prepare.documents.BLOCK", block)
+    monkeypatch.setattr("dtgpt.data.prepare.compressed.PIECE", piece)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\r{"text": "b"}\r\n\r\r\n{"text": \r\n\n{"text": "c\xc2\x85\x1c"}\r')
     with path.open(encoding="utf-8") as file:

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from dtgpt.errors import UserError
 from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.interop.open import open_source
 from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import make_weights, write_tree
 from tests.ranks import pool

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.data.indexed import IndexedWriter
-from dtgpt.data.prepared import load_prepared
-from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.sections import DataConfig
+from dtgpt.config.sections import DataConfig
+from dtgpt.data.megatron.indexed import IndexedWriter
+from dtgpt.data.megatron.prepared import load_prepared
+from dtgpt.data.prepare.job import PrepareConfig, prepare
 from tests.prepared import write_lines
 from tests.test_tokenizer_beside import nanogpt
 

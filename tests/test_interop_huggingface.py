@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from dtgpt.interop import huggingface
-from dtgpt.interop.huggingface import HuggingFace, save_huggingface
-from dtgpt.interop.source import Source, cut, parameter_shapes
+from dtgpt.interop.hf import model as huggingface
+from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.ops.random import root_key
+from dtgpt.models.source import Source, cut, parameter_shapes
+from dtgpt.ops.random.philox import root_key
 from tests.sources import TOLERANCE, check_parts, filled, refused
 
 CPU = torch.device("cpu")

@@ -5,13 +5,13 @@ import os
 import numpy as np
 import pytest
 
-from dtgpt.data.indexed import IndexedWriter
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
-from dtgpt.parallel.names import parse_plan
-from dtgpt.report import Report
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.data.megatron.indexed import IndexedWriter
+from dtgpt.run.report import Report
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.ranks import pool
 from tests.runs import change, newest_run
 

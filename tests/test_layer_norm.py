@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from dtgpt.ops import layer_norm as ops
-from dtgpt.ops.layer_norm import layer_norm_reference, norm_and_pass, residual_norm
-from dtgpt.ops.residual import residual, residual_reference
+from dtgpt.ops.norm import layer_norm as ops
+from dtgpt.ops.norm.layer_norm import layer_norm_reference, norm_and_pass, residual_norm
+from dtgpt.ops.norm.residual import residual, residual_reference
 from tests.bodies_layer_norm import EPS, check_mask, check_norms, custom_ops, draw, keys_of, results
 
 CUDA = torch.device("cuda")

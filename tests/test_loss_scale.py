@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dtgpt.loss_scale import LossScaler, check_state
+from dtgpt.optim.loss_scale import LossScaler, check_state
 
 CPU = torch.device("cpu")
 SETTINGS = [

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import ResolvedPlan
+from dtgpt.run.sinks import read_records
 from dtgpt.train.interval_loss import IntervalLoss
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import change_state
 from tests.bodies_train import train_until
 from tests.ranks import pool

@@ -17,12 +17,12 @@ TIMEOUT = 2  # seconds, of the run
 POINTS = {
     "the agreement": "dtgpt.parallel.launch.code_digests",
     "making the mesh": "dtgpt.parallel.mesh.init_device_mesh",
-    "verifying the checkpoint": "dtgpt.checkpoint.folder.Checkpoint.problem",
+    "verifying the checkpoint": "dtgpt.checkpoint.manifest.Checkpoint.problem",
     "reading the data": "dtgpt.train.startup.read_dataset",
     "building the model": "dtgpt.train.trainer.build_stages",
     "loading the checkpoint": "dtgpt.train.loop.load_training",
     "the first step": "dtgpt.train.trainer.Trainer.train_step",
-    "the second step": "dtgpt.optim.Update.apply",
+    "the second step": "dtgpt.optim.update.Update.apply",
 }
 
 

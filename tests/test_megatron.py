@@ -5,11 +5,11 @@ import pickle
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.interop.megatron import Megatron
-from dtgpt.interop.source import cut, parameter_shapes
+from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
+from dtgpt.models.source import cut, parameter_shapes
+from dtgpt.util.errors import UserError
 from tests.megatron_trees import CONFIG, LAYER, PLANS, H, check, make_weights, padded, write_tree
 
 WPE = "embedding.wpe.weight"

@@ -5,12 +5,12 @@ from argparse import Namespace
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.interop.megatron import Megatron
-from dtgpt.interop.megatron_export import save_megatron
-from dtgpt.interop.source import pad_rows, parameter_shapes
+from dtgpt.interop.megatron.export import save_megatron
+from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.pickles import open_pickle
+from dtgpt.models.source import pad_rows, parameter_shapes
+from dtgpt.util.errors import UserError
+from dtgpt.util.pickles import open_pickle
 from tests.megatron_trees import CONFIG, LAYERS, PLANS, H, InMemory, check, make_weights, padded, write_tree
 
 

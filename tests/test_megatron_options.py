@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.errors import UserError
-from dtgpt.megatron_options import ENTRIES, OPTIONS, explain, fill
-from dtgpt.overrides import leaves, read_words, take
-from dtgpt.recipe import Recipe
+from dtgpt.config.megatron_options import ENTRIES, OPTIONS, explain, fill
+from dtgpt.config.overrides import leaves, read_words, take
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.settle import override
+from dtgpt.util.errors import UserError
 
 DOCS = Path(__file__).parent.parent / "docs" / "megatron.md"
 # Of examples/pretrain_gpt.sh and examples/gpt3/train_gpt3_175b_distributed.sh, those of 2023 and of 2026.

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.errors import UserError
-from dtgpt.interop.megatron import Megatron
+from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import load_model
-from dtgpt.pickles import StandIn, open_pickle
+from dtgpt.models.source import load_model
 from dtgpt.train.startup import load_initial_weights
+from dtgpt.util.errors import UserError
+from dtgpt.util.pickles import StandIn, open_pickle
 from tests.megatron_trees import check, make_weights, write_tree
 from tests.test_cli import in_process
 

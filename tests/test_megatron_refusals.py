@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.interop.megatron import Megatron
-from dtgpt.pickles import StandIn, open_pickle
+from dtgpt.interop.megatron.model import Megatron
+from dtgpt.util.errors import UserError
+from dtgpt.util.pickles import StandIn, open_pickle
 from tests.megatron_trees import H, check, make_weights, write_tree
 
 

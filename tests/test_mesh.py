@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from dtgpt.errors import UserError
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import ResolvedPlan
+from dtgpt.util.errors import UserError
 from tests.bodies_mesh import agree_on, agreement, coordinates, errors, open_and_close, read_texts, reductions, timeouts
 from tests.ranks import pool
 

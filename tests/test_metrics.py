@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from dtgpt.console import duration
-from dtgpt.errors import UserError
-from dtgpt.metrics import JsonLines, progress_line, read_records, sparkline
-from dtgpt.plot import plot_runs
+from dtgpt.run.plot import plot_runs
+from dtgpt.run.sinks import JsonLines, progress_line, read_records, sparkline
+from dtgpt.util.console import duration
+from dtgpt.util.errors import UserError
 
 RECORD = {
     "step": 120, "loss": 3.2141, "bits_per_byte": 1.234, "grad_norm": 0.812, "lr": 5.9e-4, "memory_gib": 61.2,

@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.errors import UserError
 from dtgpt.models.decoder import Decoder, build_model, fill_weight, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT3_175B, GPT2Config
-from dtgpt.ops.cross_entropy import cross_entropy
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.ops.random import fold, normal, root_key
+from dtgpt.ops.loss.cross_entropy import cross_entropy
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import fold, normal, root_key
+from dtgpt.util.errors import UserError
 
 CPU = torch.device("cpu")
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=100, dropout=0.2)

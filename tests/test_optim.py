@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.optim import Update, clip_factor, make_optimizer
+from dtgpt.optim.update import Update, clip_factor, make_optimizer
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import Shards
-from dtgpt.recipe import Recipe
-from dtgpt.sections import OptimizerConfig
 from tests.bodies_shards import CPU, KEY
 from tests.runs import change, constant, rate_of
 

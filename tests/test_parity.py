@@ -7,14 +7,14 @@ import pytest
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dtgpt import compare
-from dtgpt.compare import Record, difference, record
-from dtgpt.metrics import read_records
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import Plan
-from dtgpt.recipe import Recipe
-from dtgpt.sections import LossScaleConfig, OptimizerConfig
+from dtgpt.run.sinks import read_records
+from dtgpt.train import compare
+from dtgpt.train.compare import Record, difference, record
 from dtgpt.train.loop import train
 from tests.ranks import pool
 

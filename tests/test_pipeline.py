@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtgpt.config.plan import SCHEDULES, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import SCHEDULES, ResolvedPlan
 from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
 from tests.bodies_shards import CPU, KEY, logits_of_stages
 from tests.ranks import pool

@@ -14,13 +14,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from dtgpt.errors import UserError
+from dtgpt.config.overrides import apply_overrides
+from dtgpt.config.plan import SCHEDULES, Plan, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.overrides import apply_overrides
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import SCHEDULES, Plan, ResolvedPlan
 from dtgpt.parallel.tensor import make_table, style_of
-from dtgpt.recipe import Recipe
+from dtgpt.util.errors import UserError
 from tests.bodies_mesh import CPU, refusal_of_build
 from tests.ranks import pool
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.metrics import read_records
+from dtgpt.run.sinks import read_records
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "recipes" / "gpt2_tiny.py"

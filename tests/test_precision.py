@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.recipe import Recipe
+from dtgpt.config.recipe import Recipe
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_train import skipped_after_each_step, steps_with_an_overflow
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, rate_of, training

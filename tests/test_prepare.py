@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.errors import UserError
-from dtgpt.prepare import job
-from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.prepare.pool import ordered_map
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.prepare import job
+from dtgpt.data.prepare.job import PrepareConfig, prepare
+from dtgpt.data.prepare.pool import ordered_map
+from dtgpt.util.errors import UserError
 from tests.prepared import leftovers, run, words_of
 from tests.vocabularies import DATA, gpt2_files
 
@@ -50,7 +50,7 @@ def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
 
 
 def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.prepare.documents.BLOCK", 5000)
+    monkeypatch.setattr("dtgpt.data.prepare.documents.BLOCK", 5000)
     rng = random.Random(1)
     documents = [{"text": f"{i}:" + "ä🙂x"[i % 3] * rng.randrange(2000)} for i in range(600)]
     expected = [d["text"] for d in documents]
@@ -256,7 +256,7 @@ def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     script = tmp_path / "script.py"
     script.write_text(
-        "from dtgpt.prepare import PrepareConfig, prepare\n"
+        "from dtgpt.data.prepare import PrepareConfig, prepare\n"
         "print('once')\n"
         "prepare(PrepareConfig(input='a.txt', output_prefix='out', tokenizer='bytes', workers=2))\n"
     )

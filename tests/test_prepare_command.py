@@ -9,11 +9,11 @@ import pytest
 from dtgpt.commands.prepare import SignalsAsExit
 from dtgpt.commands.prepare import command as prepare_command
 from dtgpt.commands.tokenizer import command as tokenizer_command
-from dtgpt.data.indexed import IndexedDataset
-from dtgpt.errors import UserError
-from dtgpt.prepare.job import PrepareConfig
-from dtgpt.prepare.progress import Progress
-from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.job import PrepareConfig
+from dtgpt.data.prepare.progress import Progress
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.util.errors import UserError
 from tests.prepared import leftovers, run, words_of, write_lines
 
 
@@ -198,7 +198,7 @@ def test_a_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 
 def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     clock = iter(range(0, 1000, 20))
-    monkeypatch.setattr("dtgpt.prepare.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dtgpt.data.prepare.progress.time.monotonic", lambda: next(clock))
     with Progress(total=100) as progress:
         progress.update(1000, 40_000_000, 25)
     told = capsys.readouterr().err

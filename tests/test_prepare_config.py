@@ -5,19 +5,19 @@ import json
 import numpy as np
 import pytest
 
-import dtgpt.prepare
-from dtgpt.data.indexed import IndexedDataset
-from dtgpt.errors import UserError
-from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.prepare.progress import Progress
-from dtgpt.prepare.target import lock_list
-from dtgpt.tokenizers.open import open_tokenizer
+import dtgpt.data.prepare
+from dtgpt.data.megatron.indexed import IndexedDataset
+from dtgpt.data.prepare.job import PrepareConfig, prepare
+from dtgpt.data.prepare.progress import Progress
+from dtgpt.data.prepare.target import lock_list
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.util.errors import UserError
 from tests.prepared import leftovers, run, words_of, write_lines
 from tests.vocabularies import sentencepiece_model, tokenizer_json
 
 
 def test_python_values_are_taken_for_words(tmp_path):
-    assert dtgpt.prepare.prepare is prepare and dtgpt.prepare.PrepareConfig is PrepareConfig
+    assert dtgpt.data.prepare.prepare is prepare and dtgpt.data.prepare.PrepareConfig is PrepareConfig
     path = tmp_path / "h.jsonl"
     write_lines(path, [{"text": "a"}])
     config = PrepareConfig(input=path, output_prefix=tmp_path / "out", tokenizer="bytes", append_eod=True, strict=False)
@@ -139,7 +139,7 @@ def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_
 
 def test_a_warning_does_not_share_its_line_with_the_progress(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("dtgpt.prepare.progress.REDRAW", 0.0)
+    monkeypatch.setattr("dtgpt.data.prepare.progress.REDRAW", 0.0)
     with Progress(total=None) as progress:
         progress.update(5, 5, 0)
         progress.clear()

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.errors import UserError
-from dtgpt.prepare.target import lock_prefix
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.prepare.target import lock_prefix
+from dtgpt.util.errors import UserError
 from tests.prepared import leftovers, run, words_of
 
 RENAMES = """
@@ -125,7 +125,7 @@ def test_folders_made_for_a_run_that_fails_are_removed_and_others_kept(tmp_path)
 
 
 def test_a_folder_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.prepare.target.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("dtgpt.data.prepare.target.os.access", lambda *_: False)  # root may write everywhere
     with pytest.raises(UserError, match=r"out_text_document cannot be written \(Permission denied\)"):
         run(tmp_path, [{"text": "a"}], output_prefix=str(tmp_path / "deep" / "out"))
     assert not (tmp_path / "deep").exists()

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from dtgpt.data.dataset import load_dataset
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.samples import load_samples
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
+from dtgpt.data.megatron.samples import load_samples
+from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.models.batch import Batch
-from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.ranks import pool
 from tests.runs import change, losses, newest_run, training
 
@@ -94,7 +94,7 @@ def test_a_resume_under_another_batch_goes_on_with_the_next_sample(recipe):
         return order.windows(sample_ids.numpy())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dtgpt.data.prepared.PreparedDataset.windows", look)
+        patch.setattr("dtgpt.data.megatron.prepared.PreparedDataset.windows", look)
         train(resumed)
     assert [i for i in seen if i >= 32][:8] == list(range(32, 40))
 

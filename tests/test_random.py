@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.ops.random import bits, fold, normal, philox, root_key, row_chunks, uniform
+from dtgpt.ops.random.philox import bits, fold, normal, philox, root_key, row_chunks, uniform
 
 KEY = fold(root_key(1), "test")
 WHOLE = (5, 6, 7, 30)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.errors import UserError
-from dtgpt.field_types import Bounds, annotations, kinds_of
-from dtgpt.help import help_text
-from dtgpt.overrides import apply_overrides, leaves, replace_values, value_text
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import notes, value_of
+from dtgpt.commands.help import help_text
+from dtgpt.config.checks import notes, value_of
+from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
+from dtgpt.config.recipe import Recipe
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds, annotations, kinds_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 

@@ -6,16 +6,16 @@ import sys
 import pytest
 
 from dtgpt.cli import main, run_recipe
-from dtgpt.errors import UserError
-from dtgpt.recipe_checks import check_recipe
-from dtgpt.recipe_file import call_recipe
+from dtgpt.config.checks import check_recipe
+from dtgpt.config.recipe_file import call_recipe
 from dtgpt.train.settle import load_recipe
+from dtgpt.util.errors import UserError
 from tests.runs import change
 
 RECIPE = """
 from dataclasses import replace
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.recipe import *
+from dtgpt.config.recipe import *
 from dtgpt.cli import run_recipe
 
 def tiny(**changes):

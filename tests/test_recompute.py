@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.compare import Record, record
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
-from dtgpt.ops.attention import causal_attention
-from dtgpt.parallel.names import parse_plan
+from dtgpt.ops.attention.core import causal_attention
+from dtgpt.train.compare import Record, record
 from tests.ranks import pool
 from tests.runs import change, training
 

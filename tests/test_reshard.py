@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.checkpoint.files import read_header
-from dtgpt.checkpoint.folder import Checkpoint
-from dtgpt.parallel.names import parse_plan
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.shard_file import read_header
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.shards import slices
 from tests.bodies_checkpoint import load_each, train_and_save
 from tests.ranks import pool

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dtgpt
-from dtgpt.metrics import read_records
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import Plan
-from dtgpt.sections import CheckpointConfig
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import CheckpointConfig
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from tests.bodies_train import train_until
 from tests.ranks import pool

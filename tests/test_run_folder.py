@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import dtgpt.run
-from dtgpt.checkpoint.folder import list_checkpoints
-from dtgpt.errors import UserError
-from dtgpt.run import Claim
+import dtgpt.run.folder
+from dtgpt.checkpoint.manifest import list_checkpoints
+from dtgpt.run.folder import Claim
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.bodies_train import train_while_the_folder_goes
 from tests.ranks import pool
 from tests.runs import change, newest_run
@@ -108,6 +108,6 @@ def test_a_look_at_a_folder_is_rare_unless_it_must_be_at_once(tmp_path, monkeypa
         assert not claim.lost(at_once=True)
         claim.take(tmp_path)
         (tmp_path / "lock").unlink()
-        monkeypatch.setattr(dtgpt.run.time, "monotonic", lambda: looks.append(1) or 100.0)
+        monkeypatch.setattr(dtgpt.run.folder.time, "monotonic", lambda: looks.append(1) or 100.0)
         claim._next = 100.5
         assert not claim.lost() and claim.lost(at_once=True) and claim.lost()

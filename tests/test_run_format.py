@@ -14,7 +14,7 @@ import torch
 from dtgpt.checkpoint.load import Saved
 from dtgpt.cli import main
 from dtgpt.interop.open import open_source
-from dtgpt.metrics import read_records
+from dtgpt.run.sinks import read_records
 from tests.sources import filled
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run_format_1"

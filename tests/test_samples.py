@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.data import index_cache, samples
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from dtgpt.data.samples import PADDING, build_sample_index, load_samples, split_fractions, split_range
-from dtgpt.data.token_shards import TokenShards
-from dtgpt.errors import UserError
+from dtgpt.data import index_cache
+from dtgpt.data.megatron import samples
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from dtgpt.data.megatron.samples import PADDING, build_sample_index, load_samples, split_fractions, split_range
+from dtgpt.data.megatron.token_shards import TokenShards
+from dtgpt.util.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = json.loads((ROOT / "tests" / "data" / "megatron_samples.json").read_text())

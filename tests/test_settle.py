@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from dtgpt.cli import main
-from dtgpt.errors import UserError
-from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.config.overrides import leaves
+from dtgpt.config.plan import Plan
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.open import open_source
-from dtgpt.metrics import read_records
-from dtgpt.overrides import leaves
-from dtgpt.parallel.plan import Plan
-from dtgpt.run import changes_since
+from dtgpt.run.folder import changes_since
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override as settle
+from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import begun_from
 from tests.ranks import pool
 from tests.runs import change, newest_run
 
 FILE = """
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.recipe import LogConfig, OptimizerConfig, Recipe
+from dtgpt.config.recipe import LogConfig, OptimizerConfig, Recipe
 
 
 def recipe():

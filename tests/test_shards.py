@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.names import parse_plan
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import slices
 from tests.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
 from tests.ranks import pool

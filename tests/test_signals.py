@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.run import lock_run
-from dtgpt.signals import StopRequest
+from dtgpt.run.folder import lock_run
+from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from tests.runs import newest_run
@@ -185,7 +185,7 @@ def test_a_process_that_torchrun_did_not_start_outlives_its_parent():
 
 
 SPEAK = """
-from dtgpt.console import close_streams, prepare_streams, say, say_error
+from dtgpt.util.console import close_streams, prepare_streams, say, say_error
 prepare_streams()
 file = open("file", "w+")
 say("one")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops import extension, softmax_kernels
-from dtgpt.ops.dropout import dropout
-from dtgpt.ops.random import fold, root_key
-from dtgpt.ops.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
-from dtgpt.ops.softmax_kernels import Launch
+from dtgpt.ops.fused_softmax import extension, softmax_kernels
+from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
+from dtgpt.ops.fused_softmax.softmax_kernels import Launch
+from dtgpt.ops.random.dropout import dropout
+from dtgpt.ops.random.philox import fold, root_key
 
 SCALE, P, START = 0.7, 0.3, (2, 7, 16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import dtgpt.run
-from dtgpt.data.indexed import IndexedWriter
-from dtgpt.errors import UserError
-from dtgpt.metrics import JsonLines
-from dtgpt.plot import plot_runs
-from dtgpt.prepare.target import lock_prefix
-from dtgpt.run import lock_run
-from dtgpt.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text
+import dtgpt.run.folder
+from dtgpt.data.megatron.indexed import IndexedWriter
+from dtgpt.data.prepare.target import lock_prefix
+from dtgpt.run.folder import lock_run
+from dtgpt.run.plot import plot_runs
+from dtgpt.run.sinks import JsonLines
 from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text
 from tests.runs import change, losses, newest_run
 
 ME = f"pid {os.getpid()} on "
@@ -95,7 +95,7 @@ def test_a_holder_that_cannot_be_one_is_not_named(tmp_path, content):
 @pytest.mark.parametrize("content", ["", "pid 1 on elsewhere\n" * 3])
 def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path, content):
     (tmp_path / "lock").write_text(content)
-    code = f"import os, dtgpt.storage as s, pathlib\ns.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})).__enter__()\n"
+    code = f"import os, dtgpt.util.storage as s, pathlib\ns.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})).__enter__()\n"
     subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], check=False)
     for _ in range(2):
         with lock_run(tmp_path):
@@ -103,7 +103,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path, content):
 
 
 def test_a_lock_that_waits_gets_its_turn(tmp_path):
-    code = f"import sys, dtgpt.storage as s, pathlib\nwith s.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})):\n"
+    code = f"import sys, dtgpt.util.storage as s, pathlib\nwith s.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})):\n"
     command = [sys.executable, "-c", code + " print('held', flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
@@ -141,7 +141,7 @@ def test_a_lock_in_a_folder_that_cannot_be_written_is_refused_with_the_remedy(tm
     def read_only(path, *_):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr("dtgpt.storage.os.open", read_only)
+    monkeypatch.setattr("dtgpt.util.storage.os.open", read_only)
     with pytest.raises(
         UserError, match=r"lock cannot be written \(Read-only file system\); choose a place that can be"
     ):
@@ -155,7 +155,7 @@ NAMES = ["lock", "metrics.jsonl", "metrics.partial", ".recipe.json.new", "recipe
 @pytest.fixture(params=["link", "FIFO"])
 def planting(request, monkeypatch, tmp_path):
     """Let a run find links to a file of somebody else, or FIFOs, where it wants to write. Returns that file."""
-    precious, made = tmp_path / "precious", dtgpt.run.create_run
+    precious, made = tmp_path / "precious", dtgpt.run.folder.create_run
     precious.write_text("mine")
 
     def create_run(*arguments):
@@ -183,7 +183,7 @@ def test_links_and_fifos_planted_in_a_run_folder_are_replaced_and_not_opened(rec
 
 def test_samples_are_not_written_through_a_link(recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
-    made = dtgpt.run.create_run
+    made = dtgpt.run.folder.create_run
 
     def create_run(*arguments):
         run = made(*arguments)

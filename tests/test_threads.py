@@ -6,8 +6,8 @@ from multiprocessing.context import SpawnProcess
 
 import pytest
 
-from dtgpt.prepare.pool import ordered_map
-from dtgpt.threads import Threads
+from dtgpt.data.prepare.pool import ordered_map
+from dtgpt.util.threads import Threads
 from tests.test_ahead import CUDA, Prefetcher, numbers, same
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.data import indexed, samples, token_shards
-from dtgpt.data.blend import Blend, blend_order, blend_sizes, load_blend, normalised
-from dtgpt.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge
-from dtgpt.data.samples import SPLITS, build_sample_index, load_samples, split_range
-from dtgpt.data.token_shards import TokenShards
+from dtgpt.data.megatron import indexed, samples, token_shards
+from dtgpt.data.megatron.blend import Blend, blend_order, blend_sizes, load_blend, normalised
+from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, merge
+from dtgpt.data.megatron.samples import SPLITS, build_sample_index, load_samples, split_range
+from dtgpt.data.megatron.token_shards import TokenShards
 from tests.test_blend import naive_order, pairs_of
 from tests.test_indexed import same, write
 from tests.test_samples import INDICES

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.data.indexed import bin_path, idx_path, tokenizer_path
-from dtgpt.data.prepared import is_prepared
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
-from dtgpt.prepare.job import PrepareConfig, join_datasets, prepare
-from dtgpt.tokenizers.char import Char, Ids
-from dtgpt.tokenizers.nanogpt_meta import read_meta
-from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
+from dtgpt.data.megatron.prepared import is_prepared
+from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
+from dtgpt.data.tokenizers.char import Char, Ids
+from dtgpt.data.tokenizers.nanogpt_meta import read_meta
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_dataset
+from dtgpt.util.errors import UserError
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
 

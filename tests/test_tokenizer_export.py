@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.errors import UserError
-from dtgpt.interop.huggingface import save_huggingface
+from dtgpt.data.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
+from dtgpt.data.tokenizers.char import Char, Ids
+from dtgpt.data.tokenizers.export import export_note, first_token, transformers_files
+from dtgpt.data.tokenizers.libraries import SentencePiece
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.random import root_key
-from dtgpt.storage import write_json
-from dtgpt.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
-from dtgpt.tokenizers.char import Char, Ids
-from dtgpt.tokenizers.export import export_note, first_token, transformers_files
-from dtgpt.tokenizers.libraries import SentencePiece
-from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.ops.random.philox import root_key
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import write_json
 from tests.test_interop_huggingface import InMemory
 from tests.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json

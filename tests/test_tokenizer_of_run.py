@@ -10,15 +10,15 @@ import tiktoken
 
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.errors import UserError
-from dtgpt.generate import tokenizer_of
-from dtgpt.metrics import read_records
-from dtgpt.prepare.job import PrepareConfig, prepare
-from dtgpt.run import changes_since
-from dtgpt.tokenizers.byte_level import PATTERN, ByteLevel
-from dtgpt.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.prepare.job import PrepareConfig, prepare
+from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
+from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
+from dtgpt.inference.generate import tokenizer_of
+from dtgpt.run.folder import changes_since
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
 from tests.prepared import write_lines
 from tests.runs import change, newest_run
 from tests.vocabularies import sentencepiece_model, tokenizer_json

@@ -7,11 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from dtgpt.errors import UserError
-from dtgpt.tokenizers.bpe_files import from_merges, letter_bytes
-from dtgpt.tokenizers.byte_level import ByteLevel
-from dtgpt.tokenizers.libraries import HuggingFace
-from dtgpt.tokenizers.open import (
+from dtgpt.data.tokenizers.bpe_files import from_merges, letter_bytes
+from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.data.tokenizers.libraries import HuggingFace
+from dtgpt.data.tokenizers.open import (
     OF_MODELS,
     OF_PREPARE,
     OF_TRAINING,
@@ -20,6 +19,7 @@ from dtgpt.tokenizers.open import (
     open_tokenizer,
     read_saved,
 )
+from dtgpt.util.errors import UserError
 from tests.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -7,14 +7,14 @@ import torch
 
 import dtgpt.train.evaluate
 import dtgpt.train.trainer
-from dtgpt.checkpoint.folder import list_checkpoints
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
+from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.models.batch import Batch
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.ops.random import fold
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import fold
+from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
 from tests.runs import change, constant, losses, newest_run, training
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.checkpoint.files import Piece, Written, by_size, write_file
-from dtgpt.checkpoint.folder import file_name, write_state
-from dtgpt.checkpoint.host import FILE_LIMIT
-from dtgpt.environment import package_versions
-from dtgpt.errors import UserError
-from dtgpt.interop.source import Source, parameter_shapes
-from dtgpt.storage import new_folder
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.checkpoint.manifest import file_name, write_state
+from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
+from dtgpt.checkpoint.staging import FILE_LIMIT
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.util.environment import package_versions
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import new_folder
 
 
 def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.files import Damaged, copy_overlap
-from dtgpt.checkpoint.folder import MOMENTS, READERS, Check, Checkpoint, list_checkpoints, step_of
-from dtgpt.console import say
-from dtgpt.errors import UserError
-from dtgpt.interop.source import Part, Source, parameter_shapes
+from dtgpt.checkpoint.manifest import MOMENTS, READERS, Check, Checkpoint, list_checkpoints, step_of
+from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
 from dtgpt.models.config import ModelConfig
-from dtgpt.ops.adamw import AdamW
+from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
-from dtgpt.threads import Threads
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.threads import Threads
 
 FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
 

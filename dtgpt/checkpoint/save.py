@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from dtgpt.checkpoint.files import Written
-from dtgpt.checkpoint.folder import (
+from dtgpt.checkpoint.manifest import (
     commit,
     list_checkpoints,
     make_folder,
@@ -28,13 +27,14 @@ from dtgpt.checkpoint.folder import (
     step_of,
     wait_until_visible,
 )
-from dtgpt.checkpoint.host import files_of
-from dtgpt.console import say, say_error
-from dtgpt.errors import UserError, remedy
-from dtgpt.ops.adamw import AdamW
+from dtgpt.checkpoint.shard_file import Written
+from dtgpt.checkpoint.staging import files_of
+from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.parallel.shards import Shards
-from dtgpt.storage import parse_json, read_regular, remove_tree, write_text
-from dtgpt.threads import Threads
+from dtgpt.util.console import say, say_error
+from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.storage import parse_json, read_regular, remove_tree, write_text
+from dtgpt.util.threads import Threads
 
 WRITERS = 4  # threads
 POLL = 0.05  # s between two looks at what other ranks have written

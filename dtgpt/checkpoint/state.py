@@ -3,10 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from dtgpt.environment import package_versions
-from dtgpt.execution import Settings
-from dtgpt.ops.random import fold, root_key
-from dtgpt.schedule import Schedule
+from dtgpt.config.execution import Settings
+from dtgpt.config.schedule import Schedule
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.environment import package_versions
 
 KEYS = ("weights", "data", "dropout", "sample")
 

@@ -9,11 +9,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dtgpt.console import say
-from dtgpt.errors import UserError, shown
-from dtgpt.field_types import check_fields
-from dtgpt.help import help_text, wants_help
-from dtgpt.overrides import read_words, take
+from dtgpt.commands.help import help_text, wants_help
+from dtgpt.config.overrides import read_words, take
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import check_fields
 
 
 @dataclass(frozen=True)

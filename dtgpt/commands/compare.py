@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.errors import UserError
-from dtgpt.field_types import Bounds
-from dtgpt.overrides import Options, as_words
-from dtgpt.recipe import Recipe
+from dtgpt.config.overrides import Options, as_words
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.settle import load_recipe, with_options
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     if not own.plans:
         raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
     words = as_words(given)
-    from dtgpt.compare import compare
+    from dtgpt.train.compare import compare
 
     return compare(with_options(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
 
 
 def record(words: list[str]) -> int:
     """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
-    from dtgpt.compare import save_record
+    from dtgpt.train.compare import save_record
 
     if len(words) < 3:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")

@@ -7,19 +7,19 @@ from typing import Annotated, Any, Literal
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
-from dtgpt.console import parameters, say
-from dtgpt.device import DTYPES
-from dtgpt.errors import UserError
-from dtgpt.field_types import Bounds
-from dtgpt.interop.huggingface import save_huggingface
-from dtgpt.interop.megatron import Megatron
-from dtgpt.interop.megatron_export import save_megatron
+from dtgpt.data.tokenizers.export import export_note, transformers_files
+from dtgpt.data.tokenizers.open import OF_MODELS
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.megatron.export import save_megatron
+from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import Source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.tokenizers.export import export_note, transformers_files
-from dtgpt.tokenizers.open import OF_MODELS
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.models.source import Source
+from dtgpt.util.console import parameters, say
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+from dtgpt.util.hardware import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

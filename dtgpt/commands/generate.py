@@ -7,14 +7,14 @@ from typing import Annotated
 import torch
 
 from dtgpt.commands.command import Command
-from dtgpt.console import say
-from dtgpt.device import memory_errors_as_user_errors
-from dtgpt.field_types import Bounds
-from dtgpt.generate import logits_of, sample_text, tokenizer_of
+from dtgpt.inference.generate import logits_of, sample_text, tokenizer_of
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import load_model
 from dtgpt.interop.tokenizer import named_tokenizer
-from dtgpt.ops.random import root_key
+from dtgpt.models.source import load_model
+from dtgpt.ops.random.philox import root_key
+from dtgpt.util.console import say
+from dtgpt.util.field_types import Bounds
+from dtgpt.util.hardware import memory_errors_as_user_errors
 
 
 @dataclass(frozen=True, kw_only=True)

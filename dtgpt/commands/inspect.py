@@ -9,18 +9,18 @@ from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.prepare import ALIASES
-from dtgpt.console import say
-from dtgpt.data.blend import as_weight, normalised, parse_data_path
-from dtgpt.data.indexed import bin_path, idx_path
-from dtgpt.data.prepared import open_sequences, prefix_of, prefixes_near
-from dtgpt.data.token_shards import TokenShards
-from dtgpt.errors import UserError
-from dtgpt.field_types import changed_fields
+from dtgpt.data.megatron.blend import as_weight, normalised, parse_data_path
+from dtgpt.data.megatron.indexed import bin_path, idx_path
+from dtgpt.data.megatron.prepared import open_sequences, prefix_of, prefixes_near
+from dtgpt.data.megatron.token_shards import TokenShards
+from dtgpt.data.prepare.inspect import InspectDataConfig, describe, digests
+from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.inspect import inspect as inspect_model
 from dtgpt.interop.llmc import MAGIC
-from dtgpt.prepare.inspect import InspectDataConfig, describe, digests
-from dtgpt.storage import open_regular
-from dtgpt.tokenizers.open import open_tokenizer
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import changed_fields
+from dtgpt.util.storage import open_regular
 
 MODELS = (MAGIC.to_bytes(4, "little"), b"PK\x03\x04")  # first bytes of a .bin of llm.c and of one of PyTorch
 OF_DIGESTS = {"subset", "seq_length", "num_samples", "seed"}

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.console import say
-from dtgpt.field_types import Bounds
-from dtgpt.overrides import Options
-from dtgpt.recipe import Recipe
+from dtgpt.config.overrides import Options
+from dtgpt.config.recipe import Recipe
 from dtgpt.train.settle import check_run, with_options
+from dtgpt.util.console import say
+from dtgpt.util.field_types import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.command import Command
-from dtgpt.console import say
+from dtgpt.util.console import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class PlotOptions:
 
 
 def plot(*runs: Path, options: PlotOptions) -> None:
-    from dtgpt.plot import plot_runs
+    from dtgpt.run.plot import plot_runs
 
     plot_runs(list(runs), Path(options.output))
     say(options.output)

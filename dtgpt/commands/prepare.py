@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from dtgpt.commands.command import Command
-from dtgpt.console import counted, say
-from dtgpt.megatron_options import explain
-from dtgpt.prepare.job import PrepareConfig, join_datasets
-from dtgpt.prepare.job import prepare as encode
-from dtgpt.prepare.megatron_options import OPTIONS
+from dtgpt.config.megatron_options import explain
+from dtgpt.data.prepare.job import PrepareConfig, join_datasets
+from dtgpt.data.prepare.job import prepare as encode
+from dtgpt.data.prepare.megatron_options import OPTIONS
+from dtgpt.util.console import counted, say
 
 ALIASES = {"tokenizer_model": "tokenizer"}  # Megatron-LM's name
 DOC = """Encode text into token files PREFIX_KEY_document.bin and .idx, in the format of Megatron-LM's

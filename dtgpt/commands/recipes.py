@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtgpt.commands.command import Command
-from dtgpt.console import say
-from dtgpt.errors import UserError
-from dtgpt.field_types import check_fields
-from dtgpt.help import help_text, wants_help
-from dtgpt.megatron_options import explain
-from dtgpt.overrides import read_words, take
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import call_recipe, recipe_module
+from dtgpt.commands.help import help_text, wants_help
+from dtgpt.config.megatron_options import explain
+from dtgpt.config.overrides import read_words, take
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import call_recipe, recipe_module
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import check_fields
 
 
 @dataclass(frozen=True)

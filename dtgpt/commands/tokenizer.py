@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dtgpt.commands.command import Command
-from dtgpt.console import counted, say
-from dtgpt.errors import UserError, shown
-from dtgpt.field_types import Bounds
-from dtgpt.help import HELP
-from dtgpt.prepare.documents import Broken
-from dtgpt.prepare.inputs import check_keys, find_sources, read_blocks
-from dtgpt.prepare.target import folder_of
-from dtgpt.tokenizers.open import MOST, make_tokenizer
-from dtgpt.tokenizers.tokenizer import Tokenizer
-from dtgpt.tokenizers.training import SMALLEST
+from dtgpt.commands.help import HELP
+from dtgpt.data.prepare.documents import Broken
+from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
+from dtgpt.data.prepare.target import folder_of
+from dtgpt.data.tokenizers.open import MOST, make_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.training import SMALLEST
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from dtgpt.console import say
-from dtgpt.errors import UserError
-from dtgpt.help import HELP, help_text, wants_help
+from dtgpt.commands.help import HELP, help_text, wants_help
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.parallel.process import Process
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_file import call_recipe, recipe_module
 from dtgpt.train.settle import check_run, override, plan_error
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
 
 DOC = """Train the model of a recipe file. `python RECIPE.py` does the same, and `torchrun --nproc-per-node N RECIPE.py`
 trains in N processes.

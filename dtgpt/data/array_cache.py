@@ -17,10 +17,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dtgpt.console import say
 from dtgpt.data.file_array import FileArray, OpenFile, open_npy
-from dtgpt.errors import UserError, remedy
-from dtgpt.storage import FileLock, Held, create_file, parse_json, read_regular, remove_tree, sync_path, write_text
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.storage import (
+    FileLock,
+    Held,
+    create_file,
+    parse_json,
+    read_regular,
+    remove_tree,
+    sync_path,
+    write_text,
+)
 
 CONTENTS = "contents.json"
 LEFT = re.compile(r"(?:partial-|damaged-|\.)((?:index|text)-[0-9a-f]+)(?:-.+|\.lock)")  # what a killed process leaves

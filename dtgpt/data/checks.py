@@ -3,12 +3,12 @@
 import os
 from dataclasses import replace
 
-from dtgpt.data.indexed import bin_path
-from dtgpt.data.prepared import is_prepared, no_dataset, prefixes_near
-from dtgpt.data.samples import split_fractions
-from dtgpt.errors import UserError
+from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
+from dtgpt.data.megatron.indexed import bin_path
+from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
+from dtgpt.data.megatron.samples import split_fractions
 from dtgpt.models.gpt2 import GPT2_124M
-from dtgpt.sections import DEFAULT_SPLIT, DataConfig
+from dtgpt.util.errors import UserError
 
 
 def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:

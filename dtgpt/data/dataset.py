@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.console import counted, say
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
-from dtgpt.errors import UserError
-from dtgpt.ops.random import fold
-from dtgpt.tokenizers.bpe_files import read_content
-from dtgpt.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.bpe_files import read_content
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.ops.random.philox import fold
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError
 
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens

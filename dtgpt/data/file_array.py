@@ -18,8 +18,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike
 
-from dtgpt.errors import UserError
-from dtgpt.storage import open_regular
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import open_regular
 
 CHUNK = 1 << 24  # bytes
 NPY_HEADER = 1 << 12  # bytes that hold the header of any .npy without named fields

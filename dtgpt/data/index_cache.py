@@ -11,7 +11,7 @@ import numpy as np
 
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import FileArray
-from dtgpt.errors import UserError
+from dtgpt.util.errors import UserError
 
 CACHE_FORMAT = 1  # raise when the same settings would give other arrays
 

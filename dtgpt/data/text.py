@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtgpt.errors import UserError, shown
+from dtgpt.util.errors import UserError, shown
 
 EMBEDDED = "the manual texts of pydoc_data.topics"
 SUFFIXES = (".txt", ".jsonl")

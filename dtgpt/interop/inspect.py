@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from dtgpt.checkpoint.files import Damaged
-from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import Saved
-from dtgpt.console import counted
-from dtgpt.errors import UserError
+from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
+from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.interop.open import open_source
-from dtgpt.interop.source import Source, parameter_shapes
 from dtgpt.models.gpt2 import TABLE
+from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
 
 VERIFIED = "  every file is as it was written"
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
-from dtgpt.interop.gpt2 import checked, from_gpt2
-from dtgpt.interop.source import Part, Source
+from dtgpt.interop.hf.gpt2 import checked, from_gpt2
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.storage import open_regular
+from dtgpt.models.source import Part, Source
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import open_regular
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4

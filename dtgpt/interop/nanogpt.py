@@ -7,11 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError, shown, shown_name
-from dtgpt.interop.gpt2 import check_tensors, checked, from_gpt2, gpt2_name, gpt2_shapes, plain_names, setting, untied
-from dtgpt.interop.source import Part, Source
+from dtgpt.interop.hf.gpt2 import (
+    check_tensors,
+    checked,
+    from_gpt2,
+    gpt2_name,
+    gpt2_shapes,
+    plain_names,
+    setting,
+    untied,
+)
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.pickles import open_pickle
+from dtgpt.models.source import Part, Source
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.pickles import open_pickle
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.checkpoint.files import Damaged
-from dtgpt.checkpoint.folder import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import Saved, find_checkpoint
-from dtgpt.errors import UserError
-from dtgpt.interop.source import Source
+from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
+from dtgpt.checkpoint.shard_file import Damaged
+from dtgpt.config.plan import Plan
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.plan import Plan
+from dtgpt.util.errors import UserError
 
 KNOWN = (
     "a run folder of dtgpt, one of its checkpoints/step_..., a Hugging Face folder (config.json), a Megatron-LM folder "
@@ -35,11 +35,11 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         return Saved(find_checkpoint(mesh, path, weights_alone=True))
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
-        from dtgpt.interop.huggingface import HuggingFace
+        from dtgpt.interop.hf.model import HuggingFace
 
         return HuggingFace(path)
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
-        from dtgpt.interop.megatron import Megatron
+        from dtgpt.interop.megatron.model import Megatron
 
         return Megatron(path, true_vocab_size)
     if path.suffix in (".pt", ".pth") and not path.is_dir():

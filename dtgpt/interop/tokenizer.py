@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from dtgpt.checkpoint.folder import STATE
-from dtgpt.errors import UserError
+from dtgpt.checkpoint.manifest import STATE
+from dtgpt.data.tokenizers.open import OF_MODELS, load_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.open import run_of
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.tokenizers.open import OF_MODELS, load_tokenizer, open_tokenizer
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.errors import UserError
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtgpt.errors import UserError
-from dtgpt.field_types import Bounds, check_fields
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
-from dtgpt.ops.dropout import Dropout
+from dtgpt.ops.random.dropout import Dropout
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds, check_fields
 
 LARGEST_SIZE = 1_000_000  # of any one dimension
 SIZE = Bounds(1, LARGEST_SIZE)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import Context
-from dtgpt.ops.random import fold, normal, row_chunks
+from dtgpt.ops.random.philox import fold, normal, row_chunks
 
 
 class Decoder(nn.Module):

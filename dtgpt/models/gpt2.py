@@ -14,7 +14,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.field_types import Bounds
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
@@ -28,8 +27,9 @@ from dtgpt.models.layers import (
     add,
 )
 from dtgpt.models.roles import Role, Roles
-from dtgpt.ops.dropout import Dropout
-from dtgpt.ops.gelu import bias_gelu
+from dtgpt.ops.pointwise.gelu import bias_gelu
+from dtgpt.ops.random.dropout import Dropout
+from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
 

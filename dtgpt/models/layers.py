@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtgpt.ops.attention import Backend, causal_attention
-from dtgpt.ops.dropout import Site
-from dtgpt.ops.head import head_loss
-from dtgpt.ops.layer_norm import layer_norm, norm_and_pass, residual_norm
-from dtgpt.ops.linear import linear
-from dtgpt.ops.residual import residual
+from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.loss.head import head_loss
+from dtgpt.ops.norm.layer_norm import layer_norm, norm_and_pass, residual_norm
+from dtgpt.ops.norm.residual import residual
+from dtgpt.ops.pointwise.linear import linear
+from dtgpt.ops.random.dropout import Site
 
 NO_DROPOUT: Site = (None, 0.0)
 

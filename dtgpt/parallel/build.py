@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtgpt.errors import UserError
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.parallel.engine import Engine, SingleStageEngine
@@ -20,10 +20,10 @@ from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import apply_table, make_table
+from dtgpt.util.errors import UserError
 
 
 def build_stages(

@@ -4,7 +4,7 @@ neighbours on one node."""
 import math
 from dataclasses import dataclass
 
-from dtgpt.parallel.plan import ResolvedPlan
+from dtgpt.config.plan import ResolvedPlan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.adamw import Accumulator
+from dtgpt.ops.optim.adamw import Accumulator
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
+from dtgpt.util.errors import UserError
 
 WARM_UP = 2  # steps that run as they are: kernels are built, libraries choose, communicators meet
 

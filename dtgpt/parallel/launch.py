@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtgpt.console import say
-from dtgpt.errors import UserError
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
-from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
 NCCL_REPORTS = {

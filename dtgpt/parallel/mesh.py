@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtgpt.errors import UserError
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.torch_private import default_store, set_group_timeout
+from dtgpt.util.errors import UserError
 
 Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import parameters_apart

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from dtgpt.errors import UserError
+from dtgpt.util.errors import UserError
 
 VARIABLES = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.adamw import largest_magnitude, squared_norm
+from dtgpt.ops.optim.adamw import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh

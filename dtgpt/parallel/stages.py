@@ -2,9 +2,9 @@
 
 from functools import cache
 
+from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.plan import Plan
 
 EMBEDDING_COST = 0.05  # of a block's: a lookup, a sum and a dropout, all bound by memory
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dtgpt.errors import UserError
+from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.parallel.plan import Plan
+from dtgpt.util.errors import UserError
 
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
 FIXED = {  # roles that a plan's table cannot replace, and why

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import AttentionCore, Context
 from dtgpt.models.roles import COLUMNS, Role, role_of

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
-from dtgpt.ops.head import LOGITS_BYTES
+from dtgpt.ops.loss.head import LOGITS_BYTES
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import block_activations, block_sizes, core_bytes, residual_bytes, score_elements
 from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of

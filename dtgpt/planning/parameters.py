@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.roles import Role, role_of
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.plan import ResolvedPlan
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 

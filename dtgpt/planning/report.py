@@ -5,16 +5,16 @@ import re
 
 import torch
 
-from dtgpt.console import counted, hanging, parameters
-from dtgpt.device import DEVICE_MEMORY, total_memory
-from dtgpt.errors import UserError
-from dtgpt.execution import Settings
+from dtgpt.config.checks import notes
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import notes
+from dtgpt.util.console import counted, hanging, parameters
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import DEVICE_MEMORY, total_memory
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dtgpt.execution import Settings
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.plan import Plan
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
 from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of

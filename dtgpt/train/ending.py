@@ -4,16 +4,16 @@ import signal
 from importlib.util import find_spec
 from pathlib import Path
 
-from dtgpt.checkpoint.folder import Checkpoint
-from dtgpt.console import counted, say
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset
-from dtgpt.errors import UserError
-from dtgpt.metrics import read_records
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.recipe import Recipe
-from dtgpt.report import sample_path
-from dtgpt.run import AUTO
-from dtgpt.signals import StopRequest
+from dtgpt.run.folder import AUTO
+from dtgpt.run.report import sample_path
+from dtgpt.run.signals import StopRequest
+from dtgpt.run.sinks import read_records
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError
 
 LEFT = {"valid": "held-out loss", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"

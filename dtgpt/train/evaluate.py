@@ -5,16 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
-from dtgpt.device import to_device
-from dtgpt.generate import Sampling, sample_text
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.generate import Sampling, sample_text
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.engine import Engine, gather_logits
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.sections import LogConfig
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.hardware import to_device
 
 
 @torch.no_grad()

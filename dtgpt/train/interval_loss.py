@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.errors import UserError
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
 
 KEY = "interval_loss"  # in the state of a checkpoint
 

@@ -8,23 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.folder import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
-from dtgpt.console import say
+from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
-from dtgpt.device import peak_memory
-from dtgpt.errors import UserError
 from dtgpt.parallel.launch import lost_peers_as_user_errors
-from dtgpt.recipe import Recipe
-from dtgpt.report import NullReport, Report
-from dtgpt.run import Claim, changes_since, values_of
-from dtgpt.signals import StopRequest
+from dtgpt.run.folder import Claim, changes_since, values_of
+from dtgpt.run.report import NullReport, Report
+from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
 from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.trainer import StepResult, Trainer
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import peak_memory
 
 
 def train(recipe: Recipe) -> int:

@@ -8,21 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtgpt import console
-from dtgpt.checkpoint.folder import list_checkpoints, read_state, step_of
 from dtgpt.checkpoint.load import FREE
-from dtgpt.console import say
+from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
+from dtgpt.config.checks import value_of
+from dtgpt.config.megatron_options import explain
+from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.config.recipe import RUN_NAME, Recipe
+from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.data.checks import check_data
-from dtgpt.data.prepared import is_prepared
-from dtgpt.errors import UserError, shown
-from dtgpt.field_types import check_value, kinds_of, misfit
+from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.interop.open import open_config
-from dtgpt.megatron_options import explain
-from dtgpt.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
-from dtgpt.recipe import RUN_NAME, Recipe
-from dtgpt.recipe_checks import value_of
-from dtgpt.recipe_file import call_recipe, load_module
-from dtgpt.run import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
+from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
+from dtgpt.util import console
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import check_value, kinds_of, misfit
 
 
 def load_recipe(path: Path, options: list[str]) -> Recipe:

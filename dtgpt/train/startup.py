@@ -6,31 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.folder import Checkpoint, quarantine_newer
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
-from dtgpt.console import say
+from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
+from dtgpt.config.checks import notes
+from dtgpt.config.execution import Settings, choose_device
+from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
-from dtgpt.data.prepared import is_prepared, load_prepared
-from dtgpt.device import check_memory, memory_errors_as_user_errors
-from dtgpt.errors import UserError
-from dtgpt.execution import Settings, choose_device
+from dtgpt.data.megatron.prepared import is_prepared, load_prepared
+from dtgpt.data.tokenizers.open import load_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.open import open_source, run_of
-from dtgpt.metrics import check_wandb
 from dtgpt.models.config import ModelConfig
 from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.recipe import Recipe
-from dtgpt.recipe_checks import notes
-from dtgpt.run import AUTO, Claim, create_run, run_to_resume, values_of
-from dtgpt.tokenizers.open import load_tokenizer
-from dtgpt.tokenizers.tokenizer import Tokenizer
+from dtgpt.run.folder import AUTO, Claim, create_run, run_to_resume, values_of
+from dtgpt.run.sinks import check_wandb
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
 
 
 class Started(NamedTuple):

@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.batch_size import BatchSizes
+from dtgpt.config.batch_size import BatchSizes
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.prefetch import Prefetcher
-from dtgpt.execution import Settings
 from dtgpt.models.batch import Batch
-from dtgpt.ops.dropout import dropout_keys
-from dtgpt.ops.random import fold, root_key
-from dtgpt.optim import Update
+from dtgpt.ops.random.dropout import dropout_keys
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scale_gradients, smoke_test_table
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
-from dtgpt.recipe import Recipe
 from dtgpt.train import evaluate
 
 

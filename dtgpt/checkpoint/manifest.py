@@ -1,0 +1,263 @@
+"""The folder of one checkpoint: what it is called, what it says of itself, and whether it still is what was written.
+
+checkpoints/
+  latest                                the name of the newest one, for people and scripts
+  step_00000100/
+    state.json                          everything but tensors, with the size and sha256 of every file below
+    weights-00000-000.safetensors       fp32 weights by parameter name: file 000 of rank 00000
+    optimizer-00000-000.safetensors     AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq
+
+See docs/checkpoints.md. There is no pickle in it, and no name in it is used as a path before it was checked.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, verify_file
+from dtgpt.models.architectures import ARCHITECTURES, FIRST
+from dtgpt.optim.loss_scale import check_state
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
+from dtgpt.util.threads import Threads
+
+FORMAT = "dtgpt checkpoint"
+VERSION = 1
+STATE = "state.json"
+LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
+LARGEST_STATE = 1 << 26  # bytes
+FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
+VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
+
+
+Check = Callable[[dict[str, Any]], object]  # of a state
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
+def file_name(kind: str, rank: int, number: int) -> str:
+    return f"{kind}-{rank:05d}-{number:03d}.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints in the folder, oldest first. Anything with another name, or that is not a folder, is left
+    out."""
+    ours = [p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    return sorted(ours, key=step_of)
+
+
+class Checkpoint:
+    """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
+    `check` raises ValueError, TypeError or KeyError for what others than this package added to it."""
+
+    def __init__(self, folder: Path, check: Check | None = None):
+        self.folder = folder
+        self.state = read_state(folder, check)
+        self.config = ARCHITECTURES[self.state["architecture"]](**self.state["model"])
+        self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
+        self._pieces: dict[str, dict[str, list[tuple[str, Piece, int]]]] = {}  # kind of file -> tensor -> where
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(_kind(name) == "optimizer" for name in self.files)
+
+    def problem(self, share: int = 0, of: int = 1, weights_alone: bool = False) -> str | None:
+        """Return what is wrong with the files, in one sentence, or None where all are what was written. This process
+        checks each `of`th file. `weights_alone`: skip the optimizer's files, which are twice as large."""
+        mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
+        with Threads(READERS) as pool:
+            found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
+        return next(filter(None, found), None)
+
+    def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
+        """Return (file, piece, position in the file) of all that is saved of a tensor."""
+        kind = "optimizer" if tensor.endswith(tuple(f".{m}" for m in MOMENTS)) else "weights"
+        if kind not in self._pieces:
+            self._pieces[kind] = self._read_headers(kind)
+        return self._pieces[kind].get(tensor, [])
+
+    def share_headers(self, mesh: Mesh, *kinds: str) -> None:
+        """Let rank 0 read the headers of all files for everyone: a thousand ranks would else open each other's files a
+        million times."""
+        for kind in (k for k in kinds if k not in self._pieces):
+            self._pieces[kind] = mesh.on_rank_0(partial(self._read_headers, kind))
+
+    def _read_headers(self, kind: str) -> dict[str, list[tuple[str, Piece, int]]]:
+        found: dict[str, list[tuple[str, Piece, int]]] = {}
+        for name in self.files:
+            for piece, position in read_header(self.folder / name) if _kind(name) == kind else []:
+                found.setdefault(piece.name, []).append((name, piece, position))
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of all that `state.json` says."""
+        return _digest(self.state)
+
+
+def _kind(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def _problem(path: Path, expected: Written) -> str | None:
+    try:
+        verify_file(path, expected)
+    except Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _state_text(state: dict[str, Any], files: dict[str, Written]) -> str:
+    """Return the text of `state.json`, which ends with the digest of all before it."""
+    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
+    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
+    return _text(whole | {"digest": _digest(whole)})
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(state).encode()).hexdigest()
+
+
+def _text(state: dict[str, Any]) -> str:
+    return json.dumps(state, indent=2, default=repr) + "\n"  # a plan's own table holds objects
+
+
+def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
+    """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
+    model, recipe, files, ... and of a run in fp16 its loss scale. Raise Damaged, or UserError where a newer dtgpt wrote
+    it."""
+    path = folder / STATE
+    try:
+        text = read_regular(path, LARGEST_STATE).decode("utf-8")
+        state = json.loads(text)
+        if state.get("format") == FORMAT and state["version"] != VERSION:
+            newer = f"{path} has version {shown(state['version'])} of the format, this dtgpt reads {VERSION}"
+        elif _check_digest(state, text).setdefault("architecture", FIRST) not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            newer = f"{path} is of the architecture {shown(state['architecture'])}, this dtgpt reads {known}"
+        else:
+            newer = None
+            _check(state)
+            if check is not None:
+                check(state)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
+        raise Damaged(path, f"{type(error).__name__}: {error}") from None
+    if newer:  # not damaged: an older one must not take its place
+        raise UserError(f"{newer}; use the dtgpt that wrote it")
+    return state
+
+
+def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
+    if state.get("format") != FORMAT:
+        raise ValueError("it is not that of a dtgpt checkpoint in this format")
+    digest = state.pop("digest")
+    if digest != _digest(state) or _text(state | {"digest": digest}) != text:
+        raise ValueError("its digest is another one")
+    return state
+
+
+def _check(state: dict[str, Any]) -> None:
+    ARCHITECTURES[state["architecture"]](**state["model"]).validate()
+    counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
+        raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
+    _check_kinds(state)
+    if state["updates"] > state["step"]:
+        raise ValueError(f"{state['updates']} updates are more than the steps")
+    check_state(state.get("loss_scale"))
+    for name, file in state["files"].items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")
+        if type(file["bytes"]) is not int or not isinstance(file["sha256"], str):
+            raise ValueError(f"of {name} bytes must be a whole number and sha256 a string")
+
+
+def _check_kinds(state: dict[str, Any]) -> None:
+    """Raise ValueError where what only people read is not of the kind that they are shown."""
+    if not all(isinstance(version, str) for version in state["versions"].values()):
+        raise ValueError("versions must be strings")
+    for name, kind in (("plan", str), ("world", int), ("origin", str), ("recipe", dict)):
+        if type(state.get(name, kind())) is not kind:
+            raise ValueError(f"{name}={shown(state[name])} must be of type {kind.__name__}")
+
+
+def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
+    """Write `state.json`, which makes the folder a checkpoint, when all files are in it. Raise Damaged where they are
+    not."""
+    for name, file in files.items():  # what a rank of another attempt reports is not here
+        if (size := (partial / name).stat().st_size) != file.num_bytes:
+            raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
+    write_text(partial / STATE, _state_text(state, files))
+
+
+def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
+    """Make the checkpoint `folder` of one in which all files are: from the rename on it is there, and before it is not.
+    One of an earlier attempt at the same step gives way."""
+    write_state(partial, state, files)
+    sync_path(partial)
+    if os.path.lexists(folder):
+        remove(folder)
+    partial.rename(folder)
+    sync_path(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Rename the folder, then remove it, so that what is left of an interrupted removal is not a checkpoint."""
+    gone = folder.with_name(f".removed-{folder.name}")
+    remove_tree(gone)
+    folder.rename(gone)
+    remove_tree(gone)
+
+
+def point_latest(checkpoints: Path, folder: Path) -> None:
+    write_text(checkpoints / LATEST, f"{folder.name}\n")
+
+
+def quarantine_newer(checkpoints: Path, step: int) -> list[str]:
+    """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
+    damaged. Returns the new names."""
+    names = []
+    for folder in list_checkpoints(checkpoints):
+        if step_of(folder) > step:
+            free = (f"aside-{f'{n}-' if n else ''}{folder.name}" for n in count())
+            names.append(next(name for name in free if not os.path.lexists(checkpoints / name)))
+            folder.rename(checkpoints / names[-1])
+    if names and (left := list_checkpoints(checkpoints)):
+        point_latest(checkpoints, left[-1])
+    return names
+
+
+def make_folder(checkpoints: Path, step: int) -> Path:
+    """Create the folder in which the ranks write a checkpoint, and remove what killed processes left. Two attempts
+    never share a name: the other ranks of an attempt whose rank 0 was killed may still write."""
+    for leftover in [*checkpoints.glob(".partial-*"), *checkpoints.glob(".removed-*")]:
+        remove_tree(leftover)  # of a process that was killed
+    partial = checkpoints / f".partial-{step_folder(checkpoints, step).name}-{secrets.token_hex(4)}"
+    checkpoints.mkdir(exist_ok=True)  # without parents: a run folder that somebody removed must not come back
+    partial.mkdir()
+    return partial
+
+
+def wait_until_visible(folder: Path) -> bool:
+    """Wait for a folder that another process made, and return whether it is visible here in time."""
+    end = time.monotonic() + VISIBLE_WITHIN
+    while not folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.05)
+    return folder.is_dir()

@@ -1,0 +1,110 @@
+"""What a model is built and run with: the choices of a recipe for this machine, resolved once."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.models.config import ModelConfig
+from dtgpt.ops.attention.core import Backend, choose
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import why_no_compiler
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
+Recompute = Literal["none", "selective", "full"]
+Switch = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Model, plan and execution of a run; no field is left to be decided."""
+
+    model: ModelConfig
+    plan: ResolvedPlan
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of the weights that matmuls read; masters are fp32
+    micro_batch_size: int  # samples
+    global_batch_size: int  # samples of a step, after a ramp-up
+    attention: Backend = "auto"
+    recompute: Recompute = "none"
+    compile: bool = False
+    graphs: bool = False  # replay steps as CUDA graphs
+    masks_documents: bool = False  # tokens attend to their own document only
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of each replica per optimizer step (gradient accumulation)."""
+        return self.global_batch_size // (self.micro_batch_size * self.plan.dp)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether modules hold 16-bit weights beside fp32 masters."""
+        return self.dtype.itemsize < 4 and self.plan.narrows_weights
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients of all micro-batches and replicas are summed in buckets of their own, without ZeRO."""
+        plan = self.plan
+        return plan.zero == 0 and (plan.dp > 1 or (self.micro_batches > 1 and self.low_precision))
+
+    @property
+    def attention_backend(self) -> Backend:
+        """The back end of a training step."""
+        if self.attention != "auto":
+            return self.attention
+        kernels = self.device.type == "cuda" and self.dtype != torch.float32
+        return choose(self.model.dropout > 0, self.masks_documents, kernels, self.model.head_dim)
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """Return the device of this process of its node. `wanted`: auto, cpu or cuda; raises UserError where CUDA is asked
+    for and missing, or has fewer devices than the node has processes."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError(
+            "device=cuda, but PyTorch sees no CUDA device; use --device cpu or install a CUDA build of torch"
+        )
+    if not available or wanted == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"{local_rank + 1} or more processes were started on this node, but PyTorch sees "
+            f"{counted(count, 'CUDA device')}; use --nproc-per-node {count} or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations. `precision`: auto, fp32, bf16 or fp16."""
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[precision]
+
+
+def choose_graphs(wanted: Switch, device: torch.device) -> bool:
+    """Return whether steps are replayed as CUDA graphs; raises UserError where that is asked for without CUDA."""
+    if wanted == "on" and device.type != "cuda":
+        raise UserError("graph=on, but CUDA graphs need a CUDA device; use --graph auto, or --device cuda on a GPU")
+    return device.type == "cuda" and wanted != "off"
+
+
+def wants_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan) -> bool:
+    """Return whether to compile, whatever is installed. A replayed step has nothing to gain: all operations between the
+    matrices are fused already."""
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and not (plan.splits_backward or graphs))
+
+
+def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan) -> bool:
+    """Return whether to compile. Raises UserError where the recipe asks for it and it cannot work; where it is only the
+    default, say that training runs eagerly."""
+    if not wants_compiler(wanted, device, graphs, plan):
+        return False
+    reason = why_no_compiler(device)
+    if reason and wanted == "on":
+        raise UserError(f"compile=on, but {reason}; install it, or use --compile off")
+    if reason:
+        say(f"{reason}: training runs without torch.compile, slower", warning=True)
+    return reason is None

@@ -1,0 +1,282 @@
+"""A plan: how one model is spread over processes. It is data; what applies it is in the files beside this one.
+
+`dtgpt.config.plan_names` makes a plan from its name.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dtgpt.models.config import ModelConfig
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError, shown
+
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+LARGEST = 1_000_000  # of any degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Degrees, a schedule, and what the recipe wants otherwise in the table of modules (`dtgpt.parallel.tensor`)."""
+
+    dp: int | None = None  # data parallel: replicas of the model; None: as many as the processes make
+    tp: int = 1  # tensor parallel: ranks that share every layer
+    pp: int = 1  # pipeline parallel: ranks that share the depth
+    zero: Literal[0, 1, 2, 3] = 0  # cut over dp: 1 optimizer state, 2 and gradients, 3 and parameters
+    sequence_parallel: bool = False  # between tensor parallel layers, cut activations along the sequence
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"] = "1F1B"
+    stages_per_rank: int | None = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
+    blocks_per_stage: tuple[int, ...] | None = None  # None: balanced by cost
+    table: Mapping[str, Any] = field(default_factory=dict)  # module pattern -> ParallelStyle, or None: replicated
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a value that no plan can have, whatever the model."""
+        for name in ("dp", "tp", "pp", "stages_per_rank"):
+            value = getattr(self, name)
+            free = value is None and name in ("dp", "stages_per_rank")
+            if not free and (type(value) is not int or not 1 <= value <= LARGEST):
+                raise UserError(f"{name}={shown(value)} is no number of ranks or stages; use 1 to {LARGEST}")
+        if type(self.zero) is not int or self.zero not in range(4):
+            raise UserError(f"zero={shown(self.zero)} is no level of ZeRO; use 0, 1, 2 or 3")
+        if type(self.sequence_parallel) is not bool:
+            raise UserError(f"sequence_parallel={shown(self.sequence_parallel)} is neither; use True or False")
+        if self.schedule not in SCHEDULES.values():
+            raise UserError(
+                f"schedule={shown(self.schedule)} is not known; use {_listed(list(SCHEDULES.values()), 'or')}"
+            )
+        cut = self.blocks_per_stage
+        if cut is not None and not (isinstance(cut, tuple | list) and all(type(n) is int for n in cut)):
+            raise UserError(f"blocks_per_stage={shown(cut)} is no list of whole numbers; use one such as (14, 10)")
+        if not isinstance(self.table, Mapping) or not all(isinstance(key, str) for key in self.table):
+            raise UserError(
+                f"table={shown(self.table)} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
+            )
+        for pattern, style in self.table.items():
+            parts = style, *(getattr(style, f"prepare_module_{end}", None) for end in ("input", "output"))
+            if any(getattr(part, "use_local_output", True) is False for part in parts):
+                raise UserError(
+                    f"table gives {pattern!r} a style that makes DTensors of activations, but modules take local "
+                    "tensors; set use_local_output=True (and use_local_input=True) in that style"
+                )
+
+    @property
+    def world(self) -> int:
+        """Processes that the plan needs, once dp is known."""
+        return (self.dp or 1) * self.tp * self.pp
+
+    @property
+    def stages_of_rank(self) -> int:
+        return self.stages_per_rank or (2 if self.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_of_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of inputs: then blocks cannot be compiled."""
+        return self.pp > 1 and self.schedule == "ZBVZeroBubble"
+
+    @property
+    def narrows_weights(self) -> bool:
+        """Whether modules hold weights in the type of the activations, beside fp32 masters. `fully_shard` keeps the
+        masters and casts what it gathers; a schedule that cuts backward in two sums the micro-batches in the weights'
+        own type, which must then be fp32."""
+        return not self.zero and not self.splits_backward
+
+    @property
+    def replicate(self) -> int:
+        """Ranks that hold the same optimizer state."""
+        return 1 if self.zero else self.dp or 1
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which ZeRO cuts."""
+        return (self.dp or 1) if self.zero else 1
+
+    @property
+    def name(self) -> str:
+        """The canonical name, `dp2_tp2_pp2`, without what the recipe defines by itself."""
+        parts = [f"{part}{n}" for part, n in (("dp", self.dp or 1), ("tp", self.tp), ("pp", self.pp)) if n > 1]
+        parts += [f"zero{self.zero}"] * (self.zero > 0) + ["sp"] * self.sequence_parallel
+        if self.pp > 1 and self.schedule != "1F1B":
+            word = next(word for word, schedule in SCHEDULES.items() if schedule == self.schedule)
+            parts.append(word + (str(self.stages_per_rank) if self.stages_per_rank else ""))
+        return "_".join(parts) or "single"
+
+    def stage_rank(self, stage: int) -> int:
+        """Which pipeline rank holds `stage`: in turn, or for ZBVZeroBubble down and up again like the letter V."""
+        lap, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.schedule == "ZBVZeroBubble" and lap % 2 else place
+
+    def for_world(self, world: int, started: bool = True) -> "ResolvedPlan":
+        """Return the plan with dp filled in for `world` processes; raises UserError where they do not make it. started:
+        False where `dtgpt plan --world` asks about processes that do not exist."""
+        one = self.tp * self.pp
+        known = [f"{n}={value}" for n, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value != 1]
+        factors = " x ".join(part for part in known if not part.endswith("None")) or "one"
+        given, remedy = f"--world is {world}", "use --world {}"
+        if started:
+            given = f"{world} {'was' if world == 1 else 'were'} started"
+            remedy = "start {} (torchrun --nproc-per-node)"
+        if self.dp is not None:
+            if self.dp * one != world:
+                near = max(1, round(world / one))
+                other = f", or use dp{near} with {near * one}" if near != self.dp else ""
+                raise UserError(
+                    f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
+                    f"{given}; {remedy.format(self.dp * one)}{other}"
+                )
+            return self._resolved(self.dp)
+        if world % one:
+            low = max(1, world // one)
+            near = f"{low * one} or {(low + 1) * one}" if world > one else f"{one}"
+            raise UserError(
+                f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is no "
+                f"multiple; {remedy.format(near)}"
+            )
+        return self._resolved(world // one)
+
+    def _resolved(self, dp: int) -> "ResolvedPlan":
+        return ResolvedPlan(**{**vars(self), "dp": dp})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Plan):
+    """A plan whose data parallel degree is known: what `Plan.for_world` returns, and all that runs is built from."""
+
+    dp: int = 1
+
+    def without_idle_zero(self) -> "ResolvedPlan":
+        """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
+        return replace(self, zero=0) if self.zero and self.dp == 1 else self
+
+    def can_split(self, model: ModelConfig, global_batch_size: int, micro_batch_size: int) -> bool:
+        """Return whether `validate` accepts the batch."""
+        try:
+            self.validate(model, micro_batch_size, global_batch_size)
+        except UserError:
+            return False
+        return True
+
+    def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
+        """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
+        process group is needed. `for_world` comes first."""
+        if self.table and self.tp == 1:
+            raise UserError(
+                "the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out"
+            )
+        self._validate_tensor(model)
+        self._validate_batch(micro_batch_size, global_batch_size)
+        if self.pp > 1:
+            self._validate_pipeline(model, micro_batch_size, global_batch_size)
+        elif self.schedule != "1F1B" or self.num_stages > 1 or self.blocks_per_stage:
+            raise UserError(
+                f"the stages of schedule {self.schedule} need a pipeline, but pp=1; add pp2 or more to the plan"
+            )
+
+    def _validate_tensor(self, model: ModelConfig) -> None:
+        if model.num_heads % self.tp:
+            raise UserError(
+                f"model.num_heads={model.num_heads} cannot be split over tp={self.tp}; "
+                f"use {_listed([n for n in _divisors(model.num_heads) if n > self.sequence_parallel], 'or')}"
+            )
+        vocab = model.padded_vocab_size
+        if not _every_rank_has_rows(vocab, self.tp):
+            largest = max(t for t in _divisors(model.num_heads) if _every_rank_has_rows(vocab, t))
+            raise UserError(
+                f"the vocabulary of {vocab} (model.vocab_size={model.vocab_size}, padded) leaves a rank of "
+                f"tp={self.tp} without a row; use tp={largest} or less"
+            )
+        if not self.sequence_parallel:
+            return
+        if self.tp == 1:
+            raise UserError("sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out")
+        length = model.seq_length
+        if length % self.tp:
+            low = length // self.tp * self.tp
+            near = f"{low} or {low + self.tp}" if low else f"{self.tp}"
+            raise UserError(
+                f"model.seq_length={length} cannot be split over tp={self.tp} under sequence parallelism "
+                f"({length % self.tp} left over); use --model.seq_length {near}, or leave sp out"
+            )
+
+    def _validate_batch(self, micro: int, whole: int) -> None:
+        dp = self.dp
+        share = micro * dp
+        if whole % share == 0:
+            return
+        if whole % dp == 0:
+            fitting = max(m for m in _divisors(whole // dp) if m <= micro)
+            remedy = f"--micro_batch_size {fitting} (the curve stays the same)"
+        else:
+            low = whole // share * share
+            remedy = "--global_batch_size " + (f"{low} or {low + share}" if low else f"{share}")
+        raise UserError(
+            f"global_batch_size={whole} cannot be split into micro-batches of micro_batch_size={micro} on "
+            f"dp={dp} replicas; use {remedy}"
+        )
+
+    def _validate_pipeline(self, model: ModelConfig, micro: int, whole: int) -> None:
+        stages, layers, per_rank = self.num_stages, model.num_layers, self.stages_of_rank
+        if self.schedule in ("1F1B", "GPipe") and per_rank != 1:
+            raise UserError(
+                f"the schedule {self.schedule} has one stage a rank, not {per_rank}; use interleaved{per_rank}"
+            )
+        if self.schedule == "Interleaved1F1B" and per_rank < 2:
+            raise UserError("the schedule Interleaved1F1B needs 2 stages a rank or more; use interleaved2, or 1f1b")
+        if self.schedule == "ZBVZeroBubble" and per_rank != 2:
+            raise UserError(
+                f"the schedule ZBVZeroBubble has 2 stages a rank, not {per_rank}; leave stages_per_rank out"
+            )
+        if stages > layers:
+            fewer = f"pp{layers // per_rank}, or " if layers // per_rank > 1 else ""
+            raise UserError(
+                f"model.num_layers={layers} cannot fill pp={self.pp} x {per_rank} = {stages} stages; "
+                f"use {fewer}--model.num_layers {stages} or more"
+            )
+        cut = self.blocks_per_stage
+        if cut and (len(cut) != stages or sum(cut) != layers or min(cut) < 1):
+            raise UserError(
+                f"blocks_per_stage={tuple(cut)} does not cut model.num_layers={layers} into {stages} stages; "
+                f"give {stages} positive numbers whose sum is {layers}"
+            )
+        self._validate_micro_batches(micro, whole)
+
+    def _validate_micro_batches(self, micro: int, whole: int) -> None:
+        dp = self.dp
+        count = whole // (micro * dp)
+        if self._schedule_runs(count):
+            return
+        fitting = [m for m in _divisors(whole // dp) if m <= micro and self._schedule_runs(whole // dp // m)]
+        if fitting:
+            remedy = f"--micro_batch_size {max(fitting)} (the curve stays the same), or gpipe"
+        else:
+            remedy = f"--global_batch_size {math.ceil(count / self.pp) * self.pp * micro * dp}, or gpipe"
+        rule = f"at least pp={self.pp}" if count < self.pp else f"equal rounds of pp={self.pp} or a few more"
+        raise UserError(
+            f"the schedule {self.schedule} needs {rule} micro-batches a step, but global_batch_size / "
+            f"(micro_batch_size x dp) = {count}; use {remedy}"
+        )
+
+    def _schedule_runs(self, count: int) -> bool:
+        """Whether the schedule can run `count` micro-batches: 1F1B as many as there are ranks, Interleaved1F1B those
+        that make equal rounds (torch.distributed.pipelining), the others any."""
+        if self.schedule == "1F1B":
+            return count >= self.pp
+        return self.schedule != "Interleaved1F1B" or (count >= self.pp and count % (count // self.pp) == 0)
+
+
+def _every_rank_has_rows(rows: int, ranks: int) -> bool:
+    """Whether pieces of equal size, the last one shorter, leave something for the last rank."""
+    return math.ceil(rows / ranks) * (ranks - 1) < rows
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(items: list, last: str) -> str:
+    words = [str(item) for item in items]
+    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]

@@ -1,0 +1,166 @@
+"""A recipe: everything that decides a run, as frozen dataclasses. One experiment is one short file in `recipes/`.
+
+Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `dtgpt.config.overrides`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+
+import torch
+
+from dtgpt.config.batch_size import BatchSizes, check_rampup
+from dtgpt.config.checks import MOST_STEPS, check_recipe
+from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
+from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.schedule import Schedule
+from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
+from dtgpt.models.config import ModelConfig
+from dtgpt.ops.attention.core import Backend
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import PATH, Bounds, Pattern
+
+RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "name": "experiment", "plan": "execution", "runs": "run folder",
+    }  # fmt: skip
+
+    name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device", Bounds(1)]
+    global_batch_size: Annotated[int, "number of samples in an optimizer step", Bounds(1)]
+    steps: Annotated[int | None, "number of optimizer steps; none: by train_samples", Bounds(1, MOST_STEPS)] = None
+    train_samples: Annotated[int | None, "number of samples to train on, in place of steps", Bounds(1)] = None
+    rampup_batch_size: Annotated[
+        str | None,
+        "'START INCREMENT SAMPLES': begin with START samples a step and add INCREMENT at equal intervals, to reach "
+        "global_batch_size after SAMPLES; none: no ramp-up",
+    ] = None
+    seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts", Bounds(0)] = 1234
+    plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process"] = "dp"
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
+    ] = "auto"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    attention: Annotated[Backend, "implementation of the attention core; auto: the fastest"] = "auto"
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
+    ] = "none"
+    compile: Annotated[
+        Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
+    ] = "auto"
+    graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
+    timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
+    runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
+    resume: Annotated[
+        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one", PATH
+    ] = None
+    init_from: Annotated[
+        str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH
+    ] = None
+    exit_after: Annotated[float | None, "minutes until the run saves and ends; none: no limit", Bounds(above=0)] = None
+    exit_interval: Annotated[
+        int | None, "save and end after the next step that is a multiple of this; 0 or none: do not", Bounds(0)
+    ] = None
+    data: DataConfig = field(default_factory=DataConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the learning rate is a function of the samples seen, and not of the steps taken."""
+        own = self.optimizer
+        return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate, with the ends of warmup and decay in the unit that it counts."""
+        own = self.optimizer
+        if self.counts_samples:
+            end = self.train_samples if own.decay_samples is None else own.decay_samples
+        else:
+            end = self.counted().steps if own.decay_steps is None else own.decay_steps
+        warmup = own.warmup if own.warmup_samples is None else own.warmup_samples
+        return Schedule(
+            shape=own.schedule,
+            lr=own.lr,
+            min_lr=own.min_lr,
+            wsd_decay=own.wsd_decay,
+            warmup=round(warmup * end) if warmup < 1 else round(warmup),
+            end=end,
+            counts_samples=self.counts_samples,
+        )
+
+    def batch_sizes(self, first_step: int = 0, first_sample: int = 0) -> BatchSizes:
+        """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples."""
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size, first_step, first_sample)
+
+    def counted(self, first_step: int = 0, first_sample: int = 0) -> "Recipe":
+        """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill. A run
+        that goes on does so with `first_step`, after `first_sample` samples."""
+        if self.train_samples is None:
+            return self
+        steps = self.batch_sizes(first_step, first_sample).steps_within(self.train_samples)
+        decay = self.schedule.end if self.counts_samples else None
+        optimizer = replace(self.optimizer, decay_samples=decay)
+        return replace(self, steps=steps, train_samples=None, optimizer=optimizer)
+
+    def named_plan(self) -> Plan:
+        """Return the plan that `plan` names, with dp as it says."""
+        return parse_plan(self.plan, self.plans)
+
+    def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
+        """Return the plan for `world` processes, checked against the model and the batch; raises UserError, one
+        sentence. started: as of `Plan.for_world`."""
+        plan = self.named_plan().for_world(world, started).without_idle_zero()
+        plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
+        if self.rampup_batch_size is not None:
+            whole, micro = self.global_batch_size, self.micro_batch_size
+            check_rampup(self.rampup_batch_size, whole, micro, plan, partial(plan.can_split, self.model))
+        if self.compile == "on" and plan.splits_backward:
+            raise UserError(
+                f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
+                "torch.compile cannot; use --compile off or another schedule"
+            )
+        return plan
+
+    def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
+        """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
+        run it, so that what is installed does not matter."""
+        graphs = choose_graphs(self.graph, device)
+        compiler = choose_compiler if here else wants_compiler
+        return Settings(
+            model=self.model,
+            plan=plan,
+            device=device,
+            dtype=choose_dtype(self.precision, device),
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            attention=self.attention,
+            recompute=self.recompute,
+            compile=compiler(self.compile, device, graphs, plan),
+            graphs=graphs,
+            masks_documents=self.data.reset_attention_mask,
+        )
+
+    def resolved(self) -> "Recipe":
+        """Return the same run with every default that depends on other fields written out."""
+        recipe = self.counted()
+        if recipe.counts_samples:
+            return recipe
+        return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.schedule.end))
+
+    def validate(self) -> None:
+        """Raise UserError, one sentence, on the first value that cannot be trained with."""
+        check_recipe(self)

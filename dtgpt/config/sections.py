@@ -1,0 +1,93 @@
+"""Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dtgpt.util.field_types import PATH, Bounds
+
+LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
+DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    path: Annotated[
+        str | None,
+        "text file (.txt or .jsonl), prefix of a prepared .bin and .idx, or weights and prefixes as in '0.3 A 0.7 B'; "
+        "none: a text included in Python",
+        PATH,
+    ] = None
+    valid_path: Annotated[str | None, "validation dataset; split is then ignored, each path used entirely", PATH] = None
+    test_path: Annotated[str | None, "test dataset, evaluated at the end; split is then ignored", PATH] = None
+    split: Annotated[str, "relative sizes of the training, validation and test parts of prepared data"] = DEFAULT_SPLIT
+    train_samples: Annotated[int | None, "samples to build the shuffle index for; none: the run's", Bounds(1)] = None
+    json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
+    tokenizer: Annotated[
+        Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
+        "auto: the tokenizer saved with prepared data; for a text file, gpt2 if the model has its 50257 tokens, else a "
+        "bpe trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; ids: no tokenizer, and so no "
+        "bits/byte and no generated texts",
+    ] = "auto"
+    tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as for dtgpt prepare --tokenizer", PATH] = None
+    vocab_file: Annotated[str | None, "vocab.json of gpt2, with merge_file; none: tiktoken's own", PATH] = None
+    merge_file: Annotated[str | None, "merges.txt of gpt2, with vocab_file", PATH] = None
+    bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024
+    reset_position_ids: Annotated[bool, "count positions from 0 in each document"] = False
+    reset_attention_mask: Annotated[bool, "let each token attend to its own document only"] = False
+    eod_mask_loss: Annotated[bool, "exclude the token after an end of text from the loss"] = False
+    held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms."""
+
+    lr: Annotated[float, "peak learning rate", Bounds(above=0)]
+    min_lr: Annotated[float, "learning rate at the end of the schedule", Bounds(0)] = 0.0
+    schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
+    warmup: Annotated[float, "number of warmup steps; below 1: a fraction of the schedule", Bounds(0)] = 0.01
+    decay_steps: Annotated[int | None, "step at which the schedule reaches min_lr; none: the last", Bounds(1)] = None
+    decay_samples: Annotated[
+        int | None,
+        "sample at which the schedule reaches min_lr; the schedule then counts samples, not steps",
+        Bounds(1),
+    ] = None
+    warmup_samples: Annotated[int | None, "number of warmup samples, for a schedule that counts them", Bounds(0)] = None
+    wsd_decay: Annotated[float, "final fraction of the schedule, in which wsd decays", Bounds(above=0, at_most=1)] = 0.2
+    weight_decay: Annotated[float, "decoupled weight decay of matrices", Bounds(0)] = 0.1
+    beta1: Annotated[float, "decay rate of the first moment", Bounds(0, below=1)] = 0.9
+    beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
+    eps: Annotated[float, "added to the square root of the second moment", Bounds(above=0)] = 1e-8
+    clip: Annotated[float, "largest global norm of the gradient; 0: no clipping", Bounds(0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic scaling of the loss in fp16 (Micikevicius et al. 2018), with Megatron-LM's rules and defaults."""
+
+    initial: Annotated[float, "initial loss scale", LOSS_SCALE] = 2.0**32
+    window: Annotated[int, "number of steps without overflow before the scale doubles", Bounds(1)] = 1000
+    hysteresis: Annotated[int, "number of overflows before the scale halves", Bounds(1)] = 2
+    minimum: Annotated[float, "smallest loss scale", LOSS_SCALE] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
+    eval_interval: Annotated[int, "number of steps between held-out evaluations; 0: at the end only", Bounds(0)] = 250
+    eval_samples: Annotated[int, "largest number of held-out samples per evaluation", Bounds(1)] = 512
+    sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
+    sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
+    prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0)] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0)] = 50
+    wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
+    wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    interval: Annotated[int, "number of steps between checkpoints; 0: at the end only", Bounds(0)] = 1000
+    keep_last: Annotated[int, "number of newest checkpoints to keep; 0: all", Bounds(0)] = 2
+    keep_every: Annotated[int, "keep every checkpoint whose step is a multiple of this; 0: none", Bounds(0)] = 0
+    background: Annotated[bool, "write from a copy in host memory while training continues; off: training waits"] = True

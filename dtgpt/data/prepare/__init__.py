@@ -1,0 +1,18 @@
+"""Text files -> token files: `dtgpt prepare` and `dtgpt tokenizer train`; from Python:
+
+    from dtgpt.data.prepare import PrepareConfig, prepare
+    summary = prepare(PrepareConfig(input="a.jsonl", output_prefix="mine", append_eod=True))
+
+`job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `documents.py`
+reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `dtgpt.data.megatron.indexed` writes them
+under names that `target.py` claims, and `broken.py` tells of lines that were left out.
+"""
+
+
+def __getattr__(name: str):
+    """What does the work is imported when it is asked for, so that a command answers at once."""
+    if name in ("PrepareConfig", "prepare"):
+        from dtgpt.data.prepare import job
+
+        return getattr(job, name)
+    raise AttributeError(f"module 'dtgpt.data.prepare' has no attribute {name!r}")

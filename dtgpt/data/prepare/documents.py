@@ -1,0 +1,184 @@
+"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is none."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from dtgpt.data.text import paired
+from dtgpt.util.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from _csv import Reader as _Reader
+
+BLOCK = 1 << 20  # bytes
+LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
+LONGEST_FIELD = 1 << 27  # characters of a field of CSV, of four bytes each while it is read
+LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
+STDIN = "-"
+ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Document = dict[str, list[str]]
+
+
+class Broken(NamedTuple):
+    """A line that is no document."""
+
+    source: str
+    line: int  # from 1
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.reason}"
+
+
+class Source(NamedTuple):
+    """An input: its path, and "jsonl", "csv", "txt" (one document) or "lines" (one a line)."""
+
+    path: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return "standard input" if self.path == STDIN else self.path
+
+
+class Unreadable(Exception):
+    """Why a line is no document."""
+
+
+def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in the
+    text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
+    held: list[bytes] = []
+    first, size = 1, 0
+    for piece in pieces:
+        if first == 1 and not held:
+            piece = piece.removeprefix(BYTE_ORDER_MARK)
+        held.append(piece)
+        size += len(piece)
+        # A "\r" at the very end may be half of "\r\n".
+        cut = max(piece.rfind(b"\n"), piece.rfind(b"\r", 0, len(piece) - 1)) + 1
+        if size >= BLOCK and cut:
+            held[-1] = piece[:cut]
+            data = b"".join(held)
+            yield first, data
+            first += count_lines(data)
+            held, size = [piece[cut:]], len(piece) - cut
+        elif size > LONGEST:
+            raise UserError(
+                f"{source.name}, line {first} or later: longer than {LONGEST >> 20} MiB; is this {source.kind}?"
+            )
+    if size:
+        yield first, b"".join(held)
+
+
+def count_lines(data: bytes) -> int:
+    """Ends of lines in `data`."""
+    return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
+
+
+def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
+    except (ValueError, RecursionError) as error:
+        if line.strip() in (b"{", b"["):
+            raise Unreadable(f"the file is one JSON document on several lines; {ONE_A_LINE}") from None
+        column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Unreadable(f"not JSON ({getattr(error, 'msg', error)}{column})") from None
+    if isinstance(fields, list):
+        raise Unreadable(f"a JSON array; {ONE_A_LINE}")
+    if not isinstance(fields, dict):
+        raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
+    document = {key: _texts(fields, key) for key in keys}
+    if b"\\u" in line:
+        return {key: [paired(text) for text in texts] for key, texts in document.items()}
+    return document
+
+
+def _texts(fields: dict, key: str) -> list[str]:
+    if key not in fields:
+        raise Unreadable(f"no key {shown(key)}")
+    texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
+    if not all(isinstance(text, str) for text in texts):
+        raise Unreadable(f"{shown(key)} holds neither text nor a list of texts")
+    return texts
+
+
+def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
+    try:
+        return {keys[0]: [line.decode()]}
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
+
+
+def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
+    held = bytearray()
+    for piece in pieces:
+        held += piece
+        if len(held) > LONGEST_TEXT:
+            raise UserError(
+                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; give --txt line, "
+                "or cut it into several files"
+            )
+    data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
+    try:
+        return {keys[0]: [data.decode()]}
+    except UnicodeDecodeError as error:
+        line = count_lines(bytes(data[: error.start])) + 1
+        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
+
+
+def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
+    """Columns by the names in the first row. A record may go over several lines; its first one is its number."""
+    limit = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        lines = (
+            line
+            for _, data in whole_lines(source, pieces)
+            for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+        )
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, [])
+        except csv.Error as error:
+            raise UserError(f"{source.name}, line 1: names of columns are no CSV ({error}); mend them") from None
+        if not header:
+            raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
+        missing = [key for key in keys if key not in header]
+        if missing:
+            raise UserError(
+                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
+                "right one with --json-keys"
+            )
+        columns = [header.index(key) for key in keys]
+        yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _records(source: Source, reader: "_Reader", columns: dict[str, int]) -> Iterator[Document | Broken]:
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+            if not row:
+                continue
+            document = {key: [row[column]] for key, column in columns.items()}
+            for (text,) in document.values():
+                text.isascii() or text.encode()
+            yield document
+        except StopIteration:
+            return
+        except csv.Error as error:
+            last = reader.line_num
+            until = f"; a quote may be missing: the record goes on to line {last}" if last > number else ""
+            yield Broken(source.name, number, f"not CSV ({error}){until}")
+        except IndexError:
+            yield Broken(source.name, number, f"{len(row)} columns, fewer than the header names")
+        except UnicodeEncodeError:
+            yield Broken(source.name, number, "not UTF-8")

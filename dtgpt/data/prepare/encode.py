@@ -1,0 +1,97 @@
+"""Blocks of documents to tokens: what a worker of `dtgpt prepare` does."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtgpt.data.prepare.documents import Broken, Document
+from dtgpt.data.prepare.inputs import Lines, Parsed
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass
+class EncodedKey:
+    """One field of a block's documents. `tokens` back to back; `lengths [S]` of its sequences in tokens, int32;
+    `counts [D]` of sequences in each document, int32."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Over all keys: `documents`, `empty` ones among them (no token under any key), the `longest` in tokens,
+    `text_bytes` of UTF-8 and `text_tokens` (those of text, without ends of documents and the like)."""
+
+    documents: int = 0
+    empty: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+    text_tokens: int = 0
+
+    def count(self, other: "Counts") -> None:
+        self.documents += other.documents
+        self.empty += other.empty
+        self.longest = max(self.longest, other.longest)
+        self.text_bytes += other.text_bytes
+        self.text_tokens += other.text_tokens
+
+
+@dataclass(kw_only=True)
+class Encoded(Counts):
+    """A block: its fields by key. `position` as the block's."""
+
+    position: int
+    keys: dict[str, EncodedKey]
+    broken: list[Broken]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """`block -> Encoded`, to be pickled into workers. `end` and `begin`: the ids that close each document that has
+    tokens, and open each of its sequences; None: nothing is added."""
+
+    vocabulary: Tokenizer
+    keys: tuple[str, ...]
+    dtype: np.dtype
+    end: int | None = None
+    begin: int | None = None
+    special: bool = False
+
+    def __call__(self, block: Lines | Parsed) -> Encoded:
+        documents: list[Document] = []
+        broken: list[Broken] = []
+        for found in block.documents(self.keys):
+            if isinstance(found, Broken):
+                broken.append(found)
+            else:
+                documents.append(found)
+        encoded = Encoded(position=block.position, keys={}, broken=broken, documents=len(documents))
+        sizes = np.zeros(len(documents), np.int64)
+        for key in self.keys:
+            encoded.keys[key] = self._encode(encoded, [document[key] for document in documents], sizes)
+        encoded.empty, encoded.longest = int((sizes == 0).sum()), int(sizes.max(initial=0))
+        return encoded
+
+    def _encode(self, encoded: Encoded, documents: list[list[str]], sizes: np.ndarray) -> EncodedKey:
+        """Adds to the counts of `encoded`, and to `sizes [D]` the tokens of each document."""
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        counts: list[int] = []
+        end, begin = (None if i is None else np.array([i], np.uint32) for i in (self.end, self.begin))
+        for number, pieces in enumerate(documents):
+            before = len(lengths)
+            for ids in self.vocabulary.encode_batch(pieces, self.special):
+                if len(ids):
+                    encoded.text_tokens += len(ids)
+                    parts += [ids] if begin is None else [begin, ids]
+                    lengths.append(len(ids) + (begin is not None))
+            if end is not None and len(lengths) > before:
+                parts.append(end)
+                lengths[-1] += 1
+            counts.append(len(lengths) - before)
+            sizes[number] += sum(lengths[before:])
+            encoded.text_bytes += sum(len(p) if p.isascii() else len(p.encode()) for p in pieces)
+        tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else np.empty(0, self.dtype)
+        return EncodedKey(tokens, np.array(lengths, np.int32), np.array(counts, np.int32))

@@ -1,0 +1,210 @@
+"""Documents for `dtgpt prepare`: JSON lines, CSV and plain text, from files and standard input.
+
+The parent process cuts inputs into blocks of about `BLOCK` bytes without looking into them where it can; a block gives
+its documents in the worker that encodes them. A document is `{key: [pieces of text]}`; what cannot be read is a
+`Broken`, with file and line. Nothing is held whole but a `.txt` file that is one document.
+"""
+
+import glob
+import io
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dtgpt.data.prepare.compressed import HEAD, SUFFIXES, check_format, decompressed
+from dtgpt.data.prepare.documents import (
+    BLOCK,
+    STDIN,
+    Broken,
+    Document,
+    Source,
+    Unreadable,
+    csv_documents,
+    json_document,
+    text_line,
+    whole_lines,
+    whole_text,
+)
+from dtgpt.util.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
+
+POLL = 0.5  # seconds
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "txt"}
+
+
+@dataclass
+class Lines:
+    """Whole lines, not looked into; `first` is the number of the first one. `position`: bytes of all inputs, as they
+    lie on disk, up to the end of the block."""
+
+    position: int
+    source: Source
+    first: int
+    data: bytes
+
+    def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
+        """Blank lines are no documents."""
+        if self.data.isspace():
+            return
+        read = json_document if self.source.kind == "jsonl" else text_line
+        for number, line in enumerate(self.data.splitlines(), self.first):
+            if line.strip():
+                try:
+                    yield read(line, keys)
+                except Unreadable as reason:
+                    yield Broken(self.source.name, number, str(reason))
+
+
+@dataclass
+class Parsed:
+    """Documents that had to be parsed in order. `position` as in Lines."""
+
+    position: int
+    items: list[Document | Broken]
+
+    def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
+        return iter(self.items)
+
+
+def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> list[Source]:
+    """The inputs that `patterns` (paths, globs and "-" for standard input) name, those of a glob sorted.
+
+    `kind`: "auto" (by suffix) or "jsonl", "csv", "txt"; `txt`: whether a text has a document a "file" or a "line".
+    Raises UserError where one does not exist, cannot be opened or is of no known kind: before hours of work.
+    """
+    names = [name for pattern in patterns for name in _expand(pattern)]
+    if names.count(STDIN) > 1:
+        raise UserError("standard input (-) is given twice; it can be read only once")
+    sources = []
+    for name in names:
+        if name != STDIN:
+            _check_readable(name)
+        found = _kind_of(name) if kind == "auto" else kind
+        found = "lines" if found == "txt" and txt == "line" else found
+        sources.append(Source(name, found))
+    return sources
+
+
+def check_keys(sources: list[Source], keys: tuple[str, ...]) -> None:
+    """Raises UserError where several keys are asked for of a text, which has none."""
+    if len(keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
+        raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
+
+
+def total_bytes(sources: list[Source]) -> int | None:
+    """Return the bytes of all inputs on disk; None where one of them is a pipe."""
+    if not all(os.path.isfile(source.path) for source in sources):
+        return None
+    return sum(os.path.getsize(source.path) for source in sources)
+
+
+def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
+    """All inputs in order. Raises UserError where one cannot be read to its end."""
+    items, size, position = [], 0, 0
+    for position, found in _read_all(sources, keys):
+        if not isinstance(found, Lines):
+            items.append(found)
+            size += 0 if isinstance(found, Broken) else sum(len(piece) for pieces in found.values() for piece in pieces)
+        if items and (size >= BLOCK or isinstance(found, Lines)):  # small files share a block
+            yield Parsed(position, items)
+            items, size = [], 0
+        if isinstance(found, Lines):
+            yield found
+    if items:
+        yield Parsed(position, items)
+
+
+def _read_all(sources: list[Source], keys: tuple[str, ...]) -> Iterator[tuple[int, Lines | Document | Broken]]:
+    before = 0
+    for source in sources:
+        with _opened(source) as raw:
+            for found in _read(source, decompressed(raw, source.name), keys):
+                position = before + _position(raw)
+                if isinstance(found, Lines):
+                    found.position = position
+                yield position, found
+            before += _position(raw)
+
+
+def _read(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Lines | Document | Broken]:
+    if source.kind == "csv":
+        return csv_documents(source, pieces, keys)
+    if source.kind == "txt":
+        return iter([whole_text(source, pieces, keys)])
+    return (Lines(0, source, first, data) for first, data in whole_lines(source, pieces))
+
+
+def _expand(pattern: str) -> list[str]:
+    if pattern == STDIN or os.path.lexists(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    names = sorted(name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
+    if not names:
+        raise UserError(f"no file matches the input {pattern}; check the pattern and the folder")
+    return names
+
+
+def _check_readable(name: str) -> None:
+    if os.path.isdir(name):
+        raise UserError(f"the input {name} is a folder; name its files, as in '{name.rstrip('/')}/*.jsonl'")
+    try:
+        if stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would take its content away
+            with open(name, "rb") as file:
+                check_format(file.read(HEAD), name)
+    except OSError as error:
+        raise UserError(f"the input {name} cannot be read: {error.strerror}; check its path and permissions") from None
+
+
+def _kind_of(name: str) -> str:
+    path = Path(name)
+    path = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
+    if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no name to tell
+        return "jsonl"
+    if path.suffix.lower() not in KINDS:
+        known = ", ".join(KINDS)
+        raise UserError(f"the input {name} has none of the suffixes {known}; say what it is with --input-format")
+    return KINDS[path.suffix.lower()]
+
+
+class _Pipe(io.RawIOBase):
+    """A pipe or a terminal. Reading returns to Python now and then: a signal that comes while io's own loop reads piece
+    after piece, or to another thread, would else wait for more input."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        while not select.select([self._descriptor], [], [], POLL)[0]:
+            pass
+        data = os.read(self._descriptor, len(view))
+        view[: len(data)] = data
+        return len(data)
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[io.BufferedReader]:
+    with ExitStack() as stack:
+        try:
+            stdin = cast(io.BufferedReader, sys.stdin.buffer)
+            file = stdin if source.path == STDIN else stack.enter_context(open(source.path, "rb"))
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        except io.UnsupportedOperation:  # a standard input that a program put in its place
+            regular = True
+        except OSError as error:
+            raise UserError(f"the input {source.path} cannot be read: {error.strerror}; nothing was written") from None
+        yield file if regular else io.BufferedReader(_Pipe(file.fileno()))
+
+
+def _position(raw: io.BufferedReader) -> int:
+    return raw.tell() if raw.seekable() else 0

@@ -1,0 +1,236 @@
+"""`dtgpt prepare`: text to Megatron-LM's indexed datasets, in as many processes as asked for.
+
+The parent reads and cuts the inputs into blocks, workers parse and encode them, the parent writes the tokens in the
+order of the inputs: the files are the same for any number of workers. Files appear under their names when all is done.
+"""
+
+import glob
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
+from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
+from dtgpt.data.prepare.broken import BrokenLines
+from dtgpt.data.prepare.config import PrepareConfig
+from dtgpt.data.prepare.documents import Broken
+from dtgpt.data.prepare.encode import Counts, Encoded, EncodedKey, Encoder
+from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
+from dtgpt.data.prepare.pool import ordered_map
+from dtgpt.data.prepare.progress import Progress
+from dtgpt.data.prepare.target import check_target, lock_list, lock_prefix
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError
+
+# What a type of Megatron-LM reads, beside the two files of GPT2BPETokenizer.
+SUFFIXES = {
+    "HuggingFaceTokenizer": "tokenizer.json",
+    "SentencePieceTokenizer": "SentencePiece .model",
+    "GPTSentencePieceTokenizer": "SentencePiece .model",
+    "Llama2Tokenizer": "SentencePiece .model",
+}
+
+
+@dataclass(kw_only=True)
+class Summary(Counts):
+    """What was prepared. `broken` lines were left out. `files` by their prefixes."""
+
+    files: list[Path]
+    sequences: int = 0
+    tokens: int = 0
+    broken: int = 0
+    seconds: float = 0.0
+
+    def add(self, block: Encoded) -> None:
+        self.count(block)
+        self.broken += len(block.broken)
+        for encoded in block.keys.values():
+            self.sequences += len(encoded.lengths)
+            self.tokens += len(encoded.tokens)
+
+    def __str__(self) -> str:
+        rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
+        return (
+            f"{', '.join(map(str, self.files))}: {counted(self.documents, 'document')} ({self.empty:,} empty, "
+            f"{counted(self.broken, 'broken line')} left out), {counted(self.tokens, 'token')}, "
+            f"{self.text_bytes / max(self.text_tokens, 1):.2f} bytes per token, longest document "
+            f"{counted(self.longest, 'token')}; {self.seconds:.1f} s, {rate:.1f} MB/s"
+        )
+
+
+def prepare(config: PrepareConfig) -> Summary:
+    """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with the tokenizer beside them.
+
+    Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
+    `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
+    the disk is full; then nothing is left behind.
+    """
+    config.validate()
+    if config.merge:
+        raise UserError("prepare takes inputs; datasets are joined by join_datasets")
+    started = time.monotonic()
+    overwrite = config.overwrite
+    sources = find_sources(list(config.input), config.input_format, config.txt)
+    check_keys(sources, config.json_keys)
+    listed = None if config.broken is None else Path(config.broken)
+    prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
+    summary = Summary(files=list(prefixes.values()))
+    with ExitStack() as stack:
+        for prefix in prefixes.values():
+            stack.enter_context(lock_prefix(prefix))
+        for prefix in prefixes.values():  # when all that a killed process left is mended
+            check_target(prefix, overwrite)
+        if listed is not None:
+            stack.enter_context(lock_list(listed, overwrite))
+        encoder = make_encoder(config, vocabulary_of(config))
+        encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
+        progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
+        told = encoder.dtype, encoder.vocabulary.dumps()
+        writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
+        with BrokenLines(listed, config.strict, progress) as broken:
+            for block in encoded(read_blocks(sources, config.json_keys)):
+                broken.add(block.broken)
+                for key, writer in writers.items():
+                    _write(writer, block.keys[key])
+                summary.add(block)
+                progress.update(summary.documents, summary.text_bytes, block.position)
+            broken.summarise()
+            _check_any(summary, sources, broken.first)
+            for writer in writers.values():
+                writer.seal()
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
+    """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
+    `.idx`; returns that prefix and how many they are. Globs do not find the output. Raises UserError where one is
+    missing, damaged or the output, or their token types differ; then nothing is left."""
+    config.validate()
+    target = Path(config.output_prefix)
+    prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
+    with lock_prefix(target):
+        check_target(target, config.overwrite)
+        merge(prefixes, target, _common_tokenizer(prefixes))
+    return target, len(prefixes)
+
+
+def _common_tokenizer(prefixes: list[str]) -> str | None:
+    """That of all datasets, None where one of them does not tell. Raises UserError where they differ."""
+    told = tokenizer_beside(prefixes)
+    silent = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
+    if told is None or silent:
+        if told:
+            say(f"{silent[0]} does not tell its tokenizer, so the joined dataset does not either", warning=True)
+        return None
+    return told[1].dumps()
+
+
+def _datasets(pattern: str, target: Path) -> list[str]:
+    """Prefixes that a prefix, the name of one of its files or a glob of these means; of a glob, all but `target`."""
+    if not glob.has_magic(pattern) or idx_path(pattern).exists():
+        prefix = _without_suffix(pattern)
+        if _is_same(prefix, target):
+            raise UserError(f"--merge {pattern} is the output itself; leave it out, or give another --output-prefix")
+        return [prefix]
+    found = sorted({_without_suffix(name) for name in glob.glob(pattern) + glob.glob(f"{pattern}.idx")})
+    found = [prefix for prefix in found if idx_path(prefix).is_file() and not _is_same(prefix, target)]
+    if not found:
+        raise UserError(f"no dataset matches --merge {pattern} beside the output; check the pattern and the folder")
+    return found
+
+
+def _is_same(prefix: str, target: Path) -> bool:
+    return os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(target))
+
+
+def _without_suffix(name: str) -> str:
+    return name.removesuffix(".bin").removesuffix(".idx")
+
+
+def vocabulary_of(config: PrepareConfig) -> Tokenizer:
+    """The tokenizer that is asked for. Raises UserError where it is not of the type that is named."""
+    kind = config.tokenizer_type
+    given = config.vocab_file or config.tokenizer
+    path = Path(given)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    wanted = SUFFIXES.get(kind)
+    if wanted is not None and (config.vocab_file is not None or not path.is_file()):
+        raise UserError(
+            f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
+            "--tokenizer-model (nothing is fetched from the hub)"
+        )
+    if wanted is not None and (path.suffix == ".json") != (wanted == "tokenizer.json"):
+        raise UserError(f"--tokenizer-type {kind} needs a {wanted}, but {given} is none; leave --tokenizer-type out")
+    if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
+        raise UserError(
+            f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
+        )
+    vocabulary = open_tokenizer(config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
+    if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
+        raise UserError(f"--tokenizer-type {kind} opens texts with a begin of text, which {given} has not; "
+                        "use --tokenizer-type SentencePieceTokenizer")  # fmt: skip
+    return vocabulary
+
+
+def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
+    """Raises UserError where the tokenizer lacks a token that is asked for."""
+    ids = {}
+    for option, name, value in (
+        (config.append_eod, "append-eod", vocabulary.end_of_text),
+        (config.prepend_bos, "prepend-bos", vocabulary.begin_of_text),
+    ):
+        if option and value is None:
+            kind = "end" if name == "append-eod" else "begin"
+            raise UserError(f"the tokenizer {vocabulary.name} names no {kind} of text; leave --{name} out")
+        ids[name] = value if option else None
+    begin = ids["prepend-bos"]
+    if begin is not None and vocabulary.encode("")[:1] == [begin]:
+        begin = None  # the tokenizer itself opens texts with it
+    end, special = ids["append-eod"], config.encode_special
+    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, special)
+
+
+def dtype_of(vocabulary: Tokenizer) -> np.dtype:
+    """As Megatron-LM chooses it, by the number of tokens; wider where ids have such holes that they would not fit."""
+    dtype = token_dtype(vocabulary.num_tokens)
+    if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
+        return dtype
+    say(
+        f"{vocabulary.name} has {vocabulary.num_tokens:,} tokens but ids up to {vocabulary.vocab_size - 1:,}: tokens "
+        "take 32 bits, where Megatron-LM would write 16 that do not hold them",
+        warning=True,
+    )
+    return np.dtype("<i4")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _write(writer: IndexedWriter, encoded: EncodedKey) -> None:
+    sequences = np.concatenate([[0], np.cumsum(encoded.counts)])
+    tokens = np.concatenate([[0], np.cumsum(encoded.lengths, dtype=np.int64)])[sequences].tolist()
+    for document, (first, last) in enumerate(pairwise(sequences.tolist())):
+        if last > first:
+            writer.extend(encoded.tokens[tokens[document] : tokens[document + 1]], encoded.lengths[first:last])
+        writer.end_document()
+
+
+def _check_any(summary: Summary, sources: list[Source], first: Broken | None) -> None:
+    if summary.tokens:
+        return
+    names = sources[0].name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
+    if first is not None:
+        what = f"holds no document that can be read, but {counted(summary.broken, 'broken line')} ({first})"
+    else:
+        empty = f"holds no text, only {counted(summary.documents, 'empty document')}"
+        what = empty if summary.documents else "is empty"
+    raise UserError(f"{names} {what}, so nothing was written; check the input, --json-keys and --input-format")

@@ -1,0 +1,182 @@
+"""A byte-level BPE as a vocabulary and a list of merges, and whether tiktoken would encode with it to the same ids.
+
+BPE by the list merges the adjacent pair that stands first in it. tiktoken has no list: it merges the adjacent pair
+whose union has the smallest id. The two agree where merges stand in the order of the ids they make, each token is made
+by one merge only, and the tokens before it, merged by tiktoken's rule, leave of its bytes just the two of that merge.
+(A merge of other two parts would need its bytes to be parted in that way in a text; but as long as nothing has merged
+across its borders, what lies between them goes the same way as it does alone.)
+"""
+
+import errno
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from dtgpt.data.tokenizers.tokenizer import special_token
+from dtgpt.util.console import counted, say
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import read_regular
+
+Piece = TypeVar("Piece", bytes, str)
+LARGEST = 1 << 28  # bytes of a vocabulary's file
+LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
+
+
+class BytePairs(NamedTuple):
+    """`ids` of tokens by their bytes, `specials` by their names."""
+
+    ids: dict[bytes, int]
+    specials: dict[str, int]
+
+
+def read_content(path: Path) -> bytes:
+    """Return the bytes of a file. Raise UserError where it cannot be read, is not a regular one or is larger than any
+    vocabulary."""
+    try:
+        return read_regular(path, LARGEST)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            large = f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file"
+            raise UserError(large) from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raise UserError as `read_content` does, and where the file is not UTF-8."""
+    content = read_content(path)
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); fetch it again") from None
+
+
+def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
+    """Return the tokens that bytes and merges make, for tiktoken; None where it would encode some text to other ids."""
+    letters = letter_bytes()
+    known = {token: i for token, i in ids.items() if token not in specials}
+    if not all(letter in known for letter in letters):
+        return None
+    tokens = {bytes([byte]): known[letter] for letter, byte in letters.items()}
+    last = -1
+    made = []
+    for pair in merges:
+        union = known.get("".join(pair), -1)
+        if len(pair) != 2 or union <= last or not all(set(part) <= letters.keys() for part in pair):
+            return None
+        left, right = (bytes(letters[c] for c in part) for part in pair)
+        made.append((left, right))
+        tokens[left + right] = last = union
+    if len(tokens) != 256 + len(made) or len(set(tokens.values()) | set(specials.values())) < len(tokens) + len(
+        specials
+    ):
+        return None
+    return BytePairs(tokens, specials) if all(_leaves(tokens, *parts) for parts in made) else None
+
+
+def check_merges(
+    ids: Mapping[str, int], merges: Sequence[list[str]], specials: Mapping[str, int], vocab: Path, source: Path,
+    model: Mapping[str, Any] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Raise UserError where merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be
+    cut into other tokens. `model`: settings of a tokenizer.json.
+
+    Every token but bytes and special ones is made by a merge. Where none makes it, though it is the union of two
+    others, its merge is lost. A token that no two others make was put into the vocabulary by hand, and so perhaps was
+    one with the name of a special token, or where whole words need no merge (`ignore_merges`): that is a warning.
+    """
+    words = {name: value for name, value in model.items() if isinstance(value, str)}
+    prefix, suffix = (words.get(name, "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    made = set()
+    for pair in merges:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            return  # not a merge at all, as the library will say
+        made.add(pair[0] + pair[1].removeprefix(prefix))
+        missing = next((token for token in (*pair, pair[0] + pair[1].removeprefix(prefix)) if token not in ids), None)
+        if missing is not None:
+            raise UserError(
+                f"{source} merges {shown(pair[0])} and {shown(pair[1])}, but {vocab} has no token {shown(missing)}, so "
+                "that one was cut off or they are of two tokenizers; fetch them again"
+            )
+    apart = {*specials, words.get("unk_token")}
+    unmade = [
+        token for token in ids
+        if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
+    ]  # fmt: skip
+    lost = [token for token in unmade if _is_union(token, ids)]
+    ordinary = [token for token in lost if not LIKE_SPECIAL.fullmatch(token)]
+    if ordinary and not model.get("ignore_merges"):
+        raise UserError(
+            f"{source} lacks the merges of {counted(len(ordinary), 'token')} of {vocab}, such as {shown(ordinary[0])}, "
+            "so that it was cut off or is of another tokenizer; fetch it again"
+        )
+    strange = lost or [token for token in unmade if not LIKE_SPECIAL.fullmatch(token)]
+    if strange:
+        say(
+            f"{vocab} has {counted(len(strange), 'token')} that no merge of {source} makes, such as "
+            f"{shown(strange[0])}; check that both are whole",
+            warning=True,
+        )
+
+
+def _is_union(token: str, ids: Mapping[str, int]) -> bool:
+    return any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
+
+
+def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
+    """Return whether the tokens with smaller ids leave `left` and `right` of their union."""
+    return _last_parts(tokens, left + right) == [left, right]
+
+
+def _last_parts(tokens: Mapping[Piece, float], union: Piece) -> list[Piece]:
+    """Return what the tokens that rank before `union` leave of it, merged by tiktoken's rule: two parts or more."""
+    own = tokens[union]
+    splits = [i for i in range(1, len(union)) if union[:i] in tokens and union[i:] in tokens]
+    if len(splits) == 1:
+        return [union[: splits[0]], union[splits[0] :]]
+    parts = [union[i : i + 1] for i in range(len(union))]
+    while len(parts) > 2:
+        ranks = [tokens.get(a + b, own) for a, b in pairwise(parts)]
+        best = min(ranks)
+        if best >= own:
+            break
+        i = ranks.index(best)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]], bool]:
+    """Return the list of merges that does what tiktoken and SentencePiece do without one: they merge the adjacent pair
+    whose union ranks first. And whether a token is not made so of its own bytes, but only as a whole word."""
+    merges, whole_words = [], False
+    for union in sorted((token for token in tokens if len(token) > 1), key=tokens.__getitem__):
+        parts = _last_parts(tokens, union)
+        if len(parts) == 2 and all(part in tokens for part in parts):
+            merges.append((parts[0], parts[1]))
+            continue
+        whole_words = True
+        splits = ((union[:i], union[i:]) for i in range(1, len(union)))
+        merges += [pair for pair in splits if pair[0] in tokens and pair[1] in tokens]
+    return merges, whole_words
+
+
+def tokenizer_json(
+    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
+    ignore_merges: bool = False,
+) -> str:  # fmt: skip
+    """Return a BPE in Hugging Face's format."""
+    model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
+    added = [special_token(name, i) for name, i in specials.items()]
+    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
+
+
+def letter_bytes() -> dict[str, int]:
+    """Return GPT-2's byte alphabet: printable Latin-1 letters stand for themselves, the other bytes for U+0100 and
+    up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

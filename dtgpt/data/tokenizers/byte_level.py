@@ -1,0 +1,86 @@
+"""Byte-level BPE, which tiktoken encodes: several times faster than `tokenizers`, the same ids."""
+
+import base64
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from dtgpt.data.tokenizers.tokenizer import END_OF_TEXT, ENDS, Tokenizer, panics_as_user_errors
+
+# GPT-2's pre-tokenization (Radford et al. 2019): contractions, words, numbers, other signs, white space.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# The same as tiktoken writes it.
+PATTERNS = (PATTERN, r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
+
+
+class ByteLevel(Tokenizer):
+    """Byte-level BPE. `ranks`: the bytes of each token by id, b"" for an id that is special or not in use; without
+    `specials` (ids by name) the id after the last is END_OF_TEXT. `ends`: names of the token that ends a document, the
+    likeliest first. `vocab_size` and `num_tokens` where other ids or fewer than these count."""
+
+    def __init__(
+        self, name: str, pattern: str, ranks: list[bytes], specials: dict[str, int] | None = None,
+        ends: tuple[str, ...] = ENDS, vocab_size: int = 0, num_tokens: int | None = None,
+    ):  # fmt: skip
+        self.name, self.pattern, self.ranks = name, pattern, ranks
+        self.specials = {END_OF_TEXT: len(ranks)} if specials is None else specials
+        self.vocab_size = max(len(ranks), vocab_size, *(i + 1 for i in self.specials.values()), 0)
+        used = len(set(self.specials.values())) + sum(map(bool, ranks))
+        self.num_tokens = used if num_tokens is None else num_tokens
+        self.end_name = next((end for end in ends if end in self.specials), None)
+        self.end_of_text = None if self.end_name is None else self.specials[self.end_name]
+
+    @classmethod
+    def from_encoding(cls, encoding: tiktoken.Encoding) -> "ByteLevel":
+        """Make a tokenizer of one of tiktoken's own encodings."""
+        specials = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
+        ids = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+        made = cls(encoding.name, encoding._pat_str, by_id(ids), specials)
+        made._encoding = encoding
+        return made
+
+    @cached_property
+    def _encoding(self) -> tiktoken.Encoding:
+        ids = {token: i for i, token in enumerate(self.ranks) if token}
+        return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=ids, special_tokens=self.specials)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_encoding"}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        with panics_as_user_errors(self.name):
+            if special:
+                return self._encoding.encode(text, allowed_special="all", disallowed_special=())
+            return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
+        allowed = set(self.specials) if special else frozenset()
+        with panics_as_user_errors(self.name):
+            encode = self._encoding.encode_to_numpy
+            return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
+
+    def _decode(self, ids: list[int]) -> str:
+        names = {i: name.encode() for name, i in self.specials.items()}
+        known = [self.ranks[i] if i < len(self.ranks) and self.ranks[i] else names.get(i, b"\xff") for i in ids]
+        return b"".join(known).decode(errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        sizes = list(map(len, self.ranks))
+        return np.array(sizes + [0] * (self.vocab_size - len(sizes)), np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "pattern": self.pattern, "specials": self.specials, "end": self.end_name,
+            "vocab_size": self.vocab_size, "num_tokens": self.num_tokens,
+            "ranks": [base64.b64encode(token).decode() for token in self.ranks],
+        }  # fmt: skip
+
+
+def by_id(ids: dict[bytes, int]) -> list[bytes]:
+    """Return the bytes of each id, b"" where there are none."""
+    ranks = [b""] * (max(ids.values(), default=-1) + 1)
+    for token, i in ids.items():
+        ranks[i] = token
+    return ranks

@@ -1,0 +1,129 @@
+"""A tokenizer as the files with which Hugging Face's transformers gives the same ids and the same text."""
+
+import json
+import re
+from typing import Any
+
+from dtgpt.data.tokenizers.bpe_files import letter_bytes, merges_of, tokenizer_json
+from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
+from dtgpt.data.tokenizers.char import Char
+from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
+from dtgpt.data.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import parse_json
+
+CLASS = "PreTrainedTokenizerFast"  # of transformers: whatever tokenizer.json says
+PROBES = (
+    "", " ", "Hello, world!", "don't we'll I'VE it'S", "  two  blanks   \t\n\n  lines\r\n \n", "the end ",
+    "x = [1234567, 3.14159]\n", "aaaaaaaaaaaaa 00000000 --------- .......", "CamelCase HTTPServer",
+    "Grüße aus Köln, naïve café", "日本語のテキスト。한국어 텍스트", "Привет, мир! שלום العربية हिन्दी ไทย",
+    "🎈👩\u200d👧 ½ ① ﬁ Å ſ K", "e\u0301 \u1100\u1161 ▁ \U0010ffff", "\u00a0\u3000\u2028\x00\x1c\x85\ufeff\ufffd\u200b",
+)  # fmt: skip
+PROBED = 20_000  # tokens whose text is encoded both ways
+
+
+def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
+    """Return the content of tokenizer.json and tokenizer_config.json for a model of `seq_length` positions.
+
+    Raises UserError where transformers cannot do what the tokenizer does; then its ids would be other ones.
+    """
+    content = _tokenizer_json(tokenizer)
+    library = parse_tokenizer(tokenizer.name, content)
+    library.encode_special_tokens = True  # as in `Tokenizer.encode`
+    _compare(tokenizer, library)
+    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is no special token
+    names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
+    config = {
+        "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
+        **{name: library.id_to_token(i) for name, i in names.items() if i is not None},
+    }  # fmt: skip
+    return {"tokenizer.json": parse_json(content), "tokenizer_config.json": config}
+
+
+def export_note(tokenizer: Tokenizer) -> str | None:
+    """Return what a reader of these files should know."""
+    if isinstance(tokenizer, SentencePiece) and normalizes(tokenizer):
+        return (
+            f"{tokenizer.name} normalizes texts by a table, which transformers applies to whole characters with their "
+            "marks: texts with several marks on one character, or emoji joined to others, may get other ids there"
+        )
+    return None
+
+
+def first_token(tokenizer: Tokenizer) -> int | None:
+    """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
+    try:
+        opening = tokenizer.encode("")
+    except UserError:  # of a tokenizer that knows no text
+        opening = []
+    return next(iter(opening), tokenizer.opening if tokenizer.spells else None)
+
+
+def _tokenizer_json(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, ByteLevel):
+        return _byte_level_json(tokenizer)
+    if isinstance(tokenizer, HuggingFace):
+        whole = {"truncation": None, "padding": None}  # a text is taken as it is
+        return json.dumps(parse_json(tokenizer.to_json()["tokenizer_json"]) | whole, ensure_ascii=False)
+    if isinstance(tokenizer, SentencePiece):
+        return sentencepiece_json(tokenizer)
+    if isinstance(tokenizer, Char):
+        return tokenizer.tokenizer_json()
+    raise UserError("the model was trained on token ids alone (data.tokenizer=ids), so that there is not a tokenizer")
+
+
+def _byte_level_json(tokenizer: ByteLevel) -> str:
+    tokens = {token: i for i, token in enumerate(tokenizer.ranks) if token}
+    letters = {byte: letter for letter, byte in letter_bytes().items()}
+    merges, whole_words = merges_of(tokens)
+
+    def spelled(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    before = byte_level
+    if tokenizer.pattern not in PATTERNS:
+        pattern = {"Regex": _for_oniguruma(tokenizer.pattern)}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": True}  # keeps what matches
+        before = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
+    return tokenizer_json(
+        {spelled(token): i for token, i in tokens.items()},
+        [f"{spelled(left)} {spelled(right)}" for left, right in merges],
+        tokenizer.specials,
+        pre_tokenizer=before,
+        decoder=byte_level,
+        ignore_merges=whole_words,
+    )
+
+
+def _for_oniguruma(pattern: str) -> str:
+    """Return `pattern` in the syntax of tokenizers' library for regular expressions, in which `$` is the end of any
+    line, and `+` after a number of repetitions is no possessive but one more repetition."""
+    pattern = re.sub(r"(?<!\\)(\{\d*,?\d*\})\+", r"\1", pattern)
+    return re.sub(r"(?<!\\)\$", r"\\z", pattern)
+
+
+def _compare(tokenizer: Tokenizer, library: Any) -> None:
+    """Raise UserError where the library gives a probe other ids than the tokenizer, or the ids another text."""
+    step = max(1, tokenizer.vocab_size // PROBED)
+    tokens = [tokenizer.decode([i]) for i in range(0, tokenizer.vocab_size, step)]
+    probes = [*PROBES, " ".join(tokens[:2000]), *tokens]
+    if isinstance(tokenizer, Char):
+        probes = ["", "".join(filter(tokenizer.knows, tokens)), *filter(tokenizer.knows, tokens)]
+    try:
+        expected = [ids.tolist() for ids in tokenizer.encode_batch(probes)]
+        found = [encoding.ids for encoding in library.encode_batch(probes)]
+    except Exception as error:  # the package raises plain Exception
+        raise _inexpressible(tokenizer, f"transformers would fail ({error})") from None
+    for probe, ours, theirs in zip(probes, expected, found, strict=True):
+        if ours != theirs:
+            raise _inexpressible(tokenizer, f"transformers would give other ids to {shown(probe)}")
+    opening = len(tokenizer.encode("")) if isinstance(tokenizer, SentencePiece) else 0  # it decodes to no text there
+    for probe, ids in zip(probes[: len(PROBES)], expected, strict=False):
+        if tokenizer.decode(ids) != library.decode(ids[opening:], skip_special_tokens=False):
+            raise _inexpressible(tokenizer, f"transformers would decode the ids of {shown(probe)} to another text")
+
+
+def _inexpressible(tokenizer: Tokenizer, reason: str) -> UserError:
+    return UserError(f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json: {reason}")

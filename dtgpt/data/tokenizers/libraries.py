@@ -1,0 +1,150 @@
+"""Tokenizers that other packages encode: Hugging Face's tokenizer.json and SentencePiece models."""
+
+import base64
+import json
+import re
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dtgpt.data.tokenizers.bpe_files import letter_bytes
+from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import parse_json
+
+BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
+BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class HuggingFace(Tokenizer):
+    """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
+    of text, where a file beside it tells."""
+
+    def __init__(self, name: str, content: str, end: str | None = None):
+        self.name, self._content = name, content
+        self.ranks = [content.encode()]
+        ids = self._plain.get_vocab(with_added_tokens=True)
+        if max(ids.values(), default=0) >= MOST:
+            raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
+        self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
+        self.end_name = next((token for token in (end, *ENDS) if token in ids), None)
+        self.end_of_text = ids.get(self.end_name)
+        self.begin_of_text = next((ids[token] for token in BEGINS if token in ids), None)
+
+    @cached_property
+    def _plain(self) -> Any:
+        parsed = parse_tokenizer(self.name, self._content)
+        parsed.encode_special_tokens = True
+        return parsed
+
+    @cached_property
+    def _special(self) -> Any:
+        return parse_tokenizer(self.name, self._content)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_special")}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        with panics_as_user_errors(self.name):
+            try:
+                return (self._special if special else self._plain).encode(text).ids
+            except Exception as error:  # the package raises plain Exception
+                raise UserError(
+                    f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
+                    "another tokenizer"
+                ) from None
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._plain.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray:
+        sizes = np.zeros(self.vocab_size, np.int64)
+        letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}
+        for token, i in self._plain.get_vocab(with_added_tokens=False).items():
+            sizes[i] = len(token) if letters and letters.keys() >= set(token) else spelled(token)
+        for i, token in self._plain.get_added_tokens_decoder().items():
+            sizes[i] = 0 if token.special else spelled(token.content)
+        return sizes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "end": self.end_name, "tokenizer_json": self._content}
+
+
+class SentencePiece(Tokenizer):
+    """A SentencePiece .model. `begin`: each text opens with the model's begin of text, as Megatron-LM's Llama2Tokenizer
+    does."""
+
+    def __init__(self, name: str, model: bytes, begin: bool = False):
+        self.name, self._begin = name, begin
+        self.ranks = [model]
+        processor = self._processor
+        self.vocab_size = self.num_tokens = processor.get_piece_size()
+        end, first = processor.eos_id(), processor.bos_id()
+        self.end_of_text, self.begin_of_text = end if end >= 0 else None, first if first >= 0 else None
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise UserError(
+                f"{self.name} needs the package sentencepiece, which is missing; run pip install 'dtgpt[data]'"
+            ) from None
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(self.ranks[0])
+        except RuntimeError:
+            raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
+        return processor
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_processor"}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if special:
+            raise UserError(f"{self.name} is a SentencePiece model, which has no names of special tokens in text; "
+                            "leave --encode-special out")  # fmt: skip
+        return self._processor.encode(text, out_type=int, add_bos=self._begin)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def piece(self, i: int) -> str:
+        """Return the name of a token."""
+        return self._processor.id_to_piece(i)
+
+    def token_bytes(self) -> np.ndarray:
+        known = self._processor
+        silent = [known.is_control(i) or known.is_unknown(i) for i in range(self.vocab_size)]
+        return np.array([0 if none else spelled(known.id_to_piece(i)) for i, none in enumerate(silent)], np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        model = base64.b64encode(self.ranks[0]).decode()
+        return {"name": self.name, "begin": self._begin, "sentencepiece": model}
+
+
+def spelled(token: str) -> int:
+    """Return the bytes of text that a token stands for by its name."""
+    return 1 if BYTE.fullmatch(token) else len(token.replace(BLANK, " ").encode())
+
+
+def parse_tokenizer(name: str, content: str) -> Any:
+    """Parse a tokenizer.json by Hugging Face's library. Raise UserError where that cannot read it or is missing."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(
+            f"{name} needs the package tokenizers, which is missing; run pip install 'dtgpt[data]'"
+        ) from None
+    try:
+        with panics_as_user_errors(name):
+            parsed = tokenizers.Tokenizer.from_str(content)
+    except UserError:
+        raise
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(f"{name} is not a tokenizer.json that tokenizers can read ({error})") from None
+    parsed.no_truncation()  # a training text is taken whole
+    parsed.no_padding()
+    return parsed

@@ -1,0 +1,120 @@
+"""A SentencePiece model in Hugging Face's format tokenizer.json."""
+
+import base64
+import json
+from typing import Any
+
+from dtgpt.data.tokenizers.bpe_files import merges_of
+from dtgpt.data.tokenizers.libraries import BLANK, SentencePiece
+from dtgpt.data.tokenizers.tokenizer import special_token
+from dtgpt.util.errors import UserError
+
+UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # and of their pieces
+SILENT = 1000.0  # by which pieces that stand in no text score less than the least of others
+
+
+def sentencepiece_json(tokenizer: SentencePiece) -> str:
+    """Return a SentencePiece model in Hugging Face's format. Raise UserError where the model is of a kind that the
+    format does not have, or where a package is missing."""
+    model = _parse(tokenizer)
+    trainer = model.trainer_spec
+    if trainer.model_type == WORD:
+        raise UserError(f"the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be")
+    if trainer.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
+        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot tell")
+    added = [
+        special_token(piece.piece, i, special=piece.type != USER_DEFINED)
+        for i, piece in enumerate(model.pieces)
+        if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    return json.dumps(
+        {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": _normalizer(model.normalizer_spec),
+            "pre_tokenizer": None,
+            "post_processor": _begin(tokenizer),
+            "decoder": _decoder(model),
+            "model": _unigram(model) if trainer.model_type == UNIGRAM else _bpe(model),
+        },
+        ensure_ascii=False,
+    )  # fmt: skip
+
+
+def normalizes(tokenizer: SentencePiece) -> bool:
+    """Return whether a table changes texts before they are encoded."""
+    return bool(_parse(tokenizer).normalizer_spec.precompiled_charsmap)
+
+
+def _parse(tokenizer: SentencePiece) -> Any:
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json without the package protobuf, which is "
+            "missing; run pip install 'dtgpt[data]'"
+        ) from None
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    model = messages.ModelProto()
+    model.ParseFromString(tokenizer.ranks[0])
+    return model
+
+
+def _normalizer(spec: Any) -> dict | None:
+    steps: list[dict] = []
+    if spec.precompiled_charsmap:
+        # The library looks up a character with its marks, of which it finds no more than the beginning. Composing first
+        # leaves less to find.
+        steps += [{"type": "NFC"}, _replace({"String": "\r\n"}, "\n\n")]
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if spec.remove_extra_whitespaces:
+        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": BLANK})
+    return {"type": "Sequence", "normalizers": [*steps, _replace({"String": " "}, BLANK)]}
+
+
+def _decoder(model: Any) -> dict:
+    unknown = _replace({"String": model.trainer_spec.unk_piece}, model.trainer_spec.unk_surface)
+    steps = [unknown, _replace({"String": BLANK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _begin(tokenizer: SentencePiece) -> dict | None:
+    """Return the token that opens each text, where there is one."""
+    opening = tokenizer.encode("")
+    if not opening:
+        return None
+    name = tokenizer.piece(opening[0])
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": opening, "tokens": [name]}},
+    }
+
+
+def _bpe(model: Any) -> dict:
+    joined = {p.piece: -p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED, UNUSED)}
+    merges = merges_of(joined)[0] if model.trainer_spec.model_type == BPE else []
+    return {
+        "type": "BPE", "unk_token": model.trainer_spec.unk_piece, "fuse_unk": True,
+        "byte_fallback": model.trainer_spec.byte_fallback,
+        "vocab": {piece.piece: i for i, piece in enumerate(model.pieces)},
+        "merges": [list(pair) for pair in merges],
+    }  # fmt: skip
+
+
+def _unigram(model: Any) -> dict:
+    least = min((p.score for p in model.pieces if p.type == NORMAL), default=0.0) - SILENT
+    return {
+        "type": "Unigram", "unk_id": model.trainer_spec.unk_id, "byte_fallback": model.trainer_spec.byte_fallback,
+        "vocab": [[p.piece, p.score if p.type in (NORMAL, USER_DEFINED) else least] for p in model.pieces],
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""What every tokenizer can do.
+
+A run carries its tokenizer with it: `save` writes plain JSON from which `open.read_saved` makes it again, without the
+files that it once came from. A tokenizer can be pickled, so that workers need not read files again.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import write_text
+
+END_OF_TEXT = "<|endoftext|>"
+# What ends a document, where nothing else says so.
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+MOST = 1 << 24  # ids
+CHECKSUM = "sha256"  # of all else that `Tokenizer.save` writes
+
+
+class Tokenizer(ABC):
+    """Text <-> token ids. Ids are below `vocab_size`; `num_tokens` of them are in use. `end_of_text` and
+    `begin_of_text` are None where unknown. `ranks` tells two tokenizers apart: the bytes of each token by id, or of
+    all that the library reads which encodes."""
+
+    name: str
+    vocab_size: int
+    num_tokens: int
+    end_of_text: int | None
+    begin_of_text: int | None = None
+    ranks: list[bytes]
+    spells = True  # whether text becomes tokens at all, and tokens text
+
+    @property
+    def opening(self) -> int | None:
+        """Return the token that a generated text without a prompt follows: the end of the one before."""
+        return self.end_of_text
+
+    def is_same(self, other: "Tokenizer") -> bool:
+        """Return whether ids mean the same."""
+        return (self.ranks, self.end_of_text) == (other.ranks, other.end_of_text)
+
+    @abstractmethod
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the ids of a text. `special`: the names of special tokens in the text stand for these; else they are
+        text as any other."""
+
+    def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
+        """Return the ids of each text, uint32 `[tokens]`."""
+        return [np.array(self.encode(text, special), np.uint32) for text in texts]
+
+    def encode_documents(self, documents: list[str]) -> np.ndarray:
+        """Return all documents, the end of text after each where there is one, as one uint16 or int32 array."""
+        end = [] if self.end_of_text is None else [self.end_of_text]
+        ids = [np.array([*self.encode(d), *end]) for d in documents]
+        return np.concatenate(ids or [np.array([])]).astype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raise UserError
+        for an id that the tokenizer does not have."""
+        ids = list(map(int, ids))
+        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise UserError(
+                f"{wrong} is not a token of {self.name}, which has ids 0 to {self.vocab_size - 1}; give the tokenizer "
+                "that the tokens were made with"
+            )
+        return self._decode(ids)
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+    @abstractmethod
+    def token_bytes(self) -> np.ndarray:
+        """Return how many bytes of text each id spells, int64 `[vocab_size]`; special tokens spell none. Where a
+        library normalises text before it encodes, these are bytes of the normalised text."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]: ...
+
+    def dumps(self) -> str:
+        """Return the text that `open.read_saved` reads, with a checksum: a bit that flips would give other ids."""
+        saved = self.to_json()
+        return json.dumps({**saved, CHECKSUM: checksum(saved)})
+
+    def save(self, path: Path) -> None:
+        write_text(path, self.dumps())
+
+
+def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any]:
+    """Return an entry of `added_tokens` in Hugging Face's format."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": content, **flags, "special": special}
+
+
+def checksum(saved: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def panics_as_user_errors(name: str) -> Iterator[None]:
+    """Tell a panic of a library in Rust, which is not even an Exception, in one sentence."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"the tokenizer {name} is damaged ({reason}); fetch or make it again") from None

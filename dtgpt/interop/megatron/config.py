@@ -1,0 +1,213 @@
+"""The shape of a GPT-2 from Megatron-LM's `args`, or where a release has none from its tensors; what is no GPT-2 is
+refused."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtgpt.interop.hf.gpt2 import checked
+from dtgpt.interop.megatron.names import POSITIONS, padded_rows
+from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.pickles import StandIn
+
+GPT2_VOCABULARY = GPT2_124M.vocab_size
+HEAD_DIM = 64  # of every published GPT-2
+
+# What each rank's args must agree on with the first rank's.
+STRUCTURE = (
+    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+)  # fmt: skip
+
+# args -> the only values with which a model is a GPT-2, None where the version had no such argument; and what it has
+# with others.
+GPT2_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "normalization": ((None, "LayerNorm"), "another norm"),
+    "swiglu": ((None, False), "SwiGLU"),
+    "squared_relu": ((None, False), "squared ReLU"),
+    "quick_geglu": ((None, False), "GEGLU"),
+    "glu_activation": ((None, False), "a gated MLP"),
+    "activation_func_clamp_value": ((None,), "clamped activations"),
+    "use_rotary_position_embeddings": ((None, False), "RoPE"),
+    "add_position_embedding": ((None, True), "no learned positions"),
+    "add_bias_linear": ((None, True), "no biases"),
+    "disable_bias_linear": ((None, False), "no biases"),
+    "untie_embeddings_and_output_weights": ((None, False), "an untied output layer"),
+    "apply_residual_connection_post_layernorm": ((None, False), "residuals of normalized values"),
+    "multi_latent_attention": ((None, False), "latent attention"),
+    "qk_layernorm": ((None, False), "norms of queries and keys"),
+    "qk_l2_norm": ((None, False), "norms of queries and keys"),
+    "softmax_type": ((None, "vanilla"), "another softmax"),
+    "attention_output_gate": ((None, False), "gated attention"),
+    "experimental_attention_variant": ((None,), "another attention"),
+    "linear_attention_freq": ((None,), "linear attention"),
+    "window_size": ((None,), "sliding windows"),
+    "use_mup": ((None, False), "the scales of muP"),
+    "is_hybrid_model": ((None, False), "other layers than a transformer's"),
+    "mtp_num_layers": ((None, 0), "prediction of several tokens"),
+}
+
+EXACT_GELU_NOTE = (
+    "the checkpoint was trained with exact GELU (no bias_gelu_fusion, no openai_gelu) and dtgpt computes the tanh form "
+    "of GPT-2; the two are at most 0.0005 apart, so logits and losses differ slightly from Megatron-LM's"
+)
+
+
+def read_config(
+    args: Namespace | None, first: Mapping[str, Tensor], num_layers: int, tensor_parallel_size: int, path: Path
+) -> tuple[GPT2Config, list[str]]:
+    """Return the config, whose vocabulary is all rows of the table, and notes. `first`: the tensors of the first
+    stage's first rank, with the token table `[rows, H]` and the positions `[T, H]`. Raise UserError, also where args
+    and tensors disagree."""
+    rows, hidden = first[TABLE].shape
+    positions = first[POSITIONS].shape[0]
+    found = {
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "max_position_embeddings": positions,
+        "padded_vocab_size": rows * tensor_parallel_size,
+    }
+    notes: list[str] = []
+    if args is None:
+        heads, eps = _guess_heads(hidden, path), GPT2Config.layer_norm_eps
+        notes.append(f"{path} says nothing of attention heads; {hidden} / {HEAD_DIM} = {heads} were taken")
+    else:
+        _check_agreement(args, found, path)
+        heads, eps = _number(args, "num_attention_heads", path), _epsilon(args, path)
+        _refuse_widths(args, heads, hidden, path)
+        if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
+            notes.append(EXACT_GELU_NOTE)
+    config = GPT2Config(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        seq_length=positions,
+        vocab_size=found["padded_vocab_size"],
+        layer_norm_eps=eps,
+    )
+    return checked(config, path), notes
+
+
+def true_vocabulary(
+    given: int | None, rows: int, args: Namespace | None, tensor_parallel_size: int
+) -> tuple[int, list[str]]:
+    """Return the vocabulary size without padding, of a table of `rows` rows, and notes. Raise UserError for a given
+    number that does not fit the table."""
+    if given is not None:
+        if not 1 <= given <= rows:
+            raise UserError(f"true_vocab_size={given} is not within the checkpoint's table; use 1 to {rows}")
+        return given, []
+    multiple = getattr(args, "make_vocab_size_divisible_by", None)
+    multiple = multiple if isinstance(multiple, int) and multiple > 0 else 128
+    if rows == padded_rows(GPT2_VOCABULARY, tensor_parallel_size, multiple):
+        note = (
+            f"the table has {rows} rows, to which Megatron-LM pads GPT-2's {GPT2_VOCABULARY} tokens; the others were "
+            "left out (true_vocab_size says otherwise)"
+        )
+        return GPT2_VOCABULARY, [note]
+    return rows, []
+
+
+def consumed_samples(args: Namespace | None) -> int:
+    value = getattr(args, "consumed_train_samples", 0)
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def is_zero_centered(args: Namespace | None) -> bool:
+    """Return whether the weight of a LayerNorm is stored as its distance from 1; the argument's name changed in
+    2026."""
+    return any(getattr(args, name, None) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
+
+
+def parallel_sizes(args: Namespace | None) -> tuple[int | None, int | None]:
+    """Return the (tensor, pipeline) parallel sizes where args say so; before checkpoint_version 3.0 there was only
+    one."""
+    tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", None))
+    return tensor, getattr(args, "pipeline_model_parallel_size", None)
+
+
+def check_same_args(args: Namespace | None, first: Namespace | None, path: Path, first_path: Path) -> None:
+    """Raise UserError where two ranks' args are of two models."""
+    for name in STRUCTURE:
+        here, there = getattr(args, name, None), getattr(first, name, None)
+        if here != there:
+            raise UserError(
+                f"{path} has {name}={shown(here)}, but {first_path} has {name}={shown(there)}; give a folder with one "
+                "checkpoint in it"
+            )
+
+
+def _guess_heads(hidden: int, path: Path) -> int:
+    if hidden % HEAD_DIM:
+        raise UserError(
+            f"{path} has no args, and hidden size {hidden} is not a multiple of {HEAD_DIM}, so its attention heads are "
+            "unknown; save it with args"
+        )
+    return hidden // HEAD_DIM
+
+
+def _number(args: Namespace, name: str, path: Path) -> int:
+    value = getattr(args, name, None)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{path} has args with {name}={shown(value)}, not a number; save the checkpoint again")
+    return value
+
+
+def _epsilon(args: Namespace, path: Path) -> float:
+    """Return `norm_epsilon`, which was `layernorm_epsilon` before 2024."""
+    given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
+    value = next((value for value in given if value is not None), GPT2Config.layer_norm_eps)
+    if not isinstance(value, int | float) or not 0 < value < 1:
+        raise UserError(f"{path} has args with a LayerNorm epsilon of {shown(value)}; it must be between 0 and 1")
+    return float(value)
+
+
+def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
+    for name, value in found.items():
+        if name == "padded_vocab_size" and getattr(args, name, None) is None:
+            continue  # known only where a tokenizer was built
+        if _number(args, name, path) != value:
+            raise UserError(
+                f"{path} has args with {name}={shown(getattr(args, name))}, but the checkpoint's tensors have {value}; "
+                "give a folder with one complete checkpoint in it"
+            )
+
+
+def refuse_others(args: Namespace, path: Path) -> None:
+    """Raise UserError where args describe a model that is not GPT-2, with all that dtgpt's model lacks for it."""
+    lacks = {name: lack for name, (values, lack) in GPT2_VALUES.items() if getattr(args, name, None) not in values}
+    positions = getattr(args, "position_embedding_type", None)
+    if not isinstance(positions, StandIn) and positions not in (None, "learned_absolute", "absolute"):
+        lacks["position_embedding_type"] = "RoPE" if positions == "rope" else "other positions"
+    heads = getattr(args, "num_attention_heads", None)
+    if getattr(args, "group_query_attention", False) and getattr(args, "num_query_groups", None) != heads:
+        lacks["num_query_groups"] = "grouped queries"
+    experts = getattr(args, "num_experts", None)
+    if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
+        lacks["num_experts"] = "experts"
+    _refuse(lacks, args, path)
+
+
+def _refuse_widths(args: Namespace, heads: int, hidden: int, path: Path) -> None:
+    lacks = {}
+    if getattr(args, "ffn_hidden_size", None) not in (None, 4 * hidden):
+        lacks["ffn_hidden_size"] = "another width of the MLP"
+    if getattr(args, "kv_channels", None) not in (None, hidden // max(heads, 1)):
+        lacks["kv_channels"] = "another width of heads"
+    _refuse(lacks, args, path)
+
+
+def _refuse(lacks: Mapping[str, str], args: Namespace, path: Path) -> None:
+    """Raise UserError that tells what dtgpt's model lacks, by the names in args."""
+    if lacks:
+        words = ", ".join(f"{lack} ({name}={shown_name(getattr(args, name))})" for name, lack in lacks.items())
+        raise UserError(
+            f"{path} is of a model with {words}, which dtgpt does not have: its model is GPT-2, with learned "
+            "positions, LayerNorm, biases, plain attention, a tanh-GELU MLP of 4 times the hidden size and tied "
+            "embeddings; give a checkpoint of a GPT-2"
+        )

@@ -1,0 +1,246 @@
+"""The folders and files of a Megatron-LM checkpoint in the `torch` format, one file for each model-parallel rank.
+
+root/latest_checkpointed_iteration.txt      decimal, or `release`
+root/iter_0000100/ or root/release/
+    mp_rank_00/ or, in a pipeline, mp_rank_00_000/
+        model_optim_rng.pt                  (model_rng.pt for a while, where the optimizer was distributed)
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.interop.megatron.config import refuse_others
+from dtgpt.interop.megatron.names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.pickles import StandIn, open_pickle
+from dtgpt.util.storage import read_regular
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+UNTIED = "language_model.output_layer.weight"  # only an untied model has it
+DEEPEST = 8  # dictionaries in dictionaries
+LARGEST_COUNT = 1 << 62  # of iterations and samples
+PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
+
+
+@dataclass
+class RankFile:
+    """What one rank wrote. `chunks`: its parts of the model, more than one in an interleaved pipeline, each dtgpt's
+    names, with layers numbered from 0, to tensors that lie mapped in the file. `untied`: it has an output layer of its
+    own. `copies` of the tied table."""
+
+    path: Path
+    args: Namespace | None
+    version: int
+    iteration: int
+    qkv_order: str | None
+    untied: bool
+    chunks: list[dict[str, Tensor]]
+    copies: list[Tensor]
+
+    def layers(self, chunk: int) -> int:
+        """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
+        found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
+        if found != set(range(len(found))):
+            raise UserError(f"{self.path} lacks layers: it has {shown(sorted(found))}; copy the whole checkpoint")
+        return len(found)
+
+
+class RankFiles:
+    """The files of all ranks, by (tensor, pipeline) rank: each is opened when it is first used, and stays mapped.
+    Another process that gets this object opens them again."""
+
+    def __init__(self, folder: Path):
+        self.folder = checkpoint_folder(folder)
+        self._paths = _rank_paths(self.folder)
+        self.tensor_parallel_size = 1 + max(t for t, _ in self._paths)
+        self.pipeline_parallel_size = 1 + max(p for _, p in self._paths)
+        self._opened: dict[tuple[int, int], RankFile] = {}
+        for t in range(self.tensor_parallel_size):
+            for p in range(self.pipeline_parallel_size):
+                if (t, p) not in self._paths:
+                    raise _missing(self.expected_path(t, p))
+
+    def __getitem__(self, rank: tuple[int, int]) -> RankFile:
+        if rank not in self._opened:
+            self._opened[rank] = open_rank(self._paths[rank])
+        return self._opened[rank]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(sorted(self._paths))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}
+
+    def expected_path(self, tensor_rank: int, pipeline_rank: int) -> Path:
+        """Return where the file of a rank is, or should be."""
+        first = self._paths[min(self._paths)]
+        pipeline = first.parent.name.count("_") > 2 or pipeline_rank > 0  # mp_rank_00_000
+        return self.folder / rank_folder(tensor_rank, pipeline_rank, pipeline) / first.name
+
+
+def rank_folder(tensor_rank: int, pipeline_rank: int, pipeline: bool) -> str:
+    return f"mp_rank_{tensor_rank:02d}" + (f"_{pipeline_rank:03d}" if pipeline else "")
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder with rank folders: `folder` itself, or the one that its tracker names. Raise UserError for
+    none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the root of a Megatron-LM checkpoint or its iter_... folder")
+    if any(folder.glob("mp_rank_*")):
+        return folder
+    chosen = _tracked(folder) if (folder / TRACKER).is_file() else folder
+    if chosen.is_dir() and ((chosen / ".metadata").exists() or any(chosen.glob("*.distcp"))):
+        raise UserError(
+            f"{chosen} is in Megatron-LM's torch_dist format; convert it there with --ckpt-convert-format torch"
+        )
+    if not any(chosen.glob("mp_rank_*")):
+        raise UserError(f"{chosen} has no mp_rank_... folders; give the root of a Megatron-LM checkpoint")
+    return chosen
+
+
+def _tracked(root: Path) -> Path:
+    path = root / TRACKER
+    try:
+        text = read_regular(path, 1000).decode("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give the iter_... folder itself") from None
+    if text == "release":
+        return root / text
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise UserError(f"{path} says {shown(text)}, neither an iteration nor release; give the iter_... folder itself")
+    return root / f"iter_{int(text):07d}"
+
+
+def _missing(path: Path) -> UserError:
+    return UserError(f"{path} is missing; copy the files of all ranks")
+
+
+def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the model's file of every rank by (tensor, pipeline) rank. A folder with an optimizer's part alone is
+    left out."""
+    found: dict[tuple[int, int], Path] = {}
+    for place in sorted(p for p in folder.iterdir() if p.is_dir()):
+        if not (match := RANK.fullmatch(place.name)):
+            continue
+        path = next((place / name for name in FILE_NAMES if (place / name).is_file()), None)
+        if path is None and (place / "optim.pt").is_file():
+            continue
+        if path is None:
+            raise _missing(place / FILE_NAMES[0])
+        if match[3]:
+            raise UserError(f"{path} is one of expert-parallel ranks, and dtgpt has no experts; give a dense GPT-2")
+        rank = int(match[1]), int(match[2] or 0)
+        if rank in found:
+            raise UserError(f"{found[rank]} and {path} are of the same rank; give a folder with one checkpoint in it")
+        found[rank] = path
+    if not found:
+        raise _missing(folder / rank_folder(0, 0, False) / FILE_NAMES[0])
+    return found
+
+
+def open_rank(path: Path) -> RankFile:
+    """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that GPT-2 does
+    not have."""
+    content = open_pickle(path)
+    args, version = _args(content.get("args"), path), content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version not in QKV_ORDERS:
+        raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
+    if args is not None:
+        refuse_others(args, path)
+    chunks = [dict(_flat(chunk, path, set())) for chunk in _chunks(content, path)]
+    keys = {key for chunk in chunks for key in chunk}
+    iteration = content.get("iteration", 0)
+    return RankFile(
+        path=path,
+        args=args,
+        version=int(version),
+        iteration=iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0,
+        qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
+        untied=UNTIED in keys or ("output_layer.weight" in keys and _says_untied(args)),
+        chunks=[_ours(chunk, path) for chunk in chunks],
+        copies=[tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES],
+    )
+
+
+def _args(stored: Any, path: Path) -> Namespace | None:
+    """Return Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested
+    without end, become stand-ins that compare and print in no time."""
+    if stored is None:
+        return None
+    values = stored.state if isinstance(stored, StandIn) else vars(stored) if isinstance(stored, Namespace) else stored
+    if not isinstance(values, dict):
+        raise UserError(f"{path} has args of type {shown(stored)}; give a file that Megatron-LM wrote")
+    return Namespace(**{name: _plain(value) for name, value in values.items() if isinstance(name, str)})
+
+
+def _plain(value: Any) -> Any:
+    flat = isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value)
+    return value if flat or isinstance(value, PLAIN) else StandIn(type(value).__name__)
+
+
+def _says_untied(args: Namespace | None) -> bool:
+    """Return whether `args` say that the output layer is untied: mcore gives it the name of the last stage's copy of
+    the tied table."""
+    return bool(getattr(args, "untie_embeddings_and_output_weights", True))
+
+
+def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
+    if "model" in content:
+        return [content["model"]]
+    chunks: list[Any] = []
+    while f"model{len(chunks)}" in content:
+        chunks.append(content[f"model{len(chunks)}"])
+    if not chunks:
+        raise UserError(f"{path} holds no model; give a checkpoint that Megatron-LM wrote")
+    return chunks
+
+
+def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dictionaries, with keys joined by dots, except `_extra_state`, which holds no
+    weight. `seen`: dictionaries met so far; one that stands in many places could give any number of names."""
+    if not isinstance(tree, Mapping) or depth > DEEPEST or id(tree) in seen:
+        kind = tree if isinstance(tree, StandIn) else type(tree).__name__
+        where = shown_name(prefix) or "the top"
+        raise UserError(f"{path} has a {kind} in its model at {where}; give a GPT-2")
+    seen.add(id(tree))
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name.endswith("_extra_state") or value is None:
+            continue
+        if isinstance(value, Tensor):
+            if value.dtype not in DTYPES:
+                raise UserError(
+                    f"{path} has {shown_name(name)} in {value.dtype}; give plain weights in fp32, fp16 or bf16"
+                )
+            yield name, value
+        else:
+            yield from _flat(value, path, seen, f"{name}.", depth + 1)
+
+
+def _ours(chunk: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in chunk.items():
+        if key == UNTIED:  # `RankFile.untied` tells
+            continue
+        try:
+            name = our_name(key)
+        except KeyError:
+            raise UserError(
+                f"{path} has {shown_name(key)}, which GPT-2 does not have; give a checkpoint of a GPT-2"
+            ) from None
+        if name in tensors:
+            raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint of a GPT-2")
+        if name is not None:
+            tensors[name] = tensor
+    return tensors

@@ -1,0 +1,264 @@
+"""Triton kernels of `dtgpt.ops.attention.flash`. Needs Triton.
+
+Scores are in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), one multiply-add and one exponential per
+element. A program computes a tile of queries (forward, dq) or of keys (dk and dv) of one head. It goes over the tiles
+on its side of the diagonal and compares indices only in those on the diagonal. With document bounds (SPANS) it skips
+the tiles outside of its documents, and compares indices also in those on the edge of a document. No program adds to
+another's result, so that gradients are the same in every run.
+
+A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
+The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T. spans: int32 `[B, T, 2]`,
+bounds [first, end) of the document of each position. rescale: the inverse of the share that dropout keeps.
+"""
+
+import triton
+import triton.language as tl
+
+from dtgpt.ops.attention.flash_mask import WORD, draw, kept, zero_dropped
+from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store
+
+LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
+
+
+@triton.jit
+def _forward_tiles(
+    acc, total, top, q, kv, words, rows, starts, begin, end, stride, T, c,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    for first in range(begin, end, BLOCK_N):
+        columns = first + tl.arange(0, BLOCK_N)
+        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DIAGONAL:
+            scores = tl.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
+        if SPANS:
+            scores = tl.where(starts[:, None] <= columns[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * c)
+        p = tl.math.exp2(scores * c - higher[:, None])
+        shrink = tl.math.exp2(top - higher)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        top = higher
+        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        p = p.to(v.dtype)
+        if DROP:
+            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            p = zero_dropped(p, low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :])
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize=["places"])
+def forward_kernel(
+    qkv, out, lse, words, spans, T, N, places, c, rescale,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile, place = program_tile(tiles, places, BAND)
+    sample, head = (place // N).to(tl.int64), place % N
+    begin = (tiles - 1 - tile) * BLOCK_M
+    middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
+    rows = begin + tl.arange(0, BLOCK_M)
+    stride = 3 * N * D
+    kv = qkv + sample * T * stride + head * 3 * D
+    if DROP:
+        words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
+    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    clear, starts = 0, rows
+    if SPANS:
+        spans += sample * 2 * T
+        first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
+        acc, total, top = _forward_tiles(
+            acc, total, top, q, kv, words, rows, starts, first, clear, stride, T, c,
+            D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
+    acc, total, top = _forward_tiles(
+        acc, total, top, q, kv, words, rows, starts, clear, middle, stride, T, c,
+        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+    )  # fmt: skip
+    acc, total, top = _forward_tiles(
+        acc, total, top, q, kv, words, rows, starts, middle, end, stride, T, c,
+        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
+    )  # fmt: skip
+    tl.store(lse + place * T + rows, top + tl.math.log2(total), mask=rows < T)
+    store(out + sample * T * N * D + head * D, rows, N * D, acc * (rescale / total)[:, None], T, D, WIDTH)
+
+
+@triton.jit(do_not_specialize=["start", "drop"])
+def draw_kernel(
+    key, stride_sample, stride_word, words, spans, T, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
+):
+    """Draw the keep decisions. Grid (B N, ceil(T / 64))."""
+    groups, place = tl.num_programs(1), tl.program_id(0)
+    draw(key, stride_sample, stride_word, words, spans, T, tl.program_id(1), groups, place, N, start, drop, SIMD, SPANS)
+
+
+@triton.jit(do_not_specialize=["start", "drop"])
+def prepare_kernel(
+    key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, N, start, drop, rescale,
+    D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Compute sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, without the factor `rescale` that backward
+    kernels omit from products with grad; draw the keep decisions. Grid (B N, ceil(T / 64)). The sums are bound by
+    memory and Philox by arithmetic, so that both together cost little more than the slower one."""
+    place, group = tl.program_id(0), tl.program_id(1)
+    rows = group * WORD + tl.arange(0, WORD)
+    base = (place // N).to(tl.int64) * T * N * D + place % N * D
+    o = load(out + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
+    g = load(grad + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
+    level = tl.load(lse + place * T + rows, mask=rows < T)
+    pairs = sums + 2 * (place * T + rows)
+    tl.store(pairs, level, mask=rows < T)
+    tl.store(pairs + 1, tl.sum(o * g, 1) / rescale, mask=rows < T)
+    if DROP:
+        groups = tl.num_programs(1)
+        draw(key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop, SIMD, SPANS)
+
+
+@triton.jit
+def _key_tiles(
+    dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, c,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
+    SPANS: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """Add the queries begin ... end to dk and dv, in transposed tiles `[keys, queries]`: these are the left operands of
+    both products, which the tensor cores read from registers."""
+    for first in range(begin, end, BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        q = load(q_base, rows, stride, T, D, WIDTH, BOUND)
+        level, delta = load_pairs(sums, rows, T, BOUND)
+        g = load(grad_base, rows, grad_stride, T, D, WIDTH, BOUND)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+        dp = tl.dot(v, tl.trans(g), input_precision="ieee")
+        p = tl.math.exp2(scores * c - level[None, :])
+        if DIAGONAL:
+            p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
+        if SPANS:
+            p = tl.where(rows[None, :] < ends[:, None], p, 0.0)
+        survived = p
+        if DROP:
+            low, high = load_pairs(words, rows, T, BOUND)
+            survived = tl.where(kept(low[None, :], high[None, :], tl.arange(0, BLOCK_N)[:, None]), p, 0.0)
+        dv = tl.dot(survived.to(g.dtype), g, dv, input_precision="ieee")
+        ds = survived * dp - p * delta[None, :]
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["places"])
+def keys_kernel(
+    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv. Grid (ceil(T / BLOCK_N) B N)."""
+    tile, place = program_tile(tl.cdiv(T, BLOCK_N), places, BAND)
+    sample, head = (place // N).to(tl.int64), place % N
+    begin = tile * BLOCK_N
+    columns = begin + tl.arange(0, BLOCK_N)
+    stride, grad_stride = 3 * N * D, N * D
+    base = sample * T * stride + head * 3 * D
+    q_base, grad_base = qkv + base, grad + sample * T * grad_stride + head * D
+    if DROP:
+        words += (place.to(tl.int64) * tl.cdiv(T, WORD) + begin // WORD) * 2 * T
+    sums += place * 2 * T
+    k = load(q_base + D, columns, stride, T, D, WIDTH, BOUND)
+    v = load(q_base + 2 * D, columns, stride, T, D, WIDTH, BOUND)
+    dk = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    middle = tl.minimum(begin + BLOCK_N, T)
+    clear, ends = T, columns
+    if SPANS:
+        spans += sample * 2 * T
+        _, ends = load_pairs(spans, columns, T, BOUND)
+        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, begin + BLOCK_N)
+    dk, dv = _key_tiles(
+        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, middle, stride, grad_stride, T, c,
+        D, WIDTH, BLOCK_M, BLOCK_N, True, SPANS, BOUND, DROP,
+    )  # fmt: skip
+    dk, dv = _key_tiles(
+        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin + BLOCK_N, clear, stride, grad_stride, T, c,
+        D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
+    )  # fmt: skip
+    if SPANS:
+        end = tl.load(spans + 2 * (middle - 1) + 1)
+        dk, dv = _key_tiles(
+            dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, clear, end, stride, grad_stride, T, c,
+            D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
+    store(dqkv + base + D, columns, stride, dk * (scale * rescale), T, D, WIDTH)
+    store(dqkv + base + 2 * D, columns, stride, dv * rescale, T, D, WIDTH)
+
+
+@triton.jit
+def _query_tiles(
+    dq, q, g, kv, words, level, delta, rows, starts, begin, end, stride, T, c,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    for first in range(begin, end, BLOCK_N):
+        columns = first + tl.arange(0, BLOCK_N)
+        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        dp = tl.dot(g, tl.trans(v), input_precision="ieee")
+        p = tl.math.exp2(scores * c - level[:, None])
+        if DIAGONAL:
+            p = tl.where(rows[:, None] >= columns[None, :], p, 0.0)
+        if SPANS:
+            p = tl.where(starts[:, None] <= columns[None, :], p, 0.0)
+        if DROP:
+            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            dp = tl.where(kept(low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :]), dp, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["places"])
+def queries_kernel(
+    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
+    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Compute dq. Grid (ceil(T / BLOCK_M) B N)."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile, place = program_tile(tiles, places, BAND)
+    sample, head = (place // N).to(tl.int64), place % N
+    begin = (tiles - 1 - tile) * BLOCK_M
+    middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
+    rows = begin + tl.arange(0, BLOCK_M)
+    stride = 3 * N * D
+    base = sample * T * stride + head * 3 * D
+    kv = qkv + base
+    if DROP:
+        words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
+    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
+    g = load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
+    level, delta = load_pairs(sums + place * 2 * T, rows, T, BOUND)
+    dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    clear, starts = 0, rows
+    if SPANS:
+        spans += sample * 2 * T
+        first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
+        starts, _ = load_pairs(spans, rows, T, BOUND)
+        dq = _query_tiles(
+            dq, q, g, kv, words, level, delta, rows, starts, first, clear, stride, T, c,
+            D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
+        )  # fmt: skip
+    dq = _query_tiles(
+        dq, q, g, kv, words, level, delta, rows, starts, clear, middle, stride, T, c,
+        D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
+    )  # fmt: skip
+    dq = _query_tiles(
+        dq, q, g, kv, words, level, delta, rows, starts, middle, end, stride, T, c,
+        D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
+    )  # fmt: skip
+    store(dqkv + base, rows, stride, dq * (scale * rescale), T, D, WIDTH)

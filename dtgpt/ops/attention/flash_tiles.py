@@ -1,0 +1,53 @@
+"""Tiles of `dtgpt.ops.attention.flash_kernels`: which a program computes and reads, and how it loads and stores. Needs Triton.
+
+Names of shapes and options are those of the kernels.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(base, rows, stride, T, D: tl.constexpr, WIDTH: tl.constexpr, BOUND: tl.constexpr):
+    """Load rows of D elements, `[R, WIDTH]`: zeros beyond D and, where BOUND, in rows from T on."""
+    columns = tl.arange(0, WIDTH)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if BOUND or D != WIDTH:
+        return tl.load(pointers, mask=(rows[:, None] < T) & (columns[None, :] < D), other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store(base, rows, stride, value, T, D: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=(rows[:, None] < T) & (columns[None, :] < D))
+
+
+@triton.jit
+def load_pairs(base, rows, T, BOUND: tl.constexpr):
+    """Load two tensors `[R]` from `[T, 2]`, zeros from T on where BOUND. Both come in one load, since a load of fewer
+    elements than threads would be repeated by every thread that needs them."""
+    pointers = base + 2 * rows[:, None] + tl.arange(0, 2)[None, :]
+    if BOUND:
+        return tl.split(tl.load(pointers, mask=rows[:, None] < T, other=0))
+    return tl.split(tl.load(pointers))
+
+
+@triton.jit
+def program_tile(tiles, places, BAND: tl.constexpr):
+    """Return (tile, index of sample and head in B N) for this program. Bands of heads, small enough for the L2 cache,
+    run one after the other; in a band, tiles are ordered over all its heads, so that the longest run first."""
+    program = tl.program_id(0)
+    band = program // (tiles * BAND)
+    size = tl.minimum(places - band * BAND, BAND)
+    inside = program - band * BAND * tiles
+    return inside // size, band * BAND + inside % size
+
+
+@triton.jit
+def seen_columns(spans, begin, middle, T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (first column tile that any query of this tile sees, first that all of them see), at most `middle`."""
+    first = tl.load(spans + 2 * begin)
+    last = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_M, T) - 1))
+    return first // BLOCK_N * BLOCK_N, tl.minimum(tl.cdiv(last, BLOCK_N) * BLOCK_N, middle)

@@ -1,0 +1,197 @@
+"""Next-token cross-entropy over logits whose vocabulary may be sharded over the ranks of a group.
+
+Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): a rank holds `[B, T, V / tp]` logits and
+sends three numbers per token, its largest logit, its sum of exponentials and the target's logit. Logits are never
+gathered. Columns that only pad the token table are excluded from the softmax.
+
+Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
+`to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch goes through the rows in chunks. In both
+cases fp32 logits of full size never exist. `dtgpt.ops.loss.head` runs the passes between the matrix products of the output
+projection; `cross_entropy` takes logits that exist already.
+Sharding rule: all ranks of the group have the same rows; a rank has the columns `start ... start + V_local`.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.ops.fast import has_triton
+
+CHUNK = 1 << 22  # logits that eager code widens to fp32 at a time: 16 MiB
+
+
+def reference(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean loss of whole logits `[B, T, V]`, V >= vocab_size, in plain torch: the test oracle."""
+    return F.cross_entropy(logits[..., :vocab_size].flatten(0, -2).float(), targets.flatten())
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the mean loss in nats, an fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
+
+    logits: `[B, T, V_local]`, the columns from `start` on; targets: int64 `[B, T]`, global ids below `vocab_size`;
+    weights: fp32 `[B, T]`, factors of the losses before their mean is taken; None: 1.
+    """
+    rows = logits.flatten(0, -2)
+    real = real_columns(rows.shape[-1], vocab_size, start)
+    return _CrossEntropy.apply(rows, targets.flatten(), start, real, group, flat(weights))
+
+
+def flat(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.flatten()
+
+
+def weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply the losses `[rows]` by their weights."""
+    return losses if weights is None else losses * weights
+
+
+def weigh_(gradient: Tensor, weights: Tensor | None) -> None:
+    """Multiply the rows of the gradient `[rows, V]` by their weights, in place."""
+    if weights is not None:
+        gradient.mul_(weights[:, None])
+
+
+def real_columns(width: int, vocab_size: int, start: int) -> int:
+    """Return how many of the columns `start ... start + width` are tokens, not padding."""
+    return min(max(vocab_size - start, 0), width)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, start: int, real: int, group, weights: Tensor | None) -> Tensor:
+        largest, total, target = over_group(row_terms(logits, targets, start, real), group)
+        ctx.save_for_backward(logits, targets, largest, total, weights)
+        ctx.start, ctx.real = start, real
+        return weighted(losses_of(largest, total, target), weights).mean()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        logits, targets, largest, total, weights = ctx.saved_tensors
+        scale = grad / len(logits)
+        result = logits.clone()
+        to_gradient_(result, targets, largest, total, scale, ctx.start, ctx.real)
+        weigh_(result, weights)
+        return result, None, None, None, None, None
+
+
+def over_group(terms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Combine the `row_terms` `[3, rows]` of the ranks of the group, each over its columns, to those of whole rows."""
+    if group is None:
+        return terms
+    largest, total, target = terms
+    highest = largest.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    sums = torch.stack([total * torch.exp(largest - highest), target])
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    return torch.cat([highest[None], sums])
+
+
+def losses_of(largest: Tensor, total: Tensor, target: Tensor) -> Tensor:
+    """Return the losses `[rows]` from the terms of `row_terms`."""
+    return torch.log(total) - (target - largest)  # this difference first: logits may have a large common offset
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Return slices of rows whose fp32 copy is small."""
+    count, width = logits.shape
+    size = max(1, CHUNK // width)
+    return [slice(first, first + size) for first in range(0, count, size)]
+
+
+def local_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    """Return three terms of each row, fp32 `[3, rows]`: its largest logit (-inf where this rank has padding alone), the
+    sum of exponentials relative to that logit, and the target's logit (0 where another rank holds it)."""
+    if real == 0:
+        nothing = torch.zeros(len(logits), device=logits.device)
+        return torch.stack([nothing - math.inf, nothing, nothing])
+    terms = []
+    for rows in _chunks(logits):
+        values = logits[rows, :real].float()
+        largest = values.amax(dim=-1)
+        total = torch.exp(values - largest[:, None]).sum(dim=-1)
+        column = targets[rows] - start
+        mine = (column >= 0) & (column < real)
+        target = values.gather(-1, column.clamp(0, real - 1)[:, None])[:, 0]
+        terms.append(torch.stack([largest, total, torch.where(mine, target, 0)]))
+    return torch.cat(terms, dim=1)
+
+
+def plain_gradient(
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
+) -> Tensor:
+    """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding."""
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    share = torch.exp(logits.float() - largest[:, None]) / total[:, None]
+    here = columns == (targets - start)[:, None]
+    return (torch.where(columns < real, share - here.float(), 0) * scale).to(logits.dtype)
+
+
+@torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())
+def row_terms(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    """Return `local_terms`, in one pass over the logits."""
+    if real == 0 or not has_triton(logits):
+        return local_terms(logits, targets, start, real)
+    from dtgpt.ops.loss.cross_entropy_kernels import launch_terms
+
+    return launch_terms(logits, targets, start, real)
+
+
+@row_terms.register_fake
+def _(logits: Tensor, targets: Tensor, start: int, real: int) -> Tensor:
+    return logits.new_empty(3, len(logits), dtype=torch.float32)
+
+
+@torch.library.custom_op("dtgpt::cross_entropy_gradient_", mutates_args=("logits",))
+def to_gradient_(
+    logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, start: int, real: int
+) -> None:
+    """Replace logits `[rows, V_local]` by scale x (softmax - onehot), and by 0 in the padding.
+
+    largest, total: fp32 `[rows]`, terms of whole rows; scale: fp32 scalar, applied before the result is rounded.
+    """
+    if has_triton(logits):
+        from dtgpt.ops.loss.cross_entropy_kernels import launch_gradient
+
+        launch_gradient(logits, targets, largest, total, scale, start, real)
+        return
+    for rows in _chunks(logits):
+        logits[rows] = plain_gradient(logits[rows], targets[rows], largest[rows], total[rows], scale, start, real)
+
+
+@torch.library.custom_op("dtgpt::cross_entropy_", mutates_args=("logits",))
+def to_loss_and_gradient_(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+    """Return the losses, fp32 `[rows]`, and apply `to_gradient_`, where this rank holds the whole vocabulary."""
+    if has_triton(logits):
+        from dtgpt.ops.loss.cross_entropy_kernels import launch_loss
+
+        return launch_loss(logits, targets, scale, real)
+    terms = local_terms(logits, targets, 0, real)
+    to_gradient_(logits, targets, terms[0], terms[1], scale, 0, real)
+    return losses_of(*terms)
+
+
+@to_loss_and_gradient_.register_fake
+def _(logits: Tensor, targets: Tensor, scale: Tensor, real: int) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x times a scalar fp32 tensor, rounded once.
+
+    PyTorch's product of two dtypes is slower, since it reads one element at a time.
+    """
+    if not has_triton(x) or not x.is_contiguous():
+        return x * factor
+    from dtgpt.ops.loss.cross_entropy_kernels import launch_scaled
+
+    return launch_scaled(x, factor)

@@ -1,0 +1,167 @@
+"""The output projection and the cross-entropy of its logits in one op, which makes both gradients in its forward pass.
+
+Logits exist for one chunk of rows at a time, in the dtype of the activations, and are replaced in place by their own
+gradient; two matrix products then make the chunk's part of the gradients. Backward recomputes nothing. The fusion is
+that of Liger Kernel's linear cross-entropy (Hsu et al. 2024), vocabulary parallelism that of Megatron-LM (Shoeybi et
+al. 2019, section 3).
+
+Reference: `reference`. Fast path: PyTorch's matrix products, and between them the passes of `dtgpt.ops.loss.cross_entropy`,
+which read and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
+Sharding rule: x `[B, T, H]` is replicated over the group, the weight is sharded over the vocabulary. The gradient of x
+is a partial sum, for the caller to reduce; that of the weight is complete.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dtgpt.ops.fast import is_apart
+from dtgpt.ops.loss import cross_entropy as passes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+LOGITS_BYTES = 2 << 30  # of a chunk of logits: 21 thousand rows of 50304 in 16 bits
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean loss of x `[B, T, H]` under the whole weight `[V, H]`, in plain torch: the test oracle."""
+    return passes.reference(F.linear(x, weight), targets, vocab_size)
+
+
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    *,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    scale: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the mean loss in nats, an fp32 scalar, equal on all ranks of `group` (None: the vocabulary is whole).
+
+    x: `[B, T, H]`; weight: `[V_local, H]` in x's dtype, the rows from `start` on, or a DTensor sharded by rows over a
+    mesh of one dimension, from which `start` and `group` follow; targets: int64 `[B, T]`, global ids below
+    `vocab_size`. scale: scalar on the device, a factor of the gradients but not of the value returned. It is applied
+    before anything is rounded, so that a loss scale keeps fp16 gradients, of the size 1 / (B T V), from underflow.
+    weights: fp32 `[B, T]`, factors of the losses before the mean over all B T; None: 1. Raises ValueError for a DTensor
+    with another placement.
+    """
+    if hasattr(weight, "device_mesh"):  # a DTensor, whose class takes long to import
+        start, group, weight = _local_shard(cast("DTensor", weight))
+    if is_apart():
+        loss = passes.cross_entropy(F.linear(x, weight), targets, vocab_size, start, group, weights)
+        return loss if scale is None else _Scaled.apply(loss, scale)
+    arguments = (x.flatten(0, -2), weight, targets.flatten(), vocab_size, start, group, passes.flat(weights))
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _HeadLoss.apply(*arguments, scale)
+    return _loss_alone(*arguments)
+
+
+def _local_shard(weight: "DTensor") -> tuple[int, dist.ProcessGroup | None, Tensor]:
+    """Return (global index of the first local row, group, local tensor); rows are sharded as by torch.chunk."""
+    mesh, placement = weight.device_mesh, weight.placements[0]
+    if mesh.ndim == 1 and placement.is_replicate():
+        return 0, None, weight.to_local()
+    if mesh.ndim == 1 and placement.is_shard(0):
+        size = math.ceil(len(weight) / mesh.size())
+        return size * mesh.get_local_rank(), mesh.get_group(), weight.to_local()
+    raise ValueError(
+        f"the head's weight has placements {weight.placements}; it can be sharded by rows over a mesh of one dimension"
+    )
+
+
+def _chunks(count: int, columns: int, vocab_size: int, group: dist.ProcessGroup | None, bytes_each: int) -> list[slice]:
+    """Return slices of rows, the same on all ranks of a group, though some hold fewer columns than others."""
+    columns = columns if group is None else math.ceil(vocab_size / group.size())
+    most = max(1, LOGITS_BYTES // (columns * bytes_each))
+    size = math.ceil(count / math.ceil(count / most))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _logits(x: Tensor, weight: Tensor, vocab_size: int, group) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, their logits) chunk by chunk, all in the same memory."""
+    chunks = _chunks(len(x), len(weight), vocab_size, group, x.element_size())
+    memory = x.new_empty(chunks[0].stop, len(weight))
+    for rows in chunks:
+        yield rows, torch.mm(x[rows], weight.t(), out=memory[: rows.stop - rows.start])
+
+
+@torch.no_grad()
+def _loss_alone(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None
+) -> Tensor:
+    real = passes.real_columns(len(weight), vocab_size, start)
+    chunks = _logits(x, weight, vocab_size, group)
+    terms = [passes.row_terms(logits, targets[rows], start, real) for rows, logits in chunks]
+    losses = passes.losses_of(*passes.over_group(torch.cat(terms, dim=1), group))
+    return passes.weighted(losses, weights).mean()
+
+
+class _Scaled(torch.autograd.Function):
+    """Return a loss unchanged, and multiply its gradient by `scale`."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.saved_tensors[0], None
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, start: int, group, weights: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        count = len(x)
+        scale = x.new_full((), 1 / count, dtype=torch.float32) if scale is None else scale.float() / count
+        real = passes.real_columns(len(weight), vocab_size, start)
+        losses, dx, dweight = x.new_empty(count, dtype=torch.float32), x.new_empty(x.shape), None
+        for rows, logits in _logits(x, weight, vocab_size, group):
+            losses[rows] = _losses_and_gradient_(logits, targets[rows], start, real, group, scale)
+            passes.weigh_(logits, None if weights is None else weights[rows])
+            torch.mm(logits, weight, out=dx[rows])
+            dweight = _add_product(dweight, logits.t(), x[rows], alone=len(logits) == count)
+        assert dweight is not None  # there is at least one chunk
+        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        return passes.weighted(losses, weights).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        """Return scaled copies: a pipeline schedule that splits backward calls this twice."""
+        dx, dweight = (passes.scaled(gradient, grad) for gradient in ctx.saved_tensors)
+        return dx, dweight, None, None, None, None, None, None
+
+
+def _losses_and_gradient_(logits: Tensor, targets: Tensor, start: int, real: int, group, scale: Tensor) -> Tensor:
+    """Return the losses of the rows, and replace their logits by the gradient."""
+    if group is None:
+        return passes.to_loss_and_gradient_(logits, targets, scale, real)
+    largest, total, target = passes.over_group(passes.row_terms(logits, targets, start, real), group)
+    passes.to_gradient_(logits, targets, largest, total, scale, start, real)
+    return passes.losses_of(largest, total, target)
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
+    """Return total + a @ b in fp32, or a @ b in the dtype of both where no other product is to be added."""
+    if alone:
+        return a @ b
+    if not a.is_cuda or a.dtype == torch.float32:  # the products below are for 16 bits on a GPU
+        a, b = a.float(), b.float()
+        return a @ b if total is None else total.addmm_(a, b)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

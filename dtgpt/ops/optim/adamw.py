@@ -1,0 +1,196 @@
+"""AdamW over fp32 master weights (Loshchilov and Hutter 2019), with gradient scaling and casts fused in.
+
+A step reads the gradients once, in the dtype that autograd gave them (bf16, fp16 or fp32): it scales them (clipping and
+the inverse of the loss scale), updates master weights and moments in fp32, and rounds the weights that the model
+computes with. Where a flag on the device says so it changes nothing. It never waits for the device, and a CUDA graph
+may capture it.
+
+Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes per parameter
+with bf16 gradients and weights. It is not a custom op, since neither autograd nor torch.compile sees an optimizer step.
+Sharding rule: everything except the norms is elementwise, so a rank passes its shard of each tensor, whatever its
+placement; sums of squares of different shards add up.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.fast import has_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of weights
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A weight, or this rank's shard of it. Contiguous, and updated in place: its memory must not be replaced."""
+
+    master: Tensor  # fp32
+    narrow: Tensor | None  # bf16 or fp16, of the same shape: the rounded master, with which the model computes
+    decay: bool
+
+
+def reference(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, numbers: Tensor, betas: tuple[float, float],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (master, exp_avg, exp_avg_sq) after a step, in plain torch: the test oracle. numbers: as `AdamW._numbers`
+    returns them."""
+    scale, kept, rate, root = numbers.unbind()
+    gradient = gradient.to(master.dtype) * scale
+    exp_avg = exp_avg + (1 - betas[0]) * (gradient - exp_avg)
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient * gradient
+    return master * kept - rate * (exp_avg / (exp_avg_sq.sqrt() / root + eps)), exp_avg, exp_avg_sq
+
+
+class AdamW:
+    """Update weights and their moments.
+
+    The whole state is `exp_avg` and `exp_avg_sq`, fp32 and in the order of the slots, and `updates`, the number of
+    updates applied. To restore the state, copy into these tensors.
+    """
+
+    def __init__(self, slots: Sequence[Slot], beta1: float, beta2: float, eps: float, weight_decay: float):
+        """Raise ValueError where a slot does not meet the requirements of `Slot`."""
+        for i, slot in enumerate(slots):
+            _check_slot(i, slot)
+        self.slots = tuple(slots)
+        self._masters = [slot.master.detach() for slot in slots]
+        self._narrow = [None if slot.narrow is None else slot.narrow.detach() for slot in slots]
+        self.exp_avg = tuple(torch.zeros_like(m) for m in self._masters)
+        self.exp_avg_sq = tuple(torch.zeros_like(m) for m in self._masters)
+        self._betas, self._eps, self._weight_decay = (beta1, beta2), eps, weight_decay
+        device = self._masters[0].device
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)  # an exponent: counts exactly up to 2^53
+        self._decays = torch.tensor([beta1, beta2], dtype=torch.float64, device=device)
+        self._table = None
+        if has_triton(self._masters[0]):
+            from dtgpt.ops.optim import adamw_kernels
+
+            addresses = [[t.data_ptr() for t in ts] for ts in (self._masters, self.exp_avg, self.exp_avg_sq)]
+            narrow = [0 if n is None else n.data_ptr() for n in self._narrow]
+            columns = [*addresses, narrow, [int(slot.decay) for slot in slots]]
+            self._table = adamw_kernels.Table([m.numel() for m in self._masters], columns, device)
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], lr: Tensor, scale: Tensor, skip: Tensor | None = None) -> None:
+        """Apply one update.
+
+        gradients: one for each slot, in the same order; fp32, bf16 or fp16. lr: fp32 scalar on the device. scale: fp32
+        scalar on the device, a factor of the gradients. skip: bool scalar on the device; where it is true nothing
+        changes, whatever the values of gradients and scale. Raises ValueError where a gradient does not have its slot's
+        shape and device.
+        """
+        gradients = _checked(gradients, self._masters)
+        numbers = self._numbers(lr, scale)
+        if self._table is not None:
+            from dtgpt.ops.optim import adamw_kernels
+
+            dtypes = [None if n is None else n.dtype for n in self._narrow]
+            adamw_kernels.adamw(self._table, gradients, dtypes, numbers, skip, self._betas, self._eps)
+        else:
+            self._plain_step(gradients, numbers, skip)
+        self.updates += 1 if skip is None else ~skip
+
+    def _numbers(self, lr: Tensor, scale: Tensor) -> Tensor:
+        """Return fp32 `[4]`: the factor of gradients, the factor that decay applies to weights, the learning rate
+        divided by the first moment's bias correction, and the square root of the second's. Computed in fp64, since
+        1 - beta^t cancels for small t."""
+        first, second = (1 - self._decays ** (self.updates + 1)).unbind()
+        lr = lr.double()
+        return torch.stack([scale.double(), 1 - lr * self._weight_decay, lr / first, second.sqrt()]).float()
+
+    def _plain_step(self, gradients: list[Tensor], numbers: Tensor, skip: Tensor | None) -> None:
+        no_decay = numbers.clone()
+        no_decay[1] = 1
+        for i, slot in enumerate(self.slots):
+            master, exp_avg, exp_avg_sq = self._masters[i], self.exp_avg[i], self.exp_avg_sq[i]
+            factors = numbers if slot.decay else no_decay
+            new = reference(master, exp_avg, exp_avg_sq, gradients[i], factors, self._betas, self._eps)
+            for old, value in zip((master, exp_avg, exp_avg_sq), new, strict=True):
+                old.copy_(value if skip is None else torch.where(skip, old, value))
+            if slot.narrow is not None:
+                rounded = master.to(slot.narrow.dtype)
+                slot.narrow.copy_(rounded if skip is None else torch.where(skip, slot.narrow, rounded))
+
+
+class Accumulator:
+    """Sum gradients of micro-batches in fp32 `totals`, contiguous tensors whose memory must not be replaced."""
+
+    def __init__(self, totals: Sequence[Tensor]):
+        for i, total in enumerate(totals):
+            if total.dtype != torch.float32 or not total.is_contiguous():
+                raise ValueError(f"total {i} must be fp32 and contiguous")
+        self.totals = list(totals)
+        self._table = None
+        if has_triton(self.totals[0]):
+            from dtgpt.ops.optim import adamw_kernels
+
+            sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
+            self._table = adamw_kernels.Table(sizes, [addresses], self.totals[0].device)
+
+    @torch.no_grad()
+    def store(self, gradients: Sequence[Tensor]) -> None:
+        """Set totals = gradients, those of the first micro-batch. PyTorch's kernel converts all in a few launches."""
+        torch._foreach_copy_(self.totals, _checked(gradients, self.totals))
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add gradients to the totals in one pass. (PyTorch launches one kernel per tensor where dtypes differ.)"""
+        gradients = _checked(gradients, self.totals)
+        if self._table is not None:
+            from dtgpt.ops.optim import adamw_kernels
+
+            adamw_kernels.accumulate(self._table, gradients)
+        else:
+            torch._foreach_add_(self.totals, gradients)
+
+
+@torch.no_grad()
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, fp32 `[len(gradients)]`, accumulated in fp32 whatever the dtype.
+
+    PyTorch's kernel reads every gradient once, in a few launches for all, and adds the chunks of a tensor in a fixed
+    order without atomics: equal gradients give equal sums.
+    """
+    return _norms(gradients, 2).square_()
+
+
+def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
+    return _norms(gradients, math.inf)
+
+
+def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of each tensor. PyTorch's kernel, which handles empty tensors inconsistently, gets the others."""
+    norms = torch.zeros(len(gradients), device=gradients[0].device)
+    filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]
+    if filled:
+        tensors, cells = zip(*filled, strict=True)
+        torch._foreach_copy_(cells, torch._foreach_norm(tensors, order, dtype=torch.float32))
+    return norms
+
+
+def _check_slot(i: int, slot: Slot) -> None:
+    master, narrow = slot.master, slot.narrow
+    if master.dtype != torch.float32 or not master.is_contiguous():
+        raise ValueError(f"slot {i}: the master must be fp32 and contiguous")
+    if narrow is None:
+        return
+    if narrow.dtype not in DTYPES[1:] or not narrow.is_contiguous():
+        raise ValueError(f"slot {i}: the narrow weight must be bf16 or fp16, and contiguous")
+    if narrow.shape != master.shape or narrow.device != master.device:
+        raise ValueError(f"slot {i}: master and narrow weight must be of one shape and on one device")
+
+
+def _checked(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients, contiguous. Raises ValueError where one does not fit its tensor of `others`."""
+    if len(gradients) != len(others):
+        raise ValueError(f"{len(gradients)} gradients for {len(others)} tensors")
+    for i, (gradient, other) in enumerate(zip(gradients, others, strict=True)):
+        if gradient.shape != other.shape or gradient.device != other.device or gradient.dtype not in DTYPES:
+            found = f"{gradient.dtype} {tuple(gradient.shape)} on {gradient.device}"
+            raise ValueError(f"gradient {i} is {found}; its tensor is {tuple(other.shape)} on {other.device}")
+    return [gradient.contiguous() for gradient in gradients]

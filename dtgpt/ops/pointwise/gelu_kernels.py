@@ -1,0 +1,88 @@
+"""Triton kernels of `dtgpt.ops.pointwise.gelu`. Needs Triton."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtgpt.ops.norm.layer_norm_kernels import Launch, column_grid, sum_partials
+
+FORWARD = Launch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
+BACKWARD = Launch(rows=2, width=8, occupancy=24, stages=2)
+
+CUBIC = tl.constexpr(0.044715)
+# (1 + tanh z) / 2 = 1 / (1 + 2^(-2 z / ln 2)): one exponential, and accurate where 1 + tanh z cancels.
+RATE = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2))
+SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
+CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
+# In products with tensors these constants are the right operand, as the interpreter of Triton 3.8 needs.
+
+
+@triton.jit
+def share(u):
+    """Return gelu_tanh(u) / u."""
+    return 1.0 / (1.0 + tl.exp2(u * RATE * (1.0 + u * CUBIC * u)))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def bias_gelu_forward_kernel(
+    x, bias, y, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    """Compute y `[rows, F]` from x `[rows, F]` and bias `[F]`."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < F
+    shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
+    local = tl.arange(0, ROWS)
+    place = local[:, None] * F + columns[None, :]
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        mask = (local < rows - first)[:, None] & inside[None, :]
+        u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
+        tl.store(y + first * F + place, u * share(u), mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def bias_gelu_backward_kernel(
+    dy, x, bias, dx, partials, rows, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    """Compute dx `[rows, F]`, and partials of dbias `[programs along the rows, F]`, from dy and x `[rows, F]`."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < F
+    shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
+    local = tl.arange(0, ROWS)
+    place = local[:, None] * F + columns[None, :]
+    sums = tl.zeros([BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        mask = (local < rows - first)[:, None] & inside[None, :]
+        u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
+        s = share(u)
+        slope = s + u * s * (1.0 - s) * (u * CUBIC_SLOPE * u + SLOPE)
+        gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32) * slope
+        tl.store(dx + first * F + place, gradient, mask)
+        sums += tl.sum(gradient, 0)
+    tl.store(partials + tl.program_id(1) * F + columns, sums, inside)
+
+
+def bias_gelu_forward(x: Tensor, bias: Tensor, launch: Launch = FORWARD) -> Tensor:
+    """Return gelu_tanh(x + bias) `[.., F]` for x `[.., F]` and bias `[F]`."""
+    x, columns = x.contiguous(), x.shape[-1]
+    rows, y = x.numel() // columns, torch.empty_like(x)
+    grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
+    bias_gelu_forward_kernel[grid](x, bias, y, rows, columns, tile, block, launch.stages, num_warps=warps)
+    return y
+
+
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, launch: Launch = BACKWARD) -> tuple[Tensor, Tensor]:
+    """Return (dx, dbias)."""
+    dy, x, columns = dy.contiguous(), x.contiguous(), x.shape[-1]
+    rows, dx, dbias = x.numel() // columns, torch.empty_like(x), torch.empty_like(bias)
+    grid, tile, block, warps = column_grid(rows, columns, x.device, launch)
+    partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=x.device)
+    bias_gelu_backward_kernel[grid](
+        dy, x, bias, dx, partials, rows, columns, tile, block, launch.stages, num_warps=warps
+    )
+    sum_partials(partials, dbias)
+    return dx, dbias

@@ -1,0 +1,142 @@
+"""Dropout (Srivastava et al. 2014) whose mask is a pure function of (key, global element index).
+
+Reference: plain torch, which Inductor fuses. Philox runs once for every eight neighbours of the last dimension (each of
+its four words serves two of them with 16 bits) and leaves one byte, so the kernel that applies the mask reads 1/16 of
+the bytes of a bf16 activation. Fast path: a Triton kernel that draws the mask in registers. Backward draws the mask
+again: nothing of the size of the activation is saved.
+
+Sharding rule: a shard passes the global index of its first element as `start` and draws its part of the global mask.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dtgpt.ops.fast import has_triton
+from dtgpt.ops.random.philox import block_words, covering_blocks, fold
+
+LANES = 8  # elements that share one evaluation of Philox
+Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `Dropout.site`
+LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
+
+
+def threshold(p: float) -> int:
+    """Return how many of the 2^16 equally likely values drop an element."""
+    return min(round(p * LEVELS), LEVELS - 1)
+
+
+def keep_scale(p: float) -> float:
+    """Return the exact inverse of the share that is kept, so that the mean of kept elements is unbiased."""
+    return LEVELS / (LEVELS - threshold(p))
+
+
+def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
+    """Return keep decisions, eight to a byte: uint8 `[*key batch, *leading, blocks]`, bit i for lane i of the block."""
+    *leading, last = ranges
+    blocks, _ = covering_blocks(last, LANES)
+    drop = threshold(p)
+    halves = [half for word in block_words(key, leading, blocks) for half in (word & 0xFFFF, word >> 16)]
+    return functools.reduce(operator.or_, ((half >= drop).to(torch.uint8) << i for i, half in enumerate(halves)))
+
+
+def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
+    """Return bool `[*key batch, *ranges]`, True where an element is kept: that part of the whole tensor's mask."""
+    packed = keep_bytes(key, ranges, p).unsqueeze(-1)
+    lanes = torch.arange(LANES, dtype=torch.uint8, device=key.device)
+    _, cut = covering_blocks(ranges[-1], LANES)
+    return ((packed >> lanes) & 1).bool().flatten(-2)[..., cut]
+
+
+def _apply(x: Tensor, key: Tensor, p: float, start: Sequence[int]) -> Tensor:
+    batch = key.dim() - 1
+    ranges = [range(begin, begin + size) for begin, size in zip(start, x.shape[batch:], strict=True)]
+    return torch.where(keep_mask(key, ranges, p), x * keep_scale(p), 0)
+
+
+def _has_kernel(x: Tensor, key: Tensor, start: Sequence[int]) -> bool:
+    return x.dim() == 3 and key.dim() == 2 and start[-1] % LANES == 0 and has_triton(x)
+
+
+def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
+    """Zero each element with probability `p` (rounded to a multiple of 2^-16) and scale the others to keep the mean.
+
+    x: `[*batch, *rest]`; key: int64 `[*batch, 2]`, one for each batch entry (a sample). The mask of an entry depends on
+    its key and on the index within `rest` alone. `rest` has 1 to 4 dimensions. start: global index in `rest` of x's
+    first element, zeros by default.
+    """
+    if p == 0:
+        return x
+    first = [0] * (x.dim() - key.dim() + 1) if start is None else list(start)
+    if torch.compiler.is_compiling() and not _has_kernel(x, key, first):
+        # Inductor fuses plain torch with its neighbours. Its partitioner would save the mask instead of drawing it
+        # again; checkpoint forbids that, and saves the key alone, since the gradient does not need x.
+        return checkpoint(_apply, x, key, p, first, use_reentrant=False, preserve_rng_state=False)
+    return torch.ops.dtgpt.dropout(x, key, p, first)
+
+
+def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
+    """Return int64 `[B, sites, 2]`: the key of every dropout site for the samples `sample_ids` int64 `[B]`.
+
+    key: int64 `[2]`, that of a step. A mask depends on the sample's index in the run, never on its place in a
+    micro-batch.
+    """
+    if has_triton(key):
+        from dtgpt.ops.random.dropout_kernels import launch_keys
+
+        return launch_keys(key, sample_ids, sites)
+    return fold(key, sample_ids[:, None], torch.arange(sites, device=key.device))
+
+
+@torch.library.custom_op("dtgpt::dropout", mutates_args=())
+def _dropout(x: Tensor, key: Tensor, p: float, start: list[int]) -> Tensor:
+    if not _has_kernel(x, key, start):
+        return _apply(x, key, p, start)
+    from dtgpt.ops.random.dropout_kernels import launch_dropout
+
+    return launch_dropout(x.contiguous(), key, threshold(p), keep_scale(p), start)
+
+
+_dropout.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+def _save(ctx, inputs, output) -> None:
+    _, key, ctx.p, ctx.start = inputs
+    ctx.save_for_backward(key)
+
+
+def _backward(ctx, grad: Tensor):
+    """Return the gradients; dropout is linear in x, so that of x is dropout with the same mask."""
+    (key,) = ctx.saved_tensors
+    return torch.ops.dtgpt.dropout(grad, key, ctx.p, ctx.start), None, None, None
+
+
+_dropout.register_autograd(_backward, setup_context=_save)
+
+
+class Dropout(nn.Module):
+    """A dropout site. Keys int64 `[B, S, 2]` are those of S sites, of which this one has the given `index`; no keys
+    (evaluation) means identity.
+
+    `start` is set by a plan that hands this module a shard: the global index of the shard's first element.
+    """
+
+    def __init__(self, p: float, index: int = 0):
+        super().__init__()
+        self.p, self.index = p, index
+        self.start: tuple[int, ...] | None = None
+
+    def site(self, keys: Tensor | None) -> Site:
+        """Return (key, p) or (key, p, start) for an operation that applies this dropout itself; the key is None where
+        nothing drops."""
+        key = None if keys is None or self.p == 0 else keys[:, self.index]
+        return (key, self.p) if self.start is None else (key, self.p, self.start)
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        return x if keys is None else dropout(x, keys[:, self.index], self.p, self.start)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (f", start={self.start}" if self.start else "")

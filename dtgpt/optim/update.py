@@ -1,0 +1,125 @@
+"""From gradients to new weights: learning rate, loss scale, clipping, AdamW."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
+from dtgpt.ops.optim.adamw import AdamW, Slot
+from dtgpt.optim.loss_scale import LossScaler
+from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.util.errors import UserError
+
+# Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
+# decides, so that every plan and micro-batch size skips the same steps.
+# A step above SKIP_ABOVE is skipped. That is half of fp16's range: addends may be larger than their sum, and must not
+# overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: the
+# scale falls before steps are lost, and rounding near this limit changes the scale alone, which changes no weight.
+SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
+
+
+def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
+    """Return AdamW over fp32 masters: matrices decay, biases and norms do not."""
+    slots = [Slot(shard.local, shard.narrow, decay=shard.local.dim() > 1) for shard in shards]
+    return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Return the factor that brings gradients of this global `norm` down to at most `limit` (0: no limit), fp32 on the
+    device."""
+    if limit == 0:
+        return torch.ones_like(norm)
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Update:
+    """From the gradients of the shards to new weights: loss scale, clipping, AdamW. Nothing waits for the device.
+
+    `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps fp16
+    skipped: such a step does not count (as in Megatron-LM). `lr` is that of the last step. `gradient_scale` is what the
+    gradient of a micro-batch's mean loss is to be multiplied by.
+    """
+
+    def __init__(
+        self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
+        share: float,
+    ):  # fmt: skip
+        """rates: learning rates of every step; share: what one micro-batch counts in the sum over all."""
+        self.shards, self.clip = shards, config.clip
+        device = shards.mesh.device
+        self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
+        self.adamw = make_optimizer(shards, config)
+        self.schedule = torch.tensor(rates, device=device)
+        self.lr = torch.zeros((), device=device)
+        self.gradient_scale = torch.empty((), device=device)
+        self.scaler = None
+        if dtype == torch.float16:
+            self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
+            self.scaler = LossScaler(
+                device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
+            )
+        self.share_among(share)
+
+    def share_among(self, share: float) -> None:
+        """Let a micro-batch count `share` in the sum over all."""
+        self.share = share
+        self.gradient_scale.fill_(share)
+        if self.scaler is not None:
+            self.gradient_scale.mul_(self.scaler.scale)
+
+    def inverse_scale(self) -> Tensor | float:
+        """Return the factor that undoes the loss scale in the present gradients."""
+        return 1.0 if self.scaler is None else self.scaler.inverse()
+
+    @torch.no_grad()
+    def apply(self) -> Tensor:
+        """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
+        on all ranks, and its norm is infinite."""
+        update = self.adamw.updates.long().clamp(max=len(self.schedule) - 1)
+        torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
+        if self.scaler is None:
+            norm = self.shards.norm()
+            self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
+            return norm
+        inverse = self.scaler.inverse()
+        norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
+        norm = torch.where(skip, math.inf, norm * inverse)
+        self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
+        self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
+        self.scaler.update(overflow, skip)
+        self.gradient_scale.copy_(self.scaler.scale * self.share)
+        return norm
+
+    def follow(self, rates: list[float]) -> None:
+        """Take other learning rates, as many as before."""
+        self.schedule.copy_(torch.tensor(rates))
+
+    def state(self) -> dict[str, Any]:
+        """Return numbers for a checkpoint, beside weights and moments."""
+        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
+        return {"updates": int(self.adamw.updates.item()), **scaler}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew."""
+        self.adamw.updates.fill_(state["updates"])
+        if self.scaler is not None and "loss_scale" in state:
+            self.scaler.load_state_dict(state["loss_scale"])
+            self.gradient_scale.copy_(self.scaler.scale * self.share)
+
+    def check_overflow(self, norm: float) -> None:
+        """Raise UserError where the last step, with the gradient norm `norm`, overflowed at the smallest loss scale: no
+        later one will do better."""
+        if not math.isfinite(norm) and self.at_smallest.item():
+            raise UserError(
+                f"gradients overflow at the smallest loss scale, {self.smallest_scale:g}; lower loss_scale.minimum or "
+                "optimizer.lr, or use --precision bf16"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a progress line adds in fp16: the loss scale and the steps skipped so far."""
+        if self.scaler is None:
+            return {}
+        return {"loss_scale": self.scaler.scale.item(), "skipped_steps": int(self.scaler.skipped.item())}

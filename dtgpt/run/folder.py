@@ -1,0 +1,212 @@
+"""The run folder: what was asked for, on what it ran, and what came out.
+
+runs/gpt2_tiny-001/
+  recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
+"""
+
+import filecmp
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dtgpt.checkpoint.manifest import STATE, list_checkpoints
+from dtgpt.config.overrides import leaves, value_text
+from dtgpt.config.recipe import Recipe
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import say
+from dtgpt.util.environment import environment
+from dtgpt.util.errors import UserError, remedy, shown_name
+from dtgpt.util.storage import FileLock, Held, read_json, remove_leftovers, write_json
+
+ABSENT = object()
+LOOK = 1.0  # s between two looks at whether the folder is still there
+LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
+OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
+AUTO = "auto"  # as --resume: the newest run of the recipe's name
+
+
+def create_run(runs: Path, name: str) -> Path:
+    """Make and return the first free folder of `runs/NAME-001`, `runs/NAME-002`, ..."""
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(p.name.removeprefix(f"{name}-")) for p in run_folders(runs, name)), default=0)
+        while True:
+            folder = runs / f"{name}-{number:03d}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another run began at the same moment
+                number += 1
+    except OSError as error:
+        raise UserError(
+            f"runs={runs}: no run folder can be made there ({error.strerror}); give another --runs"
+        ) from None
+
+
+def open_run(folder: Path) -> Path:
+    """The run folder itself; raises UserError where it is none."""
+    if not os.path.lexists(folder):
+        raise UserError(f"{folder} does not exist; give a run folder such as runs/gpt2_tiny-001")
+    if not (folder / "recipe.json").is_file():
+        raise UserError(f"{folder} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
+    return folder
+
+
+def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | None, Path | None]:
+    """Return (run folder to go on with, checkpoint that the user chose), each None where there is none, for a recipe's
+    `resume`. Raises UserError."""
+    if resume is None:
+        return None, None
+    if resume == AUTO:
+        begun = [p for p in run_folders(runs, name) if (p / "recipe.json").is_file()]
+        if begun and list_checkpoints(begun[-1] / "checkpoints"):
+            return begun[-1], None
+        return None, None
+    path = Path(resume)
+    if ".." in path.parts:  # whose last part may be no name
+        path = path.resolve()
+    if path.absolute().parent.name == "checkpoints" != path.parent.name:  # from within the folder
+        path = path.absolute()
+    if path.parent.name == "checkpoints":
+        run, there = open_run(path.parents[1]), ", ".join(p.name for p in list_checkpoints(path.parent))
+        if not path.is_dir():
+            raise UserError(f"{run} has no checkpoint {path.name}; give one of {there or 'another run'}")
+        if not (path / STATE).is_file() and path not in list_checkpoints(path.parent):
+            raise UserError(f"{path} is neither a run nor a checkpoint; give {run}, or one of {there or 'another run'}")
+        return run, path
+    if (path / STATE).is_file():
+        raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")
+    return open_run(path), None
+
+
+def run_folders(runs: Path, name: str) -> list[Path]:
+    """The folders NAME-001, NAME-002, ..., oldest first."""
+    ours = [p for p in runs.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", p.name.removeprefix(f"{name}-"))]
+    return sorted(ours, key=lambda p: int(p.name.removeprefix(f"{name}-")))
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[FileLock]:
+    """Let the run belong to this process within the context; raises UserError where another process has it."""
+    lock = FileLock(folder / "lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Held as held:
+            raise UserError(
+                f"{folder} is being trained by {held}; wait for it or end it, or leave --resume out"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{lock.path} cannot be written ({error.strerror}); {remedy(error, 'choose another run')}"
+            ) from None
+        if lock.problem:
+            say(f"{folder} cannot be locked ({lock.problem}): let no other process train it", warning=True)
+        else:
+            for written in (folder, folder / "samples", folder / "checkpoints"):
+                remove_leftovers(written)
+        yield lock
+
+
+class Claim:
+    """The run folder that belongs to this process until the context ends; none before `take`."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._lock: FileLock | None = None
+        self._next, self._lost = 0.0, False  # when to look again, and what was seen
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`. Raises UserError where another process has it."""
+        self._lock = self._stack.enter_context(lock_run(folder))
+
+    def lost(self, at_once: bool = False) -> bool:
+        """Return whether the folder was moved, removed or replaced. Looks once a second, unless `at_once`."""
+        if self._lock is not None and not self._lost and (at_once or time.monotonic() >= self._next):
+            self._next = time.monotonic() + LOOK
+            self._lost = not self._lock.is_there()
+        return self._lost
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """Return what the run's recipe.json says, unchecked, with the "on" and "off" that older versions wrote for fields
+    that are bools now. Raises UserError if it cannot be read."""
+    path, advice = folder / "recipe.json", f'write into it what the newest checkpoint\'s {STATE} has under "recipe"'
+    saved = read_json(path, advice, LARGEST_RECIPE)
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} holds no JSON object; {advice}")
+    for name in (name for name, type_, *_ in leaves(Recipe) if type_ is bool):
+        section, _, key = name.rpartition(".")
+        values = saved.get(section)
+        if isinstance(values, dict) and values.get(key) in ("on", "off"):
+            values[key] = values[key] == "on"
+    return saved
+
+
+def saved_value(saved: dict[str, Any], name: str) -> Any:
+    """Return the value of a dotted field name in what `read_recipe` returned, ABSENT where there is none."""
+    value: Any = saved
+    for part in name.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+    return value
+
+
+def values_of(recipe: Any) -> dict[str, Any]:
+    """Return the value of every field, by dotted name."""
+    return {name: value for name, _, _, value in leaves(recipe)}
+
+
+def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
+    """Return what differs between the recipe that a run had and the `values_of` the one that it goes on with: `steps 10
+    -> 20`. A recipe.json that cannot be read differs in nothing."""
+    try:
+        saved = read_recipe(folder)
+    except UserError:
+        return []
+    changes = []
+    for name, value in values.items():
+        before = saved_value(saved, name)
+        if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
+            before = saved_value(saved, "steps")
+        if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
+            changes.append(f"{name} {shown_name(value_text(before))} -> {value_text(value)}")
+    return changes
+
+
+def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
+    """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
+    for name in ("recipe", "environment"):
+        keep_old(folder / f"{name}.json", step)
+    write_json(folder / "recipe.json", recipe)
+    write_json(
+        folder / "environment.json",
+        {**environment(mesh.device), "world": mesh.world, "plan": mesh.plan.name, "data": data},
+    )
+
+
+def keep_old(path: Path, step: int) -> None:
+    """Keep a file that is about to be written anew as NAME-step-00000040.json, or under a free name beside it."""
+    if not path.is_file():
+        return
+    for number in count(1):
+        copy = path.with_name(f"{path.stem}-step-{step:08d}{f'-{number}' if number > 1 else ''}{path.suffix}")
+        if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
+            return  # kept when the run went on from here before
+        if not os.path.lexists(copy):
+            try:
+                os.link(path, copy)  # whole at once; what is written anew is another file
+            except OSError:  # a file system without such links
+                shutil.copyfile(path, copy)
+            return

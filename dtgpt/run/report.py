@@ -1,0 +1,162 @@
+"""Reports of a run: the console, metrics.jsonl, wandb, samples and the loss plot."""
+
+import errno
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtgpt.config.batch_size import parse_rampup
+from dtgpt.config.execution import Settings
+from dtgpt.config.recipe import Recipe
+from dtgpt.data.dataset import Dataset, Part, bits_per_byte
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.run.folder import describe_run
+from dtgpt.run.plot import plot_runs
+from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
+from dtgpt.util.console import counted, hanging, parameters, say
+from dtgpt.util.hardware import device_name, peak_flops, total_memory
+from dtgpt.util.storage import write_text
+
+HANG = 8  # the column in which the lines of the header begin
+
+
+class Report:
+    """Report one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
+    and warms caches) and all that happens inside `paused()`."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
+        self.steps, self.settings, self.mesh, self.device, self.run = recipe.steps, settings, mesh, mesh.device, run
+        self.peak = peak_flops(self.device, settings.dtype)
+        self.bytes_per_token = data.bytes_per_token()
+        self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
+        tokenizer = data.tokenizer
+        described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
+        describe_run(run, asdict(recipe), mesh, {**described, "tokens": tokenizer.vocab_size}, step)
+        tokenizer.save(run / "tokenizer.json")
+        self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
+        self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
+        per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
+        batch = batch_words(recipe.global_batch_size, recipe.rampup_batch_size)
+        steps = f"{counted(recipe.steps, 'step')} of {batch} x {settings.model.seq_length} tokens"
+        header = [
+            f"model   {parameters(settings.model.num_parameters)}; {steps}",
+            f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
+            f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
+            f"{counted(tokenizer.vocab_size, 'token')})",
+            f"plan    {mesh.plan.name}",
+            f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
+            f"{str(settings.dtype).removeprefix('torch.')}",
+            f"run     {run}" + (f", from step {step}" if step else ""),
+        ]
+        say("\n".join(hanging(line, HANG) for line in header))
+
+    def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
+        """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
+        metrics, `loss` is the mean of the interval, `step_loss` that of the step, `tokens` those since the beginning of
+        the run, `memory_gib` the largest use of any rank."""
+        bits = bits_per_byte(metrics["loss"], self.bytes_per_token)
+        record: dict[str, Any] = {"step": step, **metrics, **_known({"bits_per_byte": bits})}
+        record["memory_total_gib"] = total_memory(self.device) / 2**30 if self.device.type == "cuda" else None
+        record |= self._rates(step, int(metrics["tokens"]))
+        if recorded:
+            self._write(record)
+        say(progress_line(record, self.steps))
+
+    def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
+        self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
+        told = "" if bits is None else f"  bits/byte {bits:.3f}"
+        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{told}")
+
+    def sample(self, step: int, text: str) -> None:
+        say(f"---- sample at step {step}\n{text}\n----")
+        path = sample_path(self.run, step)
+        folder = path.parent
+        try:
+            if folder.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link, through which nothing is written")
+            folder.mkdir(exist_ok=True)
+            write_text(path, text.encode(errors="replace").decode())
+        except OSError as error:
+            say(f"this sample is not in {folder} ({error})", warning=True)
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_) -> None:
+        for sink in self.sinks:
+            sink.close(failed=failure is not None)
+
+    def finish(self) -> None:
+        """Draw the loss plot and say where everything is."""
+        losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
+        try:
+            plot_runs([self.run], self.run / "loss.png")
+        except Exception as reason:  # a picture is never worth a run
+            say(f"no loss.png: {reason}")
+        say(f"loss    {sparkline(losses)}\nrun     {self.run}")
+
+    @contextmanager
+    def paused(self):
+        """Time that is not training: first the device finishes what it has queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self._lap_begin += time.perf_counter() - begin
+
+    def _rates(self, step: int, tokens: int) -> dict[str, float]:
+        """Since the last progress line; nothing on the first."""
+        now, last, seen = time.perf_counter(), self._lap_step, tokens - self._lap_tokens
+        seconds, self._lap_begin, self._lap_step, self._lap_tokens = now - self._lap_begin, now, step, tokens
+        if last is None or step == last:
+            return {}
+        per_step, tokens_per_second = seconds / (step - last), seen / seconds
+        rates = {
+            "tokens_per_second": tokens_per_second,
+            "seconds_per_step": per_step,
+            "eta_seconds": (self.steps - step) * per_step,
+        }
+        if self.peak:
+            rates["mfu"] = self.settings.model.flops_per_token * tokens_per_second / (self.peak * self.mesh.world)
+        if self.mesh.world > 1:
+            rates["tokens_per_second_per_device"] = tokens_per_second / self.mesh.world
+        return rates
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            try:
+                sink.write(record)
+            except OSError as error:  # a full disk costs a record, not the run
+                say(f"step {record['step']} is missing from the metrics ({error})", warning=True)
+
+
+def sample_path(run: Path, step: int) -> Path:
+    return run / "samples" / f"step_{step:08d}.txt"
+
+
+def batch_words(whole: int, rampup: str | None) -> str:
+    """Return the samples of a step in words: `32`, or `8 to 32` while the batch size ramps up."""
+    return f"{whole}" if rampup is None else f"{parse_rampup(rampup)[0]} to {whole}"
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class NullReport:
+    """The report of every rank but the first: nothing."""
+
+    def step(self, *_) -> None: ...
+
+    def held_out(self, *_) -> None: ...
+
+    def sample(self, *_) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def paused(self):
+        return nullcontext()

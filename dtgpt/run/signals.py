@@ -1,0 +1,95 @@
+"""Signals, the end of the time and the loss of the launcher, as a request that the training loop meets at the next step
+boundary."""
+
+import math
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+
+from dtgpt.util.console import say_error
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
+IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal within this time
+LAUNCHER = os.getppid()  # taken early: this module is imported before torch
+POLL = 1.0  # seconds between two looks at whether the launcher still runs
+ORPHAN = 120.0  # seconds that a process without its launcher has for the step and the checkpoint
+
+
+class StopRequest:
+    """While it is entered as a context, `requested` becomes the signal number once SIGINT, SIGTERM or SIGHUP has
+    arrived, unless the process was started to ignore it, as under nohup. It is true from then on, and from the end of
+    its time.
+
+    A further SIGINT or SIGTERM, more than two seconds later, ends the process at once.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        """minutes: from now to the end; None: no end."""
+        self.requested: int | None = None
+        self._first = 0.0
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def __bool__(self) -> bool:
+        return self.requested is not None or time.monotonic() >= self._end
+
+    def __enter__(self) -> "StopRequest":
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in heard}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested, self._first = number, time.monotonic()
+            name = signal.Signals(number).name
+            with suppress(OSError):  # the reader of stderr may have gone with the same signal
+                os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())
+        elif number != signal.SIGHUP and time.monotonic() - self._first > IMPATIENT:
+            os._exit(128 + number)
+
+
+def interrupt_imports() -> None:
+    """From now on Ctrl-C is KeyboardInterrupt, as it was, except while a module is imported: there it ends the process
+    at once, since C++ code that torch runs then cannot pass the exception on."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            say_interrupted()
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def say_interrupted() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        say_error("dtgpt: interrupted")
+
+
+def follow_launcher() -> None:
+    """Under torchrun, from now on: where torchrun is gone without having ended this process, SIGTERM as torchrun would
+    have sent it, and the end of the process 120 s later, whatever it waits for."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
+        return
+    with suppress(RuntimeError):  # there can be no more threads
+        threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
+
+
+def _end_after_launcher() -> None:
+    while os.getppid() == LAUNCHER:
+        time.sleep(POLL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say_error(f"dtgpt: torchrun (process {LAUNCHER}) is gone, and the processes that it started end too")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN)
+    os._exit(128 + signal.SIGTERM)

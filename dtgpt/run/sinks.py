@@ -1,0 +1,153 @@
+"""Records of a run: metrics.jsonl, Weights & Biases, and their form on the console."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtgpt.config.sections import LogConfig
+from dtgpt.util.console import duration
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import parse_json, write_text
+
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+    def close(self, failed: bool) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, flushed at once. After a resume, records past `keep_until_step` are dropped first."""
+
+    def __init__(self, path: Path, keep_until_step: int = 0):
+        kept = [r for r in read_records(path) if r["step"] <= keep_until_step]
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)  # a record is in the file at once
+        self._torn = False  # the file ends within a record, so the next one begins a new line
+
+    def write(self, record: dict[str, Any]) -> None:
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
+        line = b"\n" * self._torn + (json.dumps(finite) + "\n").encode()
+        self._torn = self._file.write(line) < len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, "only part of a record was written")
+
+    def close(self, failed: bool) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a line that a killed process or a full disk left half written is ignored."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        try:
+            record = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+class Wandb:
+    """Weights & Biases, imported only when asked for. A resumed run goes on under the id kept in `wandb-id`."""
+
+    def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
+        wandb, id_file = import_wandb(), run / "wandb-id"
+        known = id_file.read_text() if id_file.is_file() else None
+        try:
+            self._run = wandb.init(
+                project=log.wandb_project, name=run.name, id=known, resume="allow" if known else None, dir=run,
+                mode=log.wandb, config=recipe,
+            )  # fmt: skip
+        except wandb.errors.Error as error:
+            raise UserError(f"wandb cannot start ({error}); use --log.wandb offline, or off") from None
+        write_text(id_file, self._run.id)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "log.wandb needs the package wandb; run pip install 'dtgpt[wandb]', or use --log.wandb off"
+        ) from None
+    return wandb
+
+
+def check_wandb(mode: str) -> None:
+    """Raise UserError, before a run is made, where wandb is asked for and cannot serve."""
+    if mode == "off":
+        return
+    wandb = import_wandb()
+    if mode == "online" and not wandb.login(prompt=False):
+        raise UserError(
+            "log.wandb=online needs a login; run wandb login, set WANDB_API_KEY, or use --log.wandb offline"
+        )
+
+
+def progress_line(record: dict[str, Any], steps: int) -> str:
+    """`step 120/1000  loss 3.2141  ...` from a record, no wider than the terminal (80 columns where there is none):
+    what is not known, and what matters least, is left out."""
+    digits, get = len(str(steps)), record.get
+    each = get("tokens_per_second_per_device")
+    total = f"/{get('memory_total_gib'):.0f}" if get("memory_total_gib") else ""
+    parts = {  # in the order of the line
+        "step": f"step {record['step']:>{digits}}/{steps}",
+        "batch": f"batch {get('batch_size')}" if get("batch_size") else "",
+        "loss": f"loss {record['loss']:.4f}",
+        "bits": f"bits/byte {record['bits_per_byte']:.3f}" if "bits_per_byte" in record else "",
+        "norm": f"gnorm {record['grad_norm']:.2f}",
+        "lr": f"lr {record['lr']:.1e}".replace("e-0", "e-"),
+        "scale": f"scale {_power(get('loss_scale'))}, {get('skipped_steps')} skipped" if get("loss_scale") else "",
+        "rate": f"{_rounded(get('tokens_per_second'))} tok/s" if get("tokens_per_second") else "",
+        "each": f"{_rounded(each)}/device" if each else "",
+        "mfu": f"mfu {get('mfu'):.0%}" if get("mfu") else "",
+        "memory": f"mem {record['memory_gib']:.1f}{total} GiB",
+        "eta": f"eta {duration(get('eta_seconds'))}" if get("eta_seconds") is not None else "",
+    }
+    width = shutil.get_terminal_size().columns
+    for least in ("memory", "bits", "each", "mfu", "norm", "eta"):
+        if len(_joined(parts)) > width:
+            parts[least] = ""
+    return _joined(parts)
+
+
+def _joined(parts: dict[str, str]) -> str:
+    return "  ".join(part for part in parts.values() if part)
+
+
+def _power(scale: float) -> str:
+    """`2^16`, or the number itself where it is no power of two."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _rounded(number: float) -> str:
+    """`950`, `412k`, `1.23M`."""
+    if number < 1e4:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """A curve in one line of text, `width` characters at most; each character is the mean of its share of values."""
+    values = [v for v in values if v is not None and math.isfinite(v)]
+    if not values:
+        return ""
+    width = min(width, len(values))
+    cuts = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round((m - low) / (high - low) * 7) if high > low else 0] for m in means)

@@ -1,0 +1,128 @@
+"""Checks of a dataclass's fields against their annotations: types, and the bounds or patterns that stand beside them.
+
+`steps: Annotated[int, "number of optimizer steps", Bounds(1)] = 100` is a whole number of 1 or more.
+"""
+
+import math
+import operator
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from dtgpt.util.errors import UserError, shown
+
+KINDS = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "True or False",
+    types.NoneType: "none",
+    tuple: "a list of texts",
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a field accepts. also: the end of the message, such as what a special value means."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: str = ""
+
+    def problem(self, value: Any) -> str | None:
+        """Return what is wrong with a value and what to use instead, None where nothing is."""
+        limits = [
+            (self.at_least, operator.ge, "{} or more"),
+            (self.above, operator.gt, "more than {}"),
+            (self.at_most, operator.le, "at most {}"),
+            (self.below, operator.lt, "less than {}"),
+        ]
+        given = [(limit, keeps, words) for limit, keeps, words in limits if limit is not None]
+        if all(keeps(value, limit) for limit, keeps, _ in given):
+            return None
+        return f"is out of range; use {' and '.join(words.format(limit) for limit, _, words in given)}{self.also}"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The texts that a field accepts: a regular expression, and the end of the message about any other text."""
+
+    expression: str
+    message: str
+
+    def problem(self, value: Any) -> str | None:
+        return None if re.fullmatch(self.expression, value, re.DOTALL) else self.message
+
+
+PATH = Pattern(".+", "is not a path; give one, or leave it out")
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Raise UserError for the first field whose value does not have its annotated type or is out of its bounds.
+
+    A type is one of KINDS, a Literal, a dataclass, whose fields are checked too, or a union of these; fields of other
+    types are skipped. True and False are not numbers.
+    """
+    for name, hint, rules in annotations(config):
+        value, full_name = getattr(config, name), prefix + name
+        if wanted := misfit(value, hint):
+            raise UserError(f"{full_name}={shown(value)} is not valid; use {wanted}")
+        for rule in rules:
+            check_value(full_name, value, rule)
+        if is_dataclass(hint):
+            check_fields(value, f"{full_name}.")
+
+
+def changed_fields(config: Any) -> set[str]:
+    """Return the names of the fields whose values are not their defaults."""
+    return {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+
+
+def check_value(name: str, value: Any, rule: Bounds | Pattern) -> None:
+    """Raise UserError where `value`, unless it is None, breaks `rule`."""
+    if value is not None and (problem := rule.problem(value)):
+        raise UserError(f"{name}={shown(value)} {problem}")
+
+
+def annotations(config: Any) -> Iterator[tuple[str, Any, list[Bounds | Pattern]]]:
+    """Yield (name, type, rules) of every field of a dataclass."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in fields(config):
+        hint = hints[field.name]
+        hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        yield field.name, hint, [extra for extra in extras if isinstance(extra, Bounds | Pattern)]
+
+
+def misfit(value: Any, hint: Any) -> str | None:
+    """Return what `value` must be to fit the annotation `hint`, in words; None if it fits."""
+    choices = kinds_of(hint)
+    if any(_fits(value, choice) for choice in choices):
+        return None
+    return " or ".join(_words(choice) for choice in choices)
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the only kind that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == tuple[str, ...]:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind) if kind in KINDS or is_dataclass(kind) else True
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return KINDS.get(get_origin(kind) or kind) or f"{kind.__name__}(...)"

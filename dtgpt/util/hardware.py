@@ -1,0 +1,105 @@
+"""Facts of the hardware: names, peak FLOP/s, memory, compilers."""
+
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import sys
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+# Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+    "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+# GiB that CUDA reports, by the vendors' sizes; H200 as seen.
+DEVICE_MEMORY = {
+    "B200": 178.4, "H200": 139.8, "H100": 79.1, "A100": 79.2, "A100-40GB": 39.4, "L40S": 44.4, "A40": 44.4, "L4": 22.0,
+    "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
+}  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s at 16 bits, or None where it is not known (and in fp32, whose peak depends on the TF32 setting)."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    return peak_of_name(torch.cuda.get_device_name(device))
+
+
+def peak_of_name(name: str) -> float | None:
+    if re.search(r"\b(Laptop|Ti|D|MIG)\b", name):  # other chips, or a part of one, under the same name
+        return None
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(state: int, local_world: int, device: torch.device) -> None:
+    """Raise UserError where `state` bytes (of weights, gradients and optimizer) cannot fit; the `local_world` processes
+    of a node share its main memory."""
+    needed, total = state / 2**30, total_memory(device) / 2**30
+    if device.type == "cpu":
+        needed *= local_world
+    if needed > total:
+        raise UserError(
+            f"weights, gradients and optimizer need {needed:,.0f} GiB under this plan, but {device_name(device)} has "
+            f"{total:,.0f} GiB; use a smaller model, or a plan that cuts it over more processes (dtgpt plan shows them)"
+        )
+
+
+@contextmanager
+def memory_errors_as_user_errors(remedy: str):
+    """What PyTorch raises when memory runs out becomes a UserError with this remedy."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError(f"the device ran out of memory; {remedy}") from None
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # how PyTorch's CPU allocator fails
+            raise
+        raise UserError(f"the machine ran out of memory; {remedy}") from None
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """What torch.compile misses here: a C++ compiler for the CPU, a C compiler and Triton for CUDA; None: nothing."""
+    variable, programs = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
+    if not any(shutil.which(p) for p in (*programs, os.environ.get(variable) or "")):
+        return f"no compiler ({' or '.join(programs)}) was found"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is missing"
+    return None
+
+
+def peak_memory(device: torch.device) -> tuple[float, float | None]:
+    """(largest use so far, size of the device or None) in GiB: of the allocator on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30, total_memory(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting: through pinned memory where the device is CUDA."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

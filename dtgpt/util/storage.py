@@ -1,0 +1,250 @@
+"""Files and folders that are never half written, and never written through a link that somebody else has put there."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Self
+
+from dtgpt.util.errors import UserError, remedy
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic_file` has not renamed yet
+
+LARGEST_JSON = 1 << 26  # bytes of a file that describes others
+
+
+def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
+    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO,
+    a device or a folder, also behind a link, and where the file has more than `largest` bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if largest is not None and status.st_size > largest:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, where {largest} are the most")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
+    """Return the content of a regular file; raises OSError as `open_regular` does."""
+    with open_regular(path, largest) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:  # it grew, or is one that says nothing of its size, as in /proc
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError for any other text, also for one that is nested more deeply
+    than Python follows or has an integer of more digits than Python reads."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            raise
+        raise ValueError("it has an integer of too many digits") from None
+
+
+def read_json(path: Path, advice: str, largest: int = LARGEST_JSON) -> Any:
+    """Return the value in a JSON file. Raises UserError, with `advice`, where the file cannot be read, is not a regular
+    one, has more than `largest` bytes or is not JSON."""
+    try:
+        return parse_json(read_regular(path, largest))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read (it is not JSON: {error}); {advice}") from None
+
+
+def sync_path(path: Path) -> None:
+    """Wait until the names in a folder, or the content of a file, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def create_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a new file for writing, in the place of whatever has this name: a link is removed, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb", buffering)  # "x": fails where a link appears in between
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
+    the context fails, `path` stays what it was. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with create_file(temporary) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_path(path.parent)
+    except OSError as error:  # of a full disk names no file, or the other one
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files that killed processes left of `atomic_file`, but not through a link; no other process may be
+    writing to the folder."""
+    with suppress(OSError):
+        for path in [] if folder.is_symlink() else list(folder.iterdir()):
+            if TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link the link alone. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file by `atomic_file`. Raises OSError."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all files below a folder are on the disk, and their names."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_path(path)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Another folder, to be filled within the context: it is called `folder` when all in it is on the disk. Where the
+    context fails nothing is left; an OSError becomes a UserError."""
+    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+    try:
+        remove_tree(partial)  # of a killed process that had the same number
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        partial.rename(folder)
+        sync_path(folder.parent)
+    except OSError as error:
+        # A library that tells of a full disk in words of its own gives no number.
+        advice = remedy(error, "check the disk" if error.errno else "free space there")
+        raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
+    finally:
+        remove_tree(partial)
+
+
+class Held(Exception):
+    """Another process has the lock: `holder` says which, as "pid 17 on node3", where it is known."""
+
+    def __init__(self, holder: str):
+        super().__init__(holder)
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return f"another process ({self.holder})" if self.holder else "another process"
+
+
+class FileLock:
+    """The exclusive lock on a file that carries host and pid of its holder; a context in which it is held.
+
+    The kernel frees it when its process is gone, so that the file of a killed one is in nobody's way. `problem` says
+    why the file system cannot lock, and is empty where it can. Entering raises Held; UserError where the file is not a
+    regular one; OSError where it cannot be made.
+    """
+
+    def __init__(self, path: Path, wait: bool = False, remove: bool = False):
+        """wait: for another process, instead of raising Held. remove: the file when the lock is freed."""
+        self.path, self._wait, self._remove = path, wait, remove
+        self.problem = ""
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        while self._descriptor is None:
+            descriptor = _open_lock(self.path)
+            try:
+                self._lock(descriptor)
+                if self.problem or self._is_there(descriptor):
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+        with suppress(OSError):  # on a full disk it is a lock all the same
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._remove:
+            with suppress(OSError):
+                self.path.unlink()  # while it is held: who waits for it looks whether it is still there
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_there(self) -> bool:
+        """Return whether the held file still has its name: no folder above it was moved, removed or replaced."""
+        return self._descriptor is not None and self._is_there(self._descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if self._wait else fcntl.LOCK_NB))
+            self.problem = ""
+        except BlockingIOError:
+            raise Held(_holder(descriptor)) from None
+        except OSError as error:  # a file system without locks
+            self.problem = error.strerror or str(error)
+
+    def _is_there(self, descriptor: int) -> bool:
+        """Return whether the file still has its name: its holder may just have removed it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self.path.lstat())
+        except OSError as error:  # others may pass
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def _open_lock(path: Path) -> int:
+    """Open a regular file that has no other name: through a link somebody else's file would be written to, and opening
+    a FIFO would wait for a reader. Raises UserError for anything else, OSError where it cannot be made."""
+    refused = UserError(f"{path} is not a regular file with one name, which a lock must be; remove it")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise refused if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO) else error from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise refused
+    return descriptor
+
+
+def _holder(descriptor: int) -> str:
+    """What the file says of its holder; "" where it says nothing that can be one."""
+    text = os.pread(descriptor, 512, 0).decode(errors="replace")
+    found = re.match(r"pid \d{1,10} on [\w.-]{1,255}\n", text)
+    return found[0].strip() if found else ""
