@@ -95,7 +95,8 @@ def test_a_holder_that_cannot_be_one_is_not_named(tmp_path, content):
 @pytest.mark.parametrize("content", ["", "pid 1 on elsewhere\n" * 3])
 def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path, content):
     (tmp_path / "lock").write_text(content)
-    code = f"import os, dtgpt.util.storage as s, pathlib\ns.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})).__enter__()\n"
+    code = "import os, dtgpt.util.storage as s, pathlib\n"
+    code += f"s.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})).__enter__()\n"
     subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], check=False)
     for _ in range(2):
         with lock_run(tmp_path):

@@ -50,7 +50,7 @@ class Plan:
             raise UserError(f"blocks_per_stage={shown(cut)} is no list of whole numbers; use one such as (14, 10)")
         if not isinstance(self.table, Mapping) or not all(isinstance(key, str) for key in self.table):
             raise UserError(
-                f"table={shown(self.table)} is no dict of module patterns; use one such as {{'head.ln_f': None}}"
+                f"table={shown(self.table)} is no dict of module patterns; use one such as {{'blocks.*': None}}"
             )
         for pattern, style in self.table.items():
             parts = style, *(getattr(style, f"prepare_module_{end}", None) for end in ("input", "output"))

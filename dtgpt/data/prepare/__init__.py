@@ -4,8 +4,8 @@
     summary = prepare(PrepareConfig(input="a.jsonl", output_prefix="mine", append_eod=True))
 
 `job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `documents.py`
-reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `dtgpt.data.megatron.indexed` writes them
-under names that `target.py` claims, and `broken.py` tells of lines that were left out.
+reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `data/megatron/indexed.py` writes
+them under names that `target.py` claims, and `broken.py` tells of lines that were left out.
 """
 
 

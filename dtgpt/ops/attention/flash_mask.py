@@ -1,4 +1,4 @@
-"""Keep decisions of attention dropout as bits: how `dtgpt.ops.attention.flash_kernels` draws and reads them. Needs Triton.
+"""Keep decisions of attention dropout as bits: how `flash_kernels` draws and reads them. Needs Triton.
 
 They are stored in a temporary buffer, int64 `[B N, ceil(T / 64), T]`. Word (g, query) holds the decisions of a query
 for the columns 64 g to 64 g + 63, in the order of `kept`. One thread draws a whole word, so that all of Philox that

@@ -1,4 +1,4 @@
-"""Tiles of `dtgpt.ops.attention.flash_kernels`: which a program computes and reads, and how it loads and stores. Needs Triton.
+"""Tiles of `flash_kernels`: which a program computes and reads, and how it loads and stores. Needs Triton.
 
 Names of shapes and options are those of the kernels.
 """

@@ -6,7 +6,7 @@ gathered. Columns that only pad the token table are excluded from the softmax.
 
 Reference: `reference`, on whole logits. Fast path: the passes over the rows, `row_terms`, `to_gradient_` and
 `to_loss_and_gradient_`, are Triton kernels on a GPU; elsewhere plain torch goes through the rows in chunks. In both
-cases fp32 logits of full size never exist. `dtgpt.ops.loss.head` runs the passes between the matrix products of the output
+cases fp32 logits of full size never exist. `head` runs the passes between the matrix products of the output
 projection; `cross_entropy` takes logits that exist already.
 Sharding rule: all ranks of the group have the same rows; a rank has the columns `start ... start + V_local`.
 """

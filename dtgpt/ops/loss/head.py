@@ -5,7 +5,7 @@ gradient; two matrix products then make the chunk's part of the gradients. Backw
 that of Liger Kernel's linear cross-entropy (Hsu et al. 2024), vocabulary parallelism that of Megatron-LM (Shoeybi et
 al. 2019, section 3).
 
-Reference: `reference`. Fast path: PyTorch's matrix products, and between them the passes of `dtgpt.ops.loss.cross_entropy`,
+Reference: `reference`. Fast path: PyTorch's matrix products, and between them the passes of `cross_entropy`,
 which read and write a chunk once on a GPU. A chunk has as many rows as LOGITS_BYTES allow: one chunk is fastest.
 Sharding rule: x `[B, T, H]` is replicated over the group, the weight is sharded over the vocabulary. The gradient of x
 is a partial sum, for the caller to reduce; that of the weight is complete.

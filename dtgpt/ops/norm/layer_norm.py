@@ -52,7 +52,7 @@ def residual_norm(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
     key: Tensor | None, p: float, start: Sequence[int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (sum, normed), `[B, T, H]` each: the sum that `dtgpt.ops.norm.residual.residual` returns, and its LayerNorm.
+    """Return (sum, normed), `[B, T, H]` each: the sum that `residual` returns, and its LayerNorm.
 
     weight, bias: `[H]`; the other arguments, and errors raised, as of `residual`.
     """

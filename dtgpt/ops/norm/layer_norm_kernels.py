@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.norm.layer_norm`, `dtgpt.ops.norm.residual` and `dtgpt.ops.pointwise.bias`. Needs Triton.
+"""Triton kernels of `layer_norm`, `residual` and `dtgpt.ops.pointwise.bias`. Needs Triton.
 
 Sums over rows take two stages, so that they are the same in every run: each program goes over many rows with its sums
 in fp32 registers and writes one partial row; a second, small kernel adds the partial rows.

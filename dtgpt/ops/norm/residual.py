@@ -1,6 +1,6 @@
 """The residual sum x + dropout(branch + bias) of a transformer block, in one pass.
 
-Reference: `residual_reference`. Fast path: the Triton kernels of `dtgpt.ops.norm.layer_norm`, without the norm. Backward
+Reference: `residual_reference`. Fast path: the Triton kernels of `layer_norm`, without the norm. Backward
 draws the dropout mask again and sums the gradient of the bias in two stages without atomics.
 
 Sharding rule: rows (samples and positions) may be sharded, the hidden dimension may not. A shard of the positions

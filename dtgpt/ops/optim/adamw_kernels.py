@@ -51,7 +51,7 @@ class Table:
 def adamw(
     table: Table, gradients: list[Tensor], narrow: list, numbers: Tensor, skip: Tensor | None, betas, eps
 ) -> None:
-    """Apply `dtgpt.ops.optim.adamw.reference` to all tensors. narrow: dtypes, or None. Columns of the table: addresses of
+    """Apply `adamw.reference` to all tensors. narrow: dtypes, or None. Columns of the table: addresses of
     master, exp_avg, exp_avg_sq and narrow (0: none), and whether the weight decays."""
     kinds = [(g.dtype, dtype) for g, dtype in zip(gradients, narrow, strict=True)]
     beta1, beta2 = betas

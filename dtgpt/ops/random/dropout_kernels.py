@@ -42,7 +42,7 @@ def launch_dropout(x: Tensor, key: Tensor, drop: int, scale: float, start: list[
 
 @triton.jit
 def fold_words(k0, k1, data):
-    """Fold an int64 into a key, as `dtgpt.ops.random.philox.fold`: the first two words of Philox with the data as counter."""
+    """Fold an int64 into a key, as `philox.fold`: the first two words of Philox with the data as counter."""
     low, high = (data & 0xFFFFFFFF).to(tl.uint32), ((data >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, _, _ = philox(k0.to(tl.uint32), k1.to(tl.uint32), low, high, low * 0, low * 0 + FOLD_WORD)
     return w0.to(tl.int64) & 0xFFFFFFFF, w1.to(tl.int64) & 0xFFFFFFFF
