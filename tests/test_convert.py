@@ -272,7 +272,7 @@ def test_a_run_trains_on_from_converted_weights(recipe, run, convert, tmp_path):
 def test_weights_of_another_shape_are_refused(recipe, run, convert, tmp_path):
     convert(run, tmp_path / "ours")
     wider = change(recipe, model={"hidden_size": 64}, init_from=str(tmp_path / "ours"))
-    refused(lambda: training(wider), str(tmp_path / "ours"), "hidden_size 32 there, 64 here")
+    refused(lambda: train(wider), str(tmp_path / "ours"), "hidden_size 32 there, 64 here")
 
 
 @pytest.mark.parametrize("place", ["beside", "in the run"])

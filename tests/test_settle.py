@@ -11,6 +11,7 @@ import torch
 from dtgpt.cli import main
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
+from dtgpt.data.checks import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.open import open_source
 from dtgpt.run.folder import changes_since
@@ -40,7 +41,8 @@ def saved(recipe, changes=None, name="test-001") -> Path:
     """A run folder with this recipe and, for those who only look, a checkpoint."""
     run = Path(recipe.runs) / name
     (run / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (run / "recipe.json").write_text(json.dumps(asdict(recipe.with_tokenizer()) | (changes or {})))
+    resolved = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
+    (run / "recipe.json").write_text(json.dumps(asdict(resolved) | (changes or {})))
     return run
 
 
