@@ -171,7 +171,7 @@ def test_bf16_activations_keep_fp32_weights():
     "change, words",
     [
         ({"num_heads": 5}, ["hidden_size=32", "num_heads=5", "4"]),
-        ({"num_layers": 0}, ["num_layers=0", "1 to 1000000"]),
+        ({"num_layers": 0}, ["num_layers=0", "1 or more and at most 1000000"]),
         ({"dropout": 1.0}, ["dropout=1.0", "less than 1"]),
     ],
 )
