@@ -1,5 +1,5 @@
-"""An architecture that differs from GPT-2 wherever the rest of dtgpt could have taken GPT-2 for granted: RMSNorm, rotary
-positions, a gated MLP, no biases, an output projection of its own, no dropout. It stands in this one file."""
+"""An architecture that differs from GPT-2 wherever dtgpt could have taken GPT-2 for granted: RMSNorm, rotary positions,
+a gated MLP, no biases, an output projection of its own, no dropout. It stands in this one file."""
 
 from dataclasses import dataclass
 from typing import ClassVar
