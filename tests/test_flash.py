@@ -126,6 +126,10 @@ def test_gradients_of_other_shapes_are_stacked():
     (found,) = torch.autograd.grad(views, qkv, cotangents)
     assert torch.equal(found, torch.stack(cotangents, dim=3))
     (qkv,), views = inputs((2, 9, 2, 8), torch.float64)
+    cotangents = torch.randn(3, *qkv.shape, dtype=torch.float64)[1].unbind(3)  # packed, in a larger buffer
+    (found,) = torch.autograd.grad(views, qkv, cotangents)
+    assert torch.equal(found, torch.stack(cotangents, dim=3))
+    (qkv,), views = inputs((2, 9, 2, 8), torch.float64)
     (found,) = torch.autograd.grad(views[1].sum(), qkv)
     assert torch.equal(found[..., 1, :], torch.ones_like(views[1])) and not found[..., ::2, :].any()
 

@@ -41,7 +41,7 @@ class _Split(torch.autograd.Function):
 def _merge(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     """Return the gradient of qkv: the buffer that the three are views of, if there is one, or a copy."""
     base = dq._base
-    if base is None or base is not dk._base or base is not dv._base or not are_packed(dq, dk, dv):
+    shared = base is not None and base is dk._base and base is dv._base and are_packed(dq, dk, dv)
+    if base is None or not shared or not base.is_contiguous() or base.numel() != 3 * dq.numel():
         return torch.stack([dq, dk, dv], dim=3)
-    assert base.is_contiguous() and base.numel() == 3 * dq.numel()  # `flash_backward` made it
     return base.view(*dq.shape[:3], 3, dq.shape[3])
