@@ -61,7 +61,7 @@ def test_attention_stays_within_documents():
     for _ in range(CASES):
         tokens = random_tokens(generator)
         length = tokens.shape[1]
-        seen = ~hidden_columns(document_bounds(tokens == EOD))
+        seen = ~hidden_columns(length, length, tokens.device, document_bounds(tokens == EOD))
         for row, expected in zip(tokens.tolist(), seen[:, 0], strict=True):
             mask = torch.ones(length, length).tril()
             for i in (i for i, token in enumerate(row) if token == EOD):
@@ -87,10 +87,10 @@ def test_every_back_end_hides_the_same(backend, dropout):
     qkv = torch.randn(2, 12, 4, 3, 8, generator=generator)
     key = torch.tensor([[1, 2], [3, 4]]) if dropout else None
     spans = torch.tensor([[[0, 5]] * 5 + [[5, 12]] * 7, [[0, 12]] * 12], dtype=torch.int32)
-    found = causal_attention(qkv, key, dropout, spans=spans, backend=backend)
-    expected = causal_attention(qkv, key, dropout, spans=spans, backend="explicit")
+    found = causal_attention(*qkv.unbind(3), key, dropout, spans=spans, backend=backend)
+    expected = causal_attention(*qkv.unbind(3), key, dropout, spans=spans, backend="explicit")
     assert torch.allclose(found, expected, atol=1e-6)
-    plain = causal_attention(qkv, key, dropout, backend="explicit")
+    plain = causal_attention(*qkv.unbind(3), key, dropout, backend="explicit")
     assert torch.allclose(found[1], plain[1], atol=1e-6) and torch.allclose(found[0, :5], plain[0, :5], atol=1e-6)
     assert not torch.allclose(found[0, 5:], plain[0, 5:], atol=1e-3)
 
