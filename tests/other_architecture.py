@@ -74,7 +74,7 @@ class Attention(nn.Module):
         q, k, v = rearrange(self.heads(x), "b t (n three d) -> three b t n d", three=3, d=self.head_dim)
         positions = torch.arange(q.shape[1], device=x.device)[None] if context.positions is None else context.positions
         q, k = rotate(q, positions), rotate(k, positions)
-        attended = self.core(torch.stack([q, k, v], dim=3), NO_DROPOUT, context.document_bounds)
+        attended = self.core(q, k, v, NO_DROPOUT, context.document_bounds)
         return Branch(self.out(attended.flatten(-2)), None)
 
 
