@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.dropout import LEVELS, keep_mask, threshold
 from dtgpt.ops.random.philox import fold, root_key
 
@@ -17,31 +18,49 @@ def keys_of(samples: int, seed: int = 5, device: str = "cpu") -> Tensor:
     return fold(root_key(seed), torch.arange(samples)[:, None], torch.arange(3)).to(device)[:, 1]
 
 
-def truth(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None) -> Tensor:
-    """In float64, head by head and from the definition: qkv `[B, T, N, 3, D]` -> `[B, T, N, D]`. ends: bool `[B, T]`,
-    the last tokens of documents."""
-    batch, length, heads, _, width = qkv.shape
-    out = []
+def inputs(
+    shape: tuple, dtype: torch.dtype, device: str = "cpu", kv_heads: int = 0, columns: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(leaves, q, k, v) for a q of `shape` (B, T, N, D): views of one packed leaf, or three leaves where k and v have
+    `kv_heads` or `columns` of their own."""
+    batch, length, heads, size = shape
+    if not kv_heads and not columns:
+        qkv = torch.randn(batch, length, heads, 3, size).to(dtype).to(device).requires_grad_()
+        return [qkv], list(split_qkv(qkv))
+    other = batch, columns or length, kv_heads or heads, size
+    leaves = [torch.randn(s).to(dtype).to(device).requires_grad_() for s in (shape, other, other)]
+    return leaves, leaves
+
+
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None
+) -> Tensor:
+    """In float64, head by head and from the definition. ends: bool `[B, T]`, the last tokens of documents."""
+    (batch, length, heads, width), columns = q.shape, k.shape[1]
+    group, first, out = heads // k.shape[2], columns - length, []
     for sample in range(batch):
-        causal = torch.ones(length, length, dtype=torch.float64, device=qkv.device).tril()
+        causal = torch.ones(columns, columns, dtype=torch.float64, device=q.device).tril()
         if ends is not None:
             for last in ends[sample].nonzero().flatten().tolist():
                 causal[last + 1 :, : last + 1] = 0
         for head in range(heads):
-            q, k, v = qkv[sample, :, head].double().unbind(1)
-            scores = (q @ k.T / width**0.5).masked_fill(causal == 0, float("-inf"))
+            keys, values = (x[sample, :, head // group].double() for x in (k, v))
+            scores = (q[sample, :, head].double() @ keys.T / width**0.5).masked_fill(causal[first:] == 0, float("-inf"))
             weights = torch.exp(scores - scores.amax(1, keepdim=True))
             weights = weights / weights.sum(1, keepdim=True)
             if key is not None:
-                number = head_start + head
-                kept = keep_mask(key[sample], [range(number, number + 1), range(length), range(length)], p)[0]
+                ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
+                kept = keep_mask(key[sample], ranges, p)[0]
                 weights = weights * kept * LEVELS / (LEVELS - threshold(p))
-            out.append(weights @ v)
+            out.append(weights @ values)
     return torch.stack(out).unflatten(0, (batch, heads)).transpose(1, 2)
 
 
-def gradient(out: Tensor, qkv: Tensor, cotangent: Tensor) -> Tensor:
-    return torch.autograd.grad(out, qkv, cotangent.to(out.dtype))[0]
+def gradients(out: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """dq, dk, dv; leaves: as of `inputs`."""
+    found = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+    assert all(t.shape == leaf.shape and t.is_contiguous() for t, leaf in zip(found, leaves, strict=True))
+    return list(found if len(found) == 3 else found[0].unbind(3))
 
 
 def error(found: Tensor, true: Tensor) -> float:
@@ -50,27 +69,28 @@ def error(found: Tensor, true: Tensor) -> float:
 
 
 def check(
-    shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu", documents: float = 0.0
-) -> None:
-    """`flash._forward` and its gradient; shape: (B, T, N, D). documents: the share of tokens that end one."""
-    batch, length, heads, width = shape
-    qkv = torch.randn(batch, length, heads, 3, width).to(dtype).to(device).requires_grad_()
+    shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu", documents: float = 0.0,
+    kv_heads: int = 0, columns: int = 0,
+) -> None:  # fmt: skip
+    """`flash._forward` and its gradients; shape, kv_heads, columns: as of `inputs`. documents: the share of tokens that
+    end one."""
+    batch, length, *_ = shape
+    leaves, qkv = inputs(shape, dtype, device, kv_heads, columns)
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
     ends = torch.rand(batch, length, device=device) < documents if documents else None
-    out, _ = flash._forward(qkv, key, p, head_start, None if ends is None else document_bounds(ends))
+    out, _ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
-    found = gradient(out, qkv, cotangent)
-    assert found.shape == qkv.shape and found.is_contiguous() and found.dtype == dtype
-    wide = qkv.detach().double().requires_grad_()
-    true = truth(wide, key, p, head_start, ends)
+    found = gradients(out, leaves, cotangent)
+    wide = [t.detach().double().requires_grad_() for t in qkv]
+    true = truth(*wide, key, p, head_start, ends)
     assert error(out, true) < TOLERANCE[dtype]
-    true_gradient = gradient(true, wide, cotangent)
-    for part in range(3):
-        if part == 2 or (length > 1 and documents < 1):  # one query has one probability, 1, whatever q and k are
-            assert error(found[..., part, :], true_gradient[..., part, :]) < TOLERANCE[dtype], "qkv"[part]
+    for name, one, other in zip("qkv", found, torch.autograd.grad(true, wide, cotangent.double()), strict=True):
+        assert one.dtype == dtype
+        if name == "v" or ((columns or length) > 1 and documents < 1):  # one column has the probability 1
+            assert error(one, other) < TOLERANCE[dtype], name
         else:
-            assert found[..., part, :].abs().max() < 0.05
+            assert one.abs().max() < 0.05
 
 
 def interpret(*cases: tuple) -> None:

@@ -7,12 +7,21 @@ import torch
 
 from dtgpt.ops.attention import flash
 from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose
+from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.util.errors import UserError
 from tests.runs import change, constant, training
 
 DROPPING = ["explicit", "fused_softmax", "flash", "auto"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # ||a - b|| / ||b||
+
+
+def packed(attention):
+    """An attention of a packed tensor and more arguments."""
+    return lambda qkv, *args, **options: attention(*split_qkv(qkv), *args, **options)
+
+
+attend, reference = packed(causal_attention), packed(flash.reference)
 
 
 def make_input(dtype=torch.float32, shape=(3, 37, 4, 3, 8)) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,10 +50,10 @@ def check(found, expected, tolerance: float) -> None:
 def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
     """Held against float64, whose mask comes from the same key."""
     qkv, keys = make_input(dtype)
-    exact = value_and_gradient(lambda x: flash.reference(x, keys, p), qkv.double())
-    found = value_and_gradient(lambda x: causal_attention(x, keys, p, backend=backend), qkv)
+    exact = value_and_gradient(lambda x: reference(x, keys, p), qkv.double())
+    found = value_and_gradient(lambda x: attend(x, keys, p, backend=backend), qkv)
     check(found, exact, TOLERANCE[dtype])
-    others = value_and_gradient(lambda x: causal_attention(x, keys + 1, p, backend=backend), qkv)
+    others = value_and_gradient(lambda x: attend(x, keys + 1, p, backend=backend), qkv)
     assert (others[0] - found[0]).norm() > 0.1 * found[0].norm()
 
 
@@ -53,19 +62,56 @@ def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
 def test_back_ends_agree_where_nothing_drops(backend, dtype):
     """Also where a key comes with the probability 0."""
     qkv, keys = make_input(dtype)
-    exact = value_and_gradient(lambda x: flash.reference(x, None, 0.0), qkv.double())
+    exact = value_and_gradient(lambda x: reference(x, None, 0.0), qkv.double())
     for key in (None, keys):
-        found = value_and_gradient(lambda x, key=key: causal_attention(x, key, 0.0, backend=backend), qkv)
+        found = value_and_gradient(lambda x, key=key: attend(x, key, 0.0, backend=backend), qkv)
         check(found, exact, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", DROPPING)
 def test_a_shard_of_the_heads_has_the_values_of_the_whole(backend):
     qkv, keys = make_input()
-    whole = value_and_gradient(lambda x: causal_attention(x, keys, 0.3, backend=backend), qkv)
-    y = causal_attention(qkv[:, :, 2:], keys, 0.3, (2, 0, 0), backend=backend)
+    whole = value_and_gradient(lambda x: attend(x, keys, 0.3, backend=backend), qkv)
+    y = attend(qkv[:, :, 2:], keys, 0.3, (2, 0, 0), backend=backend)
     torch.testing.assert_close(y, whole[0][:, :, 2:], rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(causal_attention(qkv[:, :, 2:], keys, 0.3, backend=backend), y)
+    assert not torch.allclose(attend(qkv[:, :, 2:], keys, 0.3, backend=backend), y)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_groups_of_heads_share_keys_and_values(backend, p):
+    """As if k and v were repeated for each head of q."""
+    (q, k, v), keys = make_input(torch.float64)[0].unbind(3), make_input()[1]
+    k, v = k[:, :, :2], v[:, :, :2]
+    options = {"key": keys, "p": p, "backend": backend}
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    found = causal_attention(*inputs, **options)
+    repeated = [x.detach().clone().requires_grad_() for x in (q, *(x.repeat_interleave(2, dim=2) for x in (k, v)))]
+    expected = causal_attention(*repeated, **options)
+    torch.testing.assert_close(found, expected)
+    (dq, dk, dv), (eq, *grouped) = (torch.autograd.grad(y, x, q) for y, x in ((found, inputs), (expected, repeated)))
+    torch.testing.assert_close([dq, dk, dv], [eq, *(g.unflatten(2, (2, 2)).sum(3) for g in grouped)])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_the_last_queries_have_the_values_of_the_whole(backend, p):
+    """With fewer queries than columns, masks of dropout included; views of a packed tensor are not changed."""
+    qkv, keys = make_input(torch.float64)
+    before, (q, k, v) = qkv.clone(), split_qkv(qkv)
+    options = {"key": keys, "p": p, "backend": backend}
+    whole = causal_attention(q, k, v, **options)
+    for queries in (1, 5, 36):
+        torch.testing.assert_close(causal_attention(q[:, -queries:], k, v, **options), whole[:, -queries:])
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_shapes_that_do_not_fit_are_refused(backend):
+    q = torch.zeros(2, 5, 4, 8)
+    for k in (q[:, :4], q[:, :, :3], q[:1], q[..., :4]):
+        with pytest.raises(ValueError, match="N_kv divides N"):
+            causal_attention(q, k, k, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +134,8 @@ def test_the_fastest_back_end_is_chosen(dropping, masking, kernels, head_dim, ba
 def test_pytorchs_own_never_draws_a_mask():
     """A model that was trained without dropout may be evaluated with keys at hand."""
     qkv, keys = make_input()
-    expected = causal_attention(qkv, keys, 0.3, backend="explicit")
-    assert torch.equal(causal_attention(qkv, keys, 0.3, backend="sdpa"), expected)
+    expected = attend(qkv, keys, 0.3, backend="explicit")
+    assert torch.equal(attend(qkv, keys, 0.3, backend="sdpa"), expected)
 
 
 def test_pytorchs_own_is_refused_under_dropout():
