@@ -1,11 +1,11 @@
-"""GPT-2 124M with the settings of llm.c's reproduction (scripts/run_gpt2_124M.sh): 10 B tokens, 0.5 M a step.
+"""GPT-2 124M with the settings of llm.c's reproduction (scripts/run_gpt2_124M.sh): 10 B tokens, 0.5 M per step.
 
-hardware   one GPU of 40 GB or more; on a smaller one lower --micro_batch_size (the curve stays the same)
+hardware   one GPU of 40 GB or more; on a smaller one, lower --micro_batch_size (the curve stays the same)
 command    python recipes/gpt2_124m.py --data.path your.jsonl
-quick look python recipes/gpt2_124m.py --steps 20 --optimizer.decay_steps 20 --optimizer.warmup 2 --log.interval 5
-expect     on one H200 584,000 to 595,000 tokens/s and 22 GiB (--global_batch_size 64). Loss of the quick look, measured
-           before the step was fused: 10.9 -> 5.99. The full run, which llm.c's author reports at about 3.28 on FineWeb,
-           was not repeated here.
+short run  python recipes/gpt2_124m.py --steps 20 --optimizer.decay_steps 20 --optimizer.warmup 2 --log.interval 5
+expect     584,000 to 595,000 tokens/s and 22 GiB on one H200 (--global_batch_size 64). Loss of the short run, measured
+           with unfused operations: 10.9 -> 5.99. The full run was not repeated; llm.c's author reports about 3.28 on
+           FineWeb.
 """
 
 from dtgpt.cli import run_recipe

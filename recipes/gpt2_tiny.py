@@ -1,9 +1,9 @@
-"""GPT-2 in miniature on the text that Python carries: the whole way from raw text to a sample, on a laptop CPU.
+"""A small GPT-2 on text included in Python: from raw text to a generated sample, on a laptop CPU.
 
 hardware   2 CPU cores
 command    python recipes/gpt2_tiny.py
-expect     80 seconds on two cores, a loss from 7.0 to 2.5, 1.63 bits/byte on held-out text (Python 3.11's text), a
-           sample that reads like documentation
+expect     80 seconds, loss 7.0 -> 2.5, 1.63 bits/byte on held-out text (text of Python 3.11), and a sample that reads
+           like documentation
 """
 
 from dtgpt.cli import run_recipe
@@ -16,7 +16,7 @@ def recipe() -> Recipe:
     return Recipe(
         name="gpt2_tiny",
         model=GPT2Config(num_layers=2, hidden_size=128, num_heads=4, seq_length=64, vocab_size=1024),
-        # The text is short: the strong weight decay is what keeps the model from learning it by heart.
+        # The text is short: strong weight decay keeps the model from memorizing it.
         optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup=0.05, weight_decay=1.0),
         steps=1000,
         micro_batch_size=32,

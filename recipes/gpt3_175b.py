@@ -1,15 +1,15 @@
 """GPT-3 175B with the settings of Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh.
 
-hardware   16 nodes of 8 GPUs of 80 GB with fast links inside a node, or a multiple of that; see docs/cluster.md
-look first dtgpt plan recipes/gpt3_175b.py --world 128
+hardware   16 nodes of 8 GPUs of 80 GB with fast links within a node, or a multiple of that; see docs/cluster.md
+plan       dtgpt plan recipes/gpt3_175b.py --world 128 --gpu 80
 command    sbatch --nodes 16 recipes/slurm.sbatch recipes/gpt3_175b.py --data.path your.jsonl
-expect     of the look: 16 stages of 6 blocks, under 80 GB on each rank. Neither the full run nor one step of this
-           size was done here. Each rank writes its own part of a checkpoint, from a copy in main memory.
+expect     16 stages of 6 blocks and less than 60 GiB on each rank, as planned. Neither the full run nor a step of this
+           size was tried.
 
-The script leaves dropout at Megatron-LM's defaults, 0.1 for hidden states and attention, and so does this recipe. The
-batch grows as in the script, from 16 samples to 1536 over the first 5,859,375; with more than one replica the pipeline
-needs 16 for each at first, as in --rampup_batch_size '32 16 5859375' on 32 nodes. The recipe differs in bf16 with fp32
-master weights (there: fp16 with loss scaling, --precision fp16 here) and in sequence parallelism, with equal results.
+Dropout is 0.1, Megatron-LM's default, which the script uses. As in the script, the batch grows from 16 to 1536 samples
+over the first 5,859,375 samples. With more than one replica, the pipeline needs 16 samples per replica at the start: on
+32 nodes use --rampup_batch_size '32 16 5859375'. Two settings differ from the script: bf16 with fp32 master weights
+instead of fp16 with a loss scale (--precision fp16), and sequence parallelism, which does not change the results.
 """
 
 from dataclasses import replace
