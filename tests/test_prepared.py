@@ -11,7 +11,7 @@ import torch
 
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.megatron.samples import load_samples
+from dtgpt.data.megatron.samples import SampleRequest, load_samples
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
@@ -41,7 +41,7 @@ def recipe(recipe, tmp_path):
 
 def test_sample_i_of_a_run_is_sample_i_of_megatrons_order(recipe):
     run = training(recipe)
-    expected = load_samples(IndexedDataset(recipe.data.path), "90,10,0", "train", 16, 80, recipe.seed, None)
+    expected = load_samples(IndexedDataset(recipe.data.path), SampleRequest("90,10,0", "train", 16, 80, recipe.seed))
     windows, ids, _ = run.batches.take(0)
     assert torch.equal(windows, expected.windows(ids)) and ids.tolist() == list(range(8))
 
@@ -58,7 +58,9 @@ def test_every_plan_has_the_samples_of_one_process(recipe):
 def test_each_held_out_window_is_evaluated_once(recipe):
     """Of a validation part that has fewer than are asked for; the loss is their mean under every plan."""
     whole = training(change(recipe, log={"eval_samples": 512}))
-    index = load_samples(IndexedDataset(recipe.data.path), recipe.data.split, "valid", 16, None, recipe.seed, None)
+    index = load_samples(
+        IndexedDataset(recipe.data.path), SampleRequest(recipe.data.split, "valid", 16, None, recipe.seed)
+    )
     windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
     assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
     losses = [whole.passes.mean_loss(w[None, :-1], w[None, 1:]).item() for w in windows]

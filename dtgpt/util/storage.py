@@ -133,30 +133,33 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
-def sync_tree(folder: Path) -> None:
-    """Wait until all files below a folder are on the disk, and their names."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_path(path)
-
-
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Another folder, to be filled within the context: it is called `folder` when all in it is on the disk. Where the
-    context fails nothing is left; an OSError becomes a UserError."""
-    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield another folder to fill; it is called `folder` when the context ends and all in it is on the disk. If the
+    context fails, nothing is left. Raises OSError."""
+    partial = folder.with_name(f".partial-{folder.name}-{platform.node()}-{os.getpid()}")
     try:
         remove_tree(partial)  # of a killed process that had the same number
         partial.mkdir(parents=True)
         yield partial
-        sync_tree(partial)
+        for path in [*partial.rglob("*"), partial]:
+            sync_path(path)
         partial.rename(folder)
         sync_path(folder.parent)
+    finally:
+        remove_tree(partial)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError."""
+    try:
+        with atomic_folder(folder) as partial:
+            yield partial
     except OSError as error:
         # A library that tells of a full disk in words of its own gives no number.
         advice = remedy(error, "check the disk" if error.errno else "free space there")
         raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
-    finally:
-        remove_tree(partial)
 
 
 class Held(Exception):

@@ -8,7 +8,6 @@ state of August 2026); the sample index is computed here from cumulated lengths,
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,17 +17,35 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.array_cache import cached_index, check_memory
 from dtgpt.data.file_array import Array
-from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
 JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
-PADDING = -1  # fills the last window of `drop_last=False`
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
 INT32_MAX = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Which samples to load. split: relative sizes of the parts; None: the data are for `which` (train, valid or test)
+    alone. seq_length: tokens of a sample, without its last target. num_samples: None for one epoch. cache: folder that
+    keeps indices; None: nothing is kept."""
+
+    split: str | None
+    which: str
+    seq_length: int
+    num_samples: int | None
+    seed: int
+    cache: Path | None = None
+
+    def name(self, sequences: TokenSequences) -> str:
+        """Return what messages call the part of these sequences."""
+        under = "" if self.split is None else f" under the split {self.split}"
+        return f"the {self.which} part of {sequences.name}{under}"
 
 
 @dataclass(frozen=True)
@@ -99,12 +116,10 @@ def build_sample_index(
     seq_length: int,
     num_samples: int | None,
     seed: int,
-    drop_last: bool = True,
     part: str = "this part of the dataset",
 ) -> SampleIndex:
-    """At least `num_samples` windows (None: one epoch of them) of T + 1 tokens, T = `seq_length`. `lengths [S]`: tokens
-    of every sequence; `documents`: those to draw from. `drop_last=False` keeps the tokens that fill no window, as
-    Megatron-LM can for validation. `part`: what an error calls these documents. Raises UserError."""
+    """Return at least `num_samples` windows (None: one epoch) of `seq_length` + 1 tokens. lengths `[S]`: tokens of
+    every sequence. documents: those to draw from. part: what an error calls these documents. Raises UserError."""
     _check(lengths, documents, seq_length, num_samples, seed)
     local = lengths[documents.start : documents.stop]
     tokens = int(local.sum(dtype=np.int64))
@@ -114,8 +129,7 @@ def build_sample_index(
             "samples from; add documents, or give the part more weight in the split, or none if it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
-    total = epochs.count * tokens - 1  # that have a token before them
-    count = total // seq_length if drop_last else int(np.ceil(np.float32(total) / np.float32(seq_length)))
+    count = (epochs.count * tokens - 1) // seq_length
     check_memory(epochs.count * len(documents) * (4 + 8) + count * (8 + 4 + 8), f"{part} with {count:,} samples")
     rng = np.random.RandomState(seed)
     last = 0 if epochs.samples_apart is None else 1
@@ -157,8 +171,8 @@ def _shuffle_index(count: int, apart: int | None, rng: np.random.RandomState) ->
 
 
 def _fill_rows(rows: np.ndarray, lengths: np.ndarray, document_index: np.ndarray, first: int, seq_length: int) -> None:
-    """Row k > 0 is where token k T of the stream lies: the last token of window k - 1 and the first of window k. Row 0
-    is (0, 0), even where document 0 is empty. `lengths` are those of the documents from `first` on."""
+    """Fill row k > 0 with the place of token k T of the stream: the last token of window k - 1, the first of window k.
+    Row 0 is (0, 0), even if document 0 is empty. `lengths` are those of the documents from `first` on."""
     count, row, end = len(rows), 1, 0
     for begin in range(0, len(document_index), BLOCK):
         documents = document_index[begin : begin + BLOCK]
@@ -177,12 +191,6 @@ def _fill_rows(rows: np.ndarray, lengths: np.ndarray, document_index: np.ndarray
         rows[row:stop, 0] = places + begin
         rows[row:stop, 1] = np.arange(row, stop) * seq_length - (ends - sizes)[places]
         row, end = stop, int(ends[-1])
-    if row < count:  # the tokens run out in the last window
-        if row + 1 < count:
-            raise UserError(
-                f"{end} tokens are too many for drop_last=False, whose count Megatron rounds; drop the last"
-            )
-        rows[row] = len(document_index) - 1, lengths[document_index[-1] - first] - 1
 
 
 class Samples:
@@ -196,10 +204,9 @@ class Samples:
         return len(self.index)
 
     def windows(self, samples: ArrayLike) -> Tensor:
-        """Tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU; a short last window is filled with PADDING.
-        Raises IndexError."""
+        """Return the tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU. Raises IndexError."""
         samples = check_samples(samples, len(self))
-        index, width = self.index, self.index.seq_length + 1
+        index = self.index
         windows = index.shuffle_index[samples].astype(np.int64)
         begin, end = (index.sample_index[rows].astype(np.int64) for rows in (windows, windows + 1))
         spans = end[:, 0] - begin[:, 0] + 1  # documents that each window touches
@@ -210,9 +217,7 @@ class Samples:
         begins[stop - spans] = begin[:, 1]
         ends[stop - 1] = end[:, 1] + 1
         tokens = self.sequences.read(sequences, begins, ends - begins).astype(np.int64)
-        if len(tokens) < len(samples) * width:
-            tokens = _padded(tokens, np.add.reduceat(ends - begins, stop - spans), width)
-        return torch.from_numpy(tokens.reshape(len(samples), width))
+        return torch.from_numpy(tokens.reshape(len(samples), index.seq_length + 1))
 
 
 def check_samples(samples: ArrayLike, count: int) -> np.ndarray:
@@ -223,44 +228,20 @@ def check_samples(samples: ArrayLike, count: int) -> np.ndarray:
     return samples
 
 
-def _padded(tokens: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    filled = np.full((len(counts), width), PADDING, np.int64)
-    filled[np.arange(width) < counts[:, None]] = tokens
-    return filled
-
-
-def part_name(sequences: TokenSequences, split: str | None, which: str) -> str:
-    """What messages call it."""
-    under = "" if split is None else f" under the split {split}"
-    return f"the {which} part of {sequences.name}{under}"
-
-
-def load_samples(
-    sequences: TokenSequences,
-    split: str | None,
-    which: str,
-    seq_length: int,
-    num_samples: int | None,
-    seed: int,
-    cache: Path | None,
-    drop_last: bool = True,
-) -> Samples:
-    """The samples of `which` (train, valid or test) under `split` (None: of everything), their index from `cache` or
-    built and put there. One process of a machine calls this first, then all others. Raises UserError."""
-    documents = split_range(split, which, len(sequences))
+def load_samples(sequences: TokenSequences, request: SampleRequest) -> Samples:
+    """Return the samples that are asked for, with their index from the cache. One process of a machine calls this
+    first, then all others. Raises UserError."""
+    documents = split_range(request.split, request.which, len(sequences))
+    asked = request.seq_length, request.num_samples, request.seed
 
     def build() -> dict[str, np.ndarray]:
-        part = part_name(sequences, split, which)
-        index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last, part)
-        return {name: getattr(index, f"{name}_index") for name in ("document", "sample", "shuffle")}
+        index = build_sample_index(sequences.lengths, documents, *asked, request.name(sequences))
+        return {name: np.asarray(getattr(index, f"{name}_index")) for name in ("document", "sample", "shuffle")}
 
-    arrays: Mapping[str, Array]
-    if cache is None:
-        arrays = build()
-    else:
-        settings = {
-            "kind": "samples", "sequences": sequences.digest, "documents": [documents.start, documents.stop],
-            "seq_length": seq_length, "num_samples": num_samples, "seed": seed, "drop_last": drop_last,
-        }  # fmt: skip
-        arrays = cached(cache, settings, build)
-    return Samples(sequences, SampleIndex(seq_length, arrays["document"], arrays["sample"], arrays["shuffle"]))
+    settings = {
+        "kind": "samples", "sequences": sequences.digest, "documents": [documents.start, documents.stop],
+        "seq_length": request.seq_length, "num_samples": request.num_samples, "seed": request.seed,
+    }  # fmt: skip
+    arrays = cached_index(request.cache, settings, build)
+    index = SampleIndex(request.seq_length, arrays["document"], arrays["sample"], arrays["shuffle"])
+    return Samples(sequences, index)
