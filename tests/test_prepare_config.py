@@ -124,7 +124,7 @@ def test_a_list_of_broken_lines_does_not_appear_when_nothing_is_written(tmp_path
 
 def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_next(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
-    left, other = tmp_path / ".list.jsonl.123.new", tmp_path / ".list.jsonl.old.new"
+    left, other = tmp_path / ".list.jsonl.0123abcd.new", tmp_path / ".list.jsonl.old.new"
     for path in (left, other):
         path.write_text("half")
     config = {"tokenizer": "bytes", "workers": 1, "broken": tmp_path / "list.jsonl"}

@@ -54,16 +54,20 @@ def test_without_locks_nobody_elses_files_are_touched(tmp_path, monkeypatch, cap
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    (tmp_path / ".out.bin.123.new").write_bytes(b"x")
+    (tmp_path / ".out.bin.0123abcd.new").write_bytes(b"x")
     with lock_prefix(tmp_path / "out"):
-        assert (tmp_path / ".out.bin.123.new").exists()
+        assert (tmp_path / ".out.bin.0123abcd.new").exists()
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
 
 def test_leftovers_of_killed_preparations_are_removed_and_others_kept(tmp_path, capsys):
-    for name in (".out_text_document.bin.123.new", ".out_text_document.idx.123.new", ".out_text_document.lock"):
+    for name in (
+        ".out_text_document.bin.0123abcd.new",
+        ".out_text_document.idx.0123abcd.new",
+        ".out_text_document.lock",
+    ):
         (tmp_path / name).write_bytes(b"half")
-    others = [".out_text_document.bin.old.new", ".out_text_documents.bin.123.new"]
+    others = [".out_text_document.bin.old.new", ".out_text_documents.bin.0123abcd.new"]
     for name in others:
         (tmp_path / name).write_bytes(b"other")
     run(tmp_path, [{"text": "a"}])
@@ -91,8 +95,8 @@ def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys
 def test_a_half_written_index_is_not_put_in_place(tmp_path):
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.append([1, 2, 3])
-    (tmp_path / "x.bin").rename(tmp_path / ".out.bin.7.new")
-    (tmp_path / ".out.idx.7.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
+    (tmp_path / "x.bin").rename(tmp_path / ".out.bin.01234567.new")
+    (tmp_path / ".out.idx.01234567.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
     with lock_prefix(tmp_path / "out"):
         assert leftovers(tmp_path) == [".out.lock"]
 

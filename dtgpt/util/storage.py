@@ -17,7 +17,7 @@ from typing import IO, Any, BinaryIO, Self
 
 from dtgpt.util.errors import UserError, remedy
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic_file` has not renamed yet
+TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")  # names of `temporary_path`
 
 LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
@@ -86,11 +86,22 @@ def create_file(path: Path, buffering: int = -1) -> BinaryIO:
     return path.open("xb", buffering)  # "x": fails where a link appears in between
 
 
+def temporary_path(path: Path, mark: str) -> Path:
+    """Return the name of a file that is called `path` when it is whole. mark: of the writer, a `token_hex(4)`."""
+    return path.with_name(f".{path.name}.{mark}.new")
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """Return the temporary files that killed processes left of `path`; no other process may be writing it."""
+    named = ((p, TEMPORARY.fullmatch(p.name)) for p in path.parent.iterdir())
+    return sorted(p for p, name in named if name and name[1] == path.name)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
     the context fails, `path` stays what it was. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temporary = temporary_path(path, secrets.token_hex(4))
     try:
         with create_file(temporary) as file:
             yield file

@@ -199,8 +199,8 @@ def _check_validation(sequences: Sequence[TokenSequences], split: str) -> None:
     parts = [(s, split_range(split, "valid", len(s))) for s in sequences]
     if shards is not None and not any(s.lengths[part.start : part.stop].sum(dtype=np.int64) for s, part in parts):
         raise UserError(
-            f"{shards.name} is cut into {counted(sum(map(len, sequences)), 'document')}, of which data.split={split} leaves "
-            "none for validation; give others as --data.valid_path, as val.bin of nanoGPT, or --data.split 1 for none"
+            f"{shards.name} is cut into {counted(sum(map(len, sequences)), 'document')}, of which data.split={split} "
+            "leaves none for validation; give others as --data.valid_path, such as val.bin, or --data.split 1 for none"
         )
 
 

@@ -16,14 +16,13 @@ import numpy as np
 
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
-from dtgpt.data.prepare.broken import BrokenLines
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Broken
 from dtgpt.data.prepare.encode import Counts, Encoded, EncodedKey, Encoder
 from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
-from dtgpt.data.prepare.progress import Progress
-from dtgpt.data.prepare.target import check_target, lock_list, lock_prefix
+from dtgpt.data.prepare.progress import BrokenLines, Progress
+from dtgpt.data.prepare.target import check_target, lock_list, lock_prefix, open_list
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
@@ -94,17 +93,18 @@ def prepare(config: PrepareConfig) -> Summary:
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
         told = encoder.dtype, encoder.vocabulary.dumps()
         writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
-        with BrokenLines(listed, config.strict, progress) as broken:
-            for block in encoded(read_blocks(sources, config.json_keys)):
-                broken.add(block.broken)
-                for key, writer in writers.items():
-                    _write(writer, block.keys[key])
-                summary.add(block)
-                progress.update(summary.documents, summary.text_bytes, block.position)
-            broken.summarise()
-            _check_any(summary, sources, broken.first)
-            for writer in writers.values():
-                writer.seal()
+        file = None if listed is None else stack.enter_context(open_list(listed))
+        broken = BrokenLines(file, config.strict, progress)
+        for block in encoded(read_blocks(sources, config.json_keys)):
+            broken.add(block.broken)
+            for key, writer in writers.items():
+                _write(writer, block.keys[key])
+            summary.add(block)
+            progress.update(summary.documents, summary.text_bytes, block.position)
+        broken.summarise()
+        _check_any(summary, sources, broken.first)
+        for writer in writers.values():
+            writer.seal()
     summary.seconds = time.monotonic() - started
     return summary
 
