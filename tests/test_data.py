@@ -191,10 +191,10 @@ def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypa
         ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]),
         ("empty.txt", b"", ["empty.txt holds no text"]),
         ("blank.txt", b" \n\n", ["holds no text"]),
-        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 3)", "iconv"]),
+        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
         ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
-        ("c.jsonl", b'["text"]\n', ["line 1", "'text'"]),
+        ("c.jsonl", b'["text"]\n', ["line 1", "a JSON array"]),
         ("d.jsonl", b"", ["holds no text"]),
     ],
 )
@@ -267,7 +267,9 @@ def test_gpt2_without_cache_and_network_says_what_to_do(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UserError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR.*tokenizer bpe"):
+    with pytest.raises(
+        UserError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR.*vocab.json.*another tokenizer"
+    ):
         make_tokenizer("gpt2", [], 0)
 
 

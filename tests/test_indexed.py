@@ -59,7 +59,7 @@ def test_sequences_may_come_many_at_a_time(tmp_path):
         writer.append([])
         writer.extend([], [])
         writer.append(np.array([2**31 - 1], np.uint64))
-        with pytest.raises(ValueError, match="3 tokens are no sequences"):
+        with pytest.raises(ValueError, match="3 tokens are not sequences"):
             writer.extend([1, 2, 3], [2])
     dataset = IndexedDataset(tmp_path / "folder" / "many")
     assert dataset.lengths.tolist() == [2, 0, 4, 0, 1] and dataset.offsets.tolist() == [0, 8, 8, 24, 24]

@@ -12,8 +12,7 @@ from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
-from dtgpt.data.tokenizers.char import Char, Ids
-from dtgpt.data.tokenizers.nanogpt_meta import read_meta
+from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train

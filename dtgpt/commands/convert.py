@@ -8,7 +8,7 @@ from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.data.tokenizers.export import export_note, transformers_files
-from dtgpt.data.tokenizers.open import OF_MODELS
+from dtgpt.data.tokenizers.open import FILES
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.megatron.export import save_megatron
@@ -88,7 +88,7 @@ def _check(options: ConvertOptions) -> None:
 def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
     """Return the tokenizer's files for transformers, by name; None, with a message, if there are none that fit."""
     if tokenizer is None:
-        say(f"no tokenizer is saved with {path}, so {target} has none; {OF_MODELS.remedy}")
+        say(f"no tokenizer is saved with {path}, so {target} has none; give {FILES}")
         return None
     try:
         files = transformers_files(tokenizer, source.config.seq_length)

@@ -11,9 +11,9 @@ from dtgpt.commands.help import HELP
 from dtgpt.data.prepare.documents import Broken
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import folder_of
+from dtgpt.data.tokenizers.byte_level import SMALLEST
 from dtgpt.data.tokenizers.open import MOST, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.data.tokenizers.training import SMALLEST
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds

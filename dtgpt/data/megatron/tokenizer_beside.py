@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtgpt.data.megatron.indexed import idx_path, tokenizer_path
-from dtgpt.data.tokenizers.char import Char, Ids
-from dtgpt.data.tokenizers.nanogpt_meta import read_meta
-from dtgpt.data.tokenizers.open import OF_TRAINING, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.char import Char, Ids, read_meta
+from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError
 
@@ -85,12 +84,12 @@ def _named(data: "DataConfig") -> tuple[str, Tokenizer] | None:
             "leave one out"
         )
     if data.tokenizer_file is not None:
-        return f"data.tokenizer_file={data.tokenizer_file}", open_tokenizer(data.tokenizer_file, options=OF_TRAINING)
+        return f"data.tokenizer_file={data.tokenizer_file}", open_tokenizer(data.tokenizer_file)
     if data.vocab_file is not None:
         files = data.vocab_file, data.merge_file
-        return f"data.vocab_file={data.vocab_file}", open_tokenizer("gpt2", *files, options=OF_TRAINING)
+        return f"data.vocab_file={data.vocab_file}", open_tokenizer("gpt2", *files)
     if data.tokenizer in ("gpt2", "bytes"):
-        return f"data.tokenizer={data.tokenizer}", open_tokenizer(data.tokenizer, options=OF_TRAINING)
+        return f"data.tokenizer={data.tokenizer}", open_tokenizer(data.tokenizer)
     if data.tokenizer == "bpe":
         raise UserError(
             f"data.tokenizer=bpe is trained on plain text, but {data.path} holds tokens; leave it out, or give the "
@@ -102,7 +101,7 @@ def _named(data: "DataConfig") -> tuple[str, Tokenizer] | None:
 def _guessed(data: "DataConfig", vocab_size: int) -> Tokenizer:
     """GPT-2's, where the model has room for its tokens."""
     if vocab_size >= GPT2_TOKENS:
-        return open_tokenizer("gpt2", options=OF_TRAINING)
+        return open_tokenizer("gpt2")
     raise UserError(
         f"{data.path} holds tokens, and nothing tells of which tokenizer; give the file that dtgpt prepare --tokenizer "
         "took as --data.tokenizer_file, or --data.tokenizer gpt2 (or bytes, where each token is a byte of text), or "

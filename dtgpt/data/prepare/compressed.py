@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from io import BufferedReader
 from typing import Any
 
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, optional_package
 
 SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 PIECE = 1 << 18  # bytes read at once, and bytes of a piece at most
@@ -70,7 +70,7 @@ def check_format(head: bytes, name: str) -> None:
         if re.match(magic, head, re.DOTALL):
             raise UserError(f"{name} is {what}, which is not read; {remedy}")
     if re.match(ZSTD, head):
-        zstandard(name)
+        optional_package("zstandard", f"{name}, compressed with zstd,")
 
 
 def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
@@ -84,7 +84,7 @@ def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
 
 def _content(raw: BufferedReader, head: bytes, name: str) -> Iterator[bytes]:
     if re.match(ZSTD, head):
-        package = zstandard(name)
+        package = optional_package("zstandard", f"{name}, compressed with zstd,")
         return _frames(raw, package.ZstdDecompressor().decompressobj, None, package.ZstdError)
     if re.match(XZ, head):
         return _frames(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW), PIECE)
@@ -114,14 +114,3 @@ def _frames(
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("the last frame has no end")
-
-
-def zstandard(name: str) -> Any:
-    """Return the package for .zst. Raises UserError where it is not installed."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(
-            f"{name} is compressed with zstd, for which the package zstandard is missing; run pip install 'dtgpt[data]'"
-        ) from None
-    return zstandard

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from dtgpt.data.text import paired
 from dtgpt.util.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -109,6 +108,11 @@ def _texts(fields: dict, key: str) -> list[str]:
     return texts
 
 
+def paired(text: str) -> str:
+    """Return the text with U+FFFD for halves of surrogate pairs, which a JSON string may escape."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
     try:
         return {keys[0]: [line.decode()]}
@@ -122,15 +126,15 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
         held += piece
         if len(held) > LONGEST_TEXT:
             raise UserError(
-                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; give --txt line, "
-                "or cut it into several files"
+                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into "
+                "several files, or let dtgpt prepare read it with --txt line"
             )
     data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
     try:
         return {keys[0]: [data.decode()]}
     except UnicodeDecodeError as error:
         line = count_lines(bytes(data[: error.start])) + 1
-        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
+        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
 
 
 def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:

@@ -23,6 +23,7 @@ from dtgpt.util.storage import read_regular
 
 Piece = TypeVar("Piece", bytes, str)
 LARGEST = 1 << 28  # bytes of a vocabulary's file
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
 
@@ -164,13 +165,13 @@ def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]],
 
 
 def tokenizer_json(
-    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
+    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict | None = None,
     ignore_merges: bool = False,
 ) -> str:  # fmt: skip
-    """Return a BPE in Hugging Face's format."""
+    """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization."""
     model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
     added = [special_token(name, i) for name, i in specials.items()]
-    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer or BYTE_LEVEL, "decoder": BYTE_LEVEL, "model": model}
     return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes, merges_of, tokenizer_json
+from dtgpt.data.tokenizers.bpe_files import BYTE_LEVEL, letter_bytes, merges_of, tokenizer_json
 from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
@@ -81,19 +81,17 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
     def spelled(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    before = byte_level
+    before = None
     if tokenizer.pattern not in PATTERNS:
         pattern = {"Regex": _for_oniguruma(tokenizer.pattern)}
         split = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": True}  # keeps what matches
-        before = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
+        before = {"type": "Sequence", "pretokenizers": [split, {**BYTE_LEVEL, "use_regex": False}]}
     return tokenizer_json(
         {spelled(token): i for token, i in tokens.items()},
         [f"{spelled(left)} {spelled(right)}" for left, right in merges],
         tokenizer.specials,
-        pre_tokenizer=before,
-        decoder=byte_level,
-        ignore_merges=whole_words,
+        before,
+        whole_words,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
@@ -42,9 +42,6 @@ class HuggingFace(Tokenizer):
     @cached_property
     def _special(self) -> Any:
         return parse_tokenizer(self.name, self._content)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_special")}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with panics_as_user_errors(self.name):
@@ -86,26 +83,16 @@ class SentencePiece(Tokenizer):
 
     @cached_property
     def _processor(self) -> Any:
-        try:
-            import sentencepiece
-        except ImportError:
-            raise UserError(
-                f"{self.name} needs the package sentencepiece, which is missing; run pip install 'dtgpt[data]'"
-            ) from None
-        processor = sentencepiece.SentencePieceProcessor()
+        processor = optional_package("sentencepiece", self.name).SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(self.ranks[0])
         except RuntimeError:
             raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
         return processor
 
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_processor"}
-
     def encode(self, text: str, special: bool = False) -> list[int]:
         if special:
-            raise UserError(f"{self.name} is a SentencePiece model, which has no names of special tokens in text; "
-                            "leave --encode-special out")  # fmt: skip
+            raise UserError(f"{self.name} is a SentencePiece model, without special tokens; leave --encode-special out")
         return self._processor.encode(text, out_type=int, add_bos=self._begin)
 
     def _decode(self, ids: list[int]) -> str:
@@ -118,7 +105,7 @@ class SentencePiece(Tokenizer):
     def token_bytes(self) -> np.ndarray:
         known = self._processor
         silent = [known.is_control(i) or known.is_unknown(i) for i in range(self.vocab_size)]
-        return np.array([0 if none else spelled(known.id_to_piece(i)) for i, none in enumerate(silent)], np.int64)
+        return np.array([0 if none else spelled(self.piece(i)) for i, none in enumerate(silent)], np.int64)
 
     def to_json(self) -> dict[str, Any]:
         model = base64.b64encode(self.ranks[0]).decode()
@@ -132,12 +119,7 @@ def spelled(token: str) -> int:
 
 def parse_tokenizer(name: str, content: str) -> Any:
     """Parse a tokenizer.json by Hugging Face's library. Raise UserError where that cannot read it or is missing."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            f"{name} needs the package tokenizers, which is missing; run pip install 'dtgpt[data]'"
-        ) from None
+    tokenizers = optional_package("tokenizers", name)
     try:
         with panics_as_user_errors(name):
             parsed = tokenizers.Tokenizer.from_str(content)

@@ -7,7 +7,7 @@ from typing import Any
 from dtgpt.data.tokenizers.bpe_files import merges_of
 from dtgpt.data.tokenizers.libraries import BLANK, SentencePiece
 from dtgpt.data.tokenizers.tokenizer import special_token
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, optional_package
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # and of their pieces
@@ -47,15 +47,8 @@ def normalizes(tokenizer: SentencePiece) -> bool:
 
 
 def _parse(tokenizer: SentencePiece) -> Any:
-    try:
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json without the package protobuf, which is "
-            "missing; run pip install 'dtgpt[data]'"
-        ) from None
-    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
-    model = messages.ModelProto()
+    messages = "sentencepiece.sentencepiece_model_pb2"
+    model = optional_package("protobuf", f"a tokenizer.json of {tokenizer.name}", messages).ModelProto()
     model.ParseFromString(tokenizer.ranks[0])
     return model
 
