@@ -90,7 +90,10 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
             "a.jsonl --output-prefix out --tokenizer-type Llama2Tokenizer",
             "needs a SentencePiece .model on this",
         ),
-        ("a.jsonl --output-prefix out --tokenizer bytes --prepend-bos", "names no begin of text"),
+        (
+            "a.jsonl --output-prefix out --tokenizer bytes --prepend-bos",
+            "does not have the token of --prepend-bos; leave it out",
+        ),
         ("a.jsonl --output-prefix out --append-eod yes", "--append-eod yes is not a choice; use on or off"),
         ("a.jsonl --output-prefix out --partitions 2", "--partitions of Megatron-LM does not exist here: one command"),
         ("a.jsonl --output-prefix out --max_documents=2", "--max-documents of Megatron-LM .* head -n"),
@@ -102,11 +105,11 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type SentencePieceTokenizer --tokenizer-model t.json",
-            "needs a SentencePiece .model, but t.json is none",
+            "needs a SentencePiece .model, on this machine, which t.json is not",
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.model",
-            "needs a tokenizer.json, but t.model is none",
+            "needs a tokenizer.json, on this machine, which t.model is not",
         ),
         ("a.jsonl --output-prefix out --tokenizer-type GPT2BPETokenizer --tokenizer t.json", "needs --vocab-file and"),
         (

@@ -87,7 +87,7 @@ def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys
     command = [sys.executable, "-c", RENAMES, str(renames), *words, "--output-prefix", str(tmp_path / "out")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     with pytest.raises(UserError, match="exists already"):
-        run(tmp_path, [{"text": "third"}], overwrite="off")
+        run(tmp_path, [{"text": "third"}], overwrite=False)
     assert words_of(IndexedDataset(tmp_path / "out_text_document")) == ["new text"]
     assert "it is in place now" in capsys.readouterr().err and len(leftovers(tmp_path)) == 3
 
@@ -107,7 +107,7 @@ def test_all_keys_of_a_killed_preparation_are_put_in_place_together(tmp_path):
     command = [sys.executable, "-c", RENAMES, "0", *words, "--output-prefix", str(tmp_path / "out")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     with pytest.raises(UserError, match="exists already"):
-        run(tmp_path, [{"a": "x", "b": "y"}], json_keys=("a", "b"), overwrite="off")
+        run(tmp_path, [{"a": "x", "b": "y"}], json_keys=("a", "b"), overwrite=False)
     assert [words_of(IndexedDataset(tmp_path / f"out_{key}_document")) for key in "ab"] == [["x"], ["y"]]
 
 
@@ -117,14 +117,14 @@ def test_a_folder_is_not_replaced_by_a_dataset(tmp_path):
     (tmp_path / "out_text_document.bin").mkdir()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"out_text_document\.bin is a folder; give another --output-prefix"):
-        run(tmp_path, [{"text": "a"}], overwrite="on")
+        run(tmp_path, [{"text": "a"}], overwrite=True)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_folders_made_for_a_run_that_fails_are_removed_and_others_kept(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="no key"):
-        run(tmp_path, [{"no": 1}], strict="on", output_prefix=str(tmp_path / "mine" / "a" / "b" / "out"))
+        run(tmp_path, [{"no": 1}], strict=True, output_prefix=str(tmp_path / "mine" / "a" / "b" / "out"))
     assert (tmp_path / "mine").is_dir() and not (tmp_path / "mine" / "a").exists()
 
 

@@ -355,16 +355,15 @@ def test_tokens_that_no_merge_makes_on_purpose_are_taken(tmp_path, capsys):
     assert from_files(vocab, merges).encode("Hello world") == [15496, 995] and capsys.readouterr().err == ""
     vocab.write_text(json.dumps(ids | {"madeupword0000": len(ids)}))  # as in the vocabulary of RoBERTa
     assert from_files(vocab, merges).encode("Hello world") == [15496, 995]
-    assert "1 token that no merge of" in (said := capsys.readouterr().err) and "'madeupword0000'" in said
+    assert capsys.readouterr().err == ""
 
 
-def test_a_token_for_whole_words_alone_is_a_warning(tmp_path, capsys):
+def test_a_token_for_whole_words_alone_is_taken(tmp_path):
     path = tokenizer_json(tmp_path, ignore_merges=True)
     saved = json.loads(path.read_text())
     saved["model"]["merges"].pop()
     path.write_text(json.dumps(saved))
-    open_tokenizer(str(path))
-    assert "1 token that no merge of" in capsys.readouterr().err
+    assert open_tokenizer(str(path)).num_tokens
 
 
 @pytest.mark.parametrize("where", ["vocab", "added_tokens"])

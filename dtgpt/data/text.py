@@ -47,8 +47,8 @@ def _read_file(path: str, json_key: str) -> Iterator[str]:
         for found in block.documents((json_key,)):
             if isinstance(found, Broken):
                 raise UserError(
-                    f"data.path={found}; each line of a .jsonl must be a JSON object with a text under --data.json_key, "
-                    "in UTF-8 (which iconv -t UTF-8 converts to)"
+                    f"data.path={found}; each line of a .jsonl must be a JSON object with a text under "
+                    "--data.json_key, in UTF-8 (which iconv -t UTF-8 converts to)"
                 )
             yield from found[json_key]
 

@@ -117,7 +117,7 @@ class TokenShards(TokenSequences):
     @property
     def digest(self) -> str:
         """SHA-256 of the lengths of the sequences."""
-        return hashlib.sha256(b"shards" + self.lengths.astype("<i8").tobytes()).hexdigest()
+        return hashlib.sha256(b"shards" + np.asarray(self.lengths, "<i8").tobytes()).hexdigest()
 
     def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
         begin, count = self._bounds(i, begin, count)

@@ -39,7 +39,7 @@ SUFFIXES = {
 
 @dataclass(kw_only=True)
 class Summary(Counts):
-    """What was prepared. `broken` lines were left out. `files` by their prefixes."""
+    """What was prepared: prefixes of the files, and counts. `broken` lines were left out."""
 
     files: list[Path]
     sequences: int = 0
@@ -67,7 +67,7 @@ class Summary(Counts):
 def prepare(config: PrepareConfig) -> Summary:
     """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with the tokenizer beside them.
 
-    Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
+    Broken lines are reported and left out. Raises UserError if an input cannot be read, a line is broken under
     `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
     the disk is full; then nothing is left behind.
     """
@@ -111,8 +111,8 @@ def prepare(config: PrepareConfig) -> Summary:
 
 def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
-    `.idx`; returns that prefix and how many they are. Globs do not find the output. Raises UserError where one is
-    missing, damaged or the output, or their token types differ; then nothing is left."""
+    `.idx`; return that prefix and their number. Globs do not find the output. Raises UserError if one is missing,
+    damaged or the output, or their token types differ; then nothing is left behind."""
     config.validate()
     target = Path(config.output_prefix)
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
@@ -123,18 +123,16 @@ def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
 
 
 def _common_tokenizer(prefixes: list[str]) -> str | None:
-    """That of all datasets, None where one of them does not tell. Raises UserError where they differ."""
-    told = tokenizer_beside(prefixes)
-    silent = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
-    if told is None or silent:
-        if told:
-            say(f"{silent[0]} does not tell its tokenizer, so the joined dataset does not either", warning=True)
-        return None
-    return told[1].dumps()
+    """Return the tokenizer of all datasets, None if one of them is saved without. Raises UserError if they differ."""
+    found = tokenizer_beside(prefixes)
+    without = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
+    if found and without:
+        say(f"{without[0]} is saved without its tokenizer, so the joined dataset is, too", warning=True)
+    return found[1].dumps() if found and not without else None
 
 
 def _datasets(pattern: str, target: Path) -> list[str]:
-    """Prefixes that a prefix, the name of one of its files or a glob of these means; of a glob, all but `target`."""
+    """Return the prefixes that a prefix, one of its files or a glob of these means; of a glob, all but `target`."""
     if not glob.has_magic(pattern) or idx_path(pattern).exists():
         prefix = _without_suffix(pattern)
         if _is_same(prefix, target):
@@ -156,50 +154,42 @@ def _without_suffix(name: str) -> str:
 
 
 def vocabulary_of(config: PrepareConfig) -> Tokenizer:
-    """The tokenizer that is asked for. Raises UserError where it is not of the type that is named."""
+    """Return the tokenizer that is asked for. Raises UserError if it is not of the type that is named."""
     kind = config.tokenizer_type
     given = config.vocab_file or config.tokenizer
     path = Path(given)
     path = path / "tokenizer.json" if path.is_dir() else path
     wanted = SUFFIXES.get(kind)
-    if wanted is not None and (config.vocab_file is not None or not path.is_file()):
+    fits = path.is_file() and config.vocab_file is None and (path.suffix == ".json") == (wanted == "tokenizer.json")
+    if wanted is not None and not fits:
         raise UserError(
             f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
-            "--tokenizer-model (nothing is fetched from the hub)"
+            "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out"
         )
-    if wanted is not None and (path.suffix == ".json") != (wanted == "tokenizer.json"):
-        raise UserError(f"--tokenizer-type {kind} needs a {wanted}, but {given} is none; leave --tokenizer-type out")
     if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
         raise UserError(
             f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
         )
     vocabulary = open_tokenizer(config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
-        raise UserError(f"--tokenizer-type {kind} opens texts with a begin of text, which {given} has not; "
-                        "use --tokenizer-type SentencePieceTokenizer")  # fmt: skip
+        raise UserError(f"{given} has no begin of text; use --tokenizer-type SentencePieceTokenizer")
     return vocabulary
 
 
 def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
-    """Raises UserError where the tokenizer lacks a token that is asked for."""
-    ids = {}
-    for option, name, value in (
-        (config.append_eod, "append-eod", vocabulary.end_of_text),
-        (config.prepend_bos, "prepend-bos", vocabulary.begin_of_text),
-    ):
-        if option and value is None:
-            kind = "end" if name == "append-eod" else "begin"
-            raise UserError(f"the tokenizer {vocabulary.name} names no {kind} of text; leave --{name} out")
-        ids[name] = value if option else None
-    begin = ids["prepend-bos"]
-    if begin is not None and vocabulary.encode("")[:1] == [begin]:
-        begin = None  # the tokenizer itself opens texts with it
-    end, special = ids["append-eod"], config.encode_special
-    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, special)
+    """Return the encoder that the options ask for. Raises UserError if the tokenizer lacks a token for it."""
+    end, begin = vocabulary.end_of_text, vocabulary.begin_of_text
+    for asked, found, option in ((config.append_eod, end, "append-eod"), (config.prepend_bos, begin, "prepend-bos")):
+        if asked and found is None:
+            raise UserError(f"the tokenizer {vocabulary.name} does not have the token of --{option}; leave it out")
+    end = end if config.append_eod else None
+    if not config.prepend_bos or vocabulary.encode("")[:1] == [begin]:  # the tokenizer itself opens texts with it
+        begin = None
+    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, config.encode_special)
 
 
 def dtype_of(vocabulary: Tokenizer) -> np.dtype:
-    """As Megatron-LM chooses it, by the number of tokens; wider where ids have such holes that they would not fit."""
+    """Return the type that Megatron-LM chooses by the number of tokens; a wider one if ids do not fit into it."""
     dtype = token_dtype(vocabulary.num_tokens)
     if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
         return dtype
