@@ -188,7 +188,7 @@ def test_long_runs_and_odd_characters_are_encoded(gpt2):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "--vocab-file"]),
+        ("nowhere", None, ["tokenizer nowhere", "cl100k_base", "vocab.json"]),
         ("a.json", "{", ["a.json", "not JSON"]),
         ("a.json", "[1]", ["a.json", "not a tokenizer"]),
         ("a.json", '{"model": {"type": "what"}}', ["a.json", "not a tokenizer.json"]),
