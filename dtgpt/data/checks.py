@@ -34,8 +34,9 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         return
     prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
-    if data.path is not None and not os.path.exists(data.path) and (unused or _near(data.path)):
-        raise no_dataset(data.path)
+    if data.path is not None and not os.path.exists(data.path):
+        if unused or prefixes_near(data.path) or os.path.isfile(bin_path(data.path)):  # token files were meant
+            raise no_dataset(data.path)
     if unused:
         raise UserError(
             f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
@@ -64,8 +65,3 @@ def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
             f"data.bpe_vocab_size={data.bpe_vocab_size} is more than model.vocab_size={vocab_size}; "
             f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
         )
-
-
-def _near(path: str) -> bool:
-    """Return whether there are token files that `path` may have meant."""
-    return bool(prefixes_near(path)) or os.path.isfile(bin_path(path))

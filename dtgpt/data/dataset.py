@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
+
+if TYPE_CHECKING:
+    from dtgpt.config.sections import DataConfig
 
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
@@ -104,11 +107,10 @@ class TextDataset(Dataset):
     def check(self, seq_length: int, vocab_size: int) -> None:
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
-                remedies = ["use more text", "a shorter --model.seq_length", "another --data.held_out (0 for none)"]
-                remedies = remedies[: 2 if name == "training" else 3]
                 raise UserError(
                     f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
-                    f"least {seq_length + 1}; {', '.join(remedies[:-1])} or {remedies[-1]}"
+                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length or another --data.held_out "
+                    "(0 for none)"
                 )
         check_vocabulary(self.tokenizer, vocab_size)
         if self.source != EMBEDDED:  # which is there for a first look at any model
@@ -135,33 +137,21 @@ def warn_of_unused_rows(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def load_dataset(
-    path: str | None,
-    json_key: str,
-    tokenizer: str,
-    bpe_vocab_size: int,
-    held_out: float,
-    cache: Path,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-) -> TextDataset:
-    """Tokens of the text at `path` (None: the embedded text), made once per content; `tokenizer`: its kind, "gpt2"
-    perhaps from its two files."""
-    documents = read_documents(path, json_key)
-    settings = {"format": CACHE_FORMAT, "tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
-    files = []
-    if tokenizer == "gpt2" and vocab_file is not None and merge_file is not None:
-        files = [vocab_file, merge_file]
-        settings["files"] = [hashlib.sha256(read_content(Path(file))).hexdigest() for file in files]
+def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
+    """Return the tokens of a text, made once per content and options. The kind of tokenizer is not `auto` any more."""
+    documents = read_documents(data.path, data.json_key)
+    settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
+    files = [data.vocab_file, data.merge_file] if data.tokenizer == "gpt2" and data.vocab_file else []
+    if files:
+        settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 
     def make() -> dict[str, np.ndarray | str]:
-        train, valid = split_documents(documents, held_out)
+        train, valid = split_documents(documents, data.held_out)
+        trained_on = documents if data.tokenizer == "char" else train
         made = (
-            open_tokenizer("gpt2", vocab_file, merge_file)
-            if files
-            else make_tokenizer(tokenizer, documents if tokenizer == "char" else train, bpe_vocab_size)
+            open_tokenizer("gpt2", *files) if files else make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
         )
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
@@ -169,13 +159,13 @@ def load_dataset(
     tokens = load_or_make(folder, "the tokens", make)
     known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
     digest = _digest(known, tokens["train"], tokens["valid"])
-    return TextDataset(known, tokens["train"], tokens["valid"], path or EMBEDDED, digest, former)
+    return TextDataset(known, tokens["train"], tokens["valid"], data.path or EMBEDDED, digest, former)
 
 
-def _contents(settings: dict[str, object], documents: list[str]) -> list[str]:
+def _contents(settings: dict[str, Any], documents: list[str]) -> list[str]:
     """Return the digests of what decides the tokens of a text, in this format and in the former one."""
     whole = json.dumps(documents)
-    texts = (f"[{json.dumps({**settings, 'format': number})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
+    texts = (f"[{json.dumps({'format': number, **settings})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
     return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 

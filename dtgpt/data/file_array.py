@@ -79,7 +79,7 @@ def open_file(path: Path) -> OpenFile:
 
 class FileArray:
     """A read-only array of `shape` in a file, from byte `begin` on. Indexing with a number, a slice or an array of row
-    numbers reads those rows; operators and functions of NumPy read all of them."""
+    numbers reads those rows; functions of NumPy read all of them."""
 
     def __init__(self, file: OpenFile, dtype: np.dtype | str, begin: int, shape: tuple[int, ...] | int):
         self.dtype, self.shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
@@ -103,6 +103,9 @@ class FileArray:
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         whole = self.slice(0, len(self))
         return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def tolist(self) -> list:
+        return self[:].tolist()
 
     def slice(self, begin: int, count: int) -> np.ndarray:
         """Read rows `begin` to `begin + count`."""

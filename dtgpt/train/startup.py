@@ -141,8 +141,7 @@ def read_dataset(recipe: Recipe) -> Dataset:
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
     else:
-        settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
-        dataset = load_dataset(*settings, default_cache(), data.vocab_file, data.merge_file)
+        dataset = load_dataset(data, default_cache())
     dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
     check_options(recipe, dataset.tokenizer)
     return dataset

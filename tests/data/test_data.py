@@ -12,6 +12,7 @@ import pytest
 import tiktoken
 import torch
 
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
@@ -25,8 +26,8 @@ KEY = fold(root_key(1), "data")
 
 
 def load(path, tmp_path, **changes) -> Dataset:
-    settings = {"json_key": "text", "tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.1, **changes}
-    return load_dataset(str(path) if path else None, **settings, cache=tmp_path / "cache")
+    settings = {"tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.1, **changes}
+    return load_dataset(DataConfig(path=str(path) if path else None, **settings), tmp_path / "cache")
 
 
 def test_the_embedded_text_is_real_and_repeats_no_paragraph():

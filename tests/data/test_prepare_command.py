@@ -105,11 +105,11 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type SentencePieceTokenizer --tokenizer-model t.json",
-            "needs a SentencePiece .model, on this machine, which t.json is not",
+            "needs a SentencePiece .model on this machine, which t.json is not",
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.model",
-            "needs a tokenizer.json, on this machine, which t.model is not",
+            "needs a tokenizer.json on this machine, which t.model is not",
         ),
         ("a.jsonl --output-prefix out --tokenizer-type GPT2BPETokenizer --tokenizer t.json", "needs --vocab-file and"),
         (

@@ -194,7 +194,7 @@ def test_a_test_part_without_data_is_left_out(recipe, tmp_path):
 @pytest.mark.parametrize("part", ["path", "valid_path", "test_path"])
 def test_tokens_that_the_tokenizer_does_not_know_are_refused_before_a_run_begins(recipe, tmp_path, part):
     foreign = write(tmp_path / "foreign", [[7, 8, 30_000, 256]] * 100)
-    with pytest.raises(UserError, match=r"foreign holds token 30000, but the tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match=r"foreign holds token 30000, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"split": "969,30,1", part: foreign}))
     assert not Path(recipe.runs).exists()
 
@@ -240,7 +240,7 @@ def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words
 
 def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
     path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
-    with pytest.raises(UserError, match="holds token 300, but the tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match="holds token 300, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"path": path}))
 
 

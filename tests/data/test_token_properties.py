@@ -69,7 +69,7 @@ def test_sequences_of_shards_are_cut_at_the_end_of_text_and_nowhere_else(shards,
         for name, tokens in zip(paths, shards, strict=True):
             name.write_bytes(np.array(tokens, "<u2").tobytes())
         dataset = TokenShards(paths, 5)
-        sequences = [dataset.tokens(i).tolist() for i in range(len(dataset))]
+        sequences = [dataset.window(i).tolist() for i in range(len(dataset))]
         everything = np.arange(len(dataset))
         read = dataset.read(everything, 0 * everything, dataset.lengths.astype(np.int64)).tolist()
     assert [*chain(*sequences)] == [*chain(*shards)] == read
@@ -214,7 +214,7 @@ def test_a_blend_takes_the_samples_of_each_dataset_in_their_order(datasets, coun
         taken, asked = blend_sizes(normalised(weights), count)
         windows = found.windows(np.arange(len(found))).numpy()
         for i, (sequences, wanted) in enumerate(zip(opened, asked, strict=True)):
-            mine = found.dataset_index == i
+            mine = found.dataset_index[:] == i
             assert abs(int(mine.sum()) - taken[i]) <= len(datasets)
             alone = load_samples(sequences, SampleRequest(None, "train", 4, wanted, seed))
             assert (windows[mine] == alone.windows(np.arange(mine.sum())).numpy()).all()

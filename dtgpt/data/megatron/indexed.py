@@ -86,10 +86,6 @@ class IndexedDataset(TokenSequences):
             digest.update(chunk)
         return digest.hexdigest()
 
-    def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
-        begin, count = self._bounds(i, begin, count)
-        return self._tokens.slice(int(self.offsets[i]) // self.dtype.itemsize + begin, count)
-
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return self._tokens.gather(self.offsets[sequences] // self.dtype.itemsize + begins, counts)
 

@@ -48,7 +48,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, tuple) and not isinstance(value, list | tuple):
+            if isinstance(field.default, tuple) and isinstance(value, str | os.PathLike):
                 value = (value,)
             texts = tuple(map(_as_text, value)) if isinstance(value, list | tuple) else _as_text(value)
             object.__setattr__(self, field.name, texts)
