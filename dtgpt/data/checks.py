@@ -34,9 +34,9 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         return
     prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
-    if data.path is not None and not os.path.exists(data.path):
-        if unused or prefixes_near(data.path) or os.path.isfile(bin_path(data.path)):  # token files were meant
-            raise no_dataset(data.path)
+    missing = data.path if data.path is not None and not os.path.exists(data.path) else None
+    if missing and (unused or prefixes_near(missing) or os.path.isfile(bin_path(missing))):  # token files were meant
+        raise no_dataset(missing)
     if unused:
         raise UserError(
             f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "

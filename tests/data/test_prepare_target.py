@@ -28,7 +28,7 @@ prepare_command(sys.argv[2:])
 
 def test_a_second_preparation_is_refused_at_its_start(tmp_path):
     with lock_prefix(tmp_path / "out_text_document"):
-        with pytest.raises(UserError, match=r"is being written by another process \(pid \d+ on .*\); wait for it"):
+        with pytest.raises(UserError, match=r"is being written by another process \(pid \d+ on .*\); wait, or"):
             run(tmp_path, [{"text": "a"}])
         assert leftovers(tmp_path) == [".out_text_document.lock"]
     _, dataset = run(tmp_path, [{"text": "a"}])

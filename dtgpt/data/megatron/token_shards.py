@@ -59,8 +59,8 @@ class TokenSequences(ABC):
 
     @cached_property
     def content_digest(self) -> str:
-        """Return the SHA-256 of the tokens, or of PIECES pieces of many tokens, which is quick for files of any size. It
-        differs for other data of the same lengths, but not for one changed token between two pieces."""
+        """Return the SHA-256 of the tokens, or of PIECES pieces of many tokens, which is quick for any size. It differs
+        for other data of the same lengths, but not for one changed token between two pieces."""
         digest = hashlib.sha256(self.dtype.str.encode())
         for tokens in self.stored:
             digest.update(f" {len(tokens)} ".encode())

@@ -71,7 +71,7 @@ def digests(
     if vocabulary is not None:
         check_ids(windows, vocabulary, sequences[0].name if len(sequences) == 1 else "the blend")
     if not isinstance(blend, Blend):
-        return _of_one(sequences[0], blend, config) | _of_index(blend) | _first(blend) | _of_windows(windows)
+        return _of_one(sequences[0], blend, config) | _of_index(blend) | _of_windows(windows)
     requested: list[int] | list[None] = [None] * len(sequences)
     if weights is not None and config.num_samples is not None:
         requested = blend_sizes(normalised(weights), config.num_samples)[1]
@@ -100,20 +100,14 @@ def _of_one(sequences: TokenSequences, samples: Samples, config: InspectDataConf
         "separate_last_epoch": epochs.samples_apart is not None,
         "num_samples_before_last_epoch": epochs.samples_apart,
         "num_samples_built": len(samples),
+        "document_index_first_8": samples.index.document_index[:8].tolist(),
+        "sample_index_first_4_rows": samples.index.sample_index[:4].tolist(),
+        "shuffle_index_first_8": samples.index.shuffle_index[:8].tolist(),
     }
 
 
 def _of_index(samples: Samples) -> dict[str, str]:
     return {f"{name}_index_sha256": _sha256(getattr(samples.index, f"{name}_index")) for name in INDICES}
-
-
-def _first(samples: Samples) -> dict[str, Any]:
-    index = samples.index
-    return {
-        "document_index_first_8": index.document_index[:8].tolist(),
-        "sample_index_first_4_rows": index.sample_index[:4].tolist(),
-        "shuffle_index_first_8": index.shuffle_index[:8].tolist(),
-    }
 
 
 def _of_windows(windows: np.ndarray) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dtgpt.data.prepare.encode import Counts, Encoded, EncodedKey, Encoder
 from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
-from dtgpt.data.prepare.target import check_target, lock_list, lock_prefix, open_list
+from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
@@ -87,7 +87,7 @@ def prepare(config: PrepareConfig) -> Summary:
         for prefix in prefixes.values():  # when all that a killed process left is mended
             check_target(prefix, overwrite)
         if listed is not None:
-            stack.enter_context(lock_list(listed, overwrite))
+            check_list(listed, overwrite)
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))

@@ -39,17 +39,16 @@ def ordered_map(task: Task, workers: int) -> Iterator[Callable[[Iterable], Itera
     """
     count = workers if workers > 1 else 0
     idle: SimpleQueue[Task] = SimpleQueue()
-    started = 0
     with ExitStack() as stack:
         # One thread for each worker: it sleeps in the pipe while the worker is busy. The workers end first.
         threads = stack.enter_context(Threads(count))
         pickled = pickle.dumps(task)
         try:
-            for started in range(1, count + 1):
+            for _ in range(count):
                 idle.put(stack.enter_context(_worker(pickled)))
         except BlockingIOError as error:  # a limit on processes
-            started -= 1
-            say(f"{started} of {count} worker processes could be started ({error.strerror})", warning=True)
+            say(f"{idle.qsize()} of {count} worker processes could be started ({error.strerror})", warning=True)
+        started = idle.qsize()
 
         def run(block: Any) -> Any:
             worker = idle.get()

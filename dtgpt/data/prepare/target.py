@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -17,23 +18,27 @@ from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, tempor
 def lock_prefix(prefix: Path) -> Iterator[None]:
     """Keep `prefix` for this process within the context. What a killed process left of it is removed, or put in place
     if it is whole. Raises UserError if another process writes it or its folder cannot be made."""
-    with folder_of(prefix, "--output-prefix"), _locked(prefix, "--output-prefix") as alone:
-        if alone:
+    lock = FileLock(prefix.with_name(f".{prefix.name}.lock"), remove=True)
+    with folder_of(prefix, "--output-prefix"), ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Held as held:
+            raise UserError(f"{prefix} is being written by {held}; wait, or give another --output-prefix") from None
+        except OSError as error:
+            raise _unwritable(prefix, "--output-prefix", error) from None
+        if lock.problem:
+            say(f"{prefix} cannot be locked ({lock.problem}): let no other process write it", warning=True)
+        else:
             _finish_killed(prefix)
         yield
 
 
-@contextmanager
-def lock_list(path: Path, overwrite: bool) -> Iterator[None]:
-    """Keep the file of `--broken` in the same way. Raises UserError also if it exists already or is a folder."""
-    with _locked(path, "--broken") as alone:
-        if alone:
-            _remove(leftovers_of(path))
-        if path.is_dir():
-            raise UserError(f"--broken {path} is a folder; name a file in it")
-        if path.exists() and not overwrite:
-            raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
-        yield
+def check_list(path: Path, overwrite: bool) -> None:
+    """Raise UserError if `path`, given as `--broken`, is a folder or would be replaced by mistake."""
+    if path.is_dir():
+        raise UserError(f"--broken {path} is a folder; name a file in it")
+    if path.exists() and not overwrite:
+        raise UserError(f"--broken {path} exists already; give another file, or add --overwrite to replace it")
 
 
 @contextmanager
@@ -81,22 +86,6 @@ def check_target(prefix: Path, overwrite: bool) -> None:
             raise UserError(f"{path} exists already; give another --output-prefix, or add --overwrite to replace it")
 
 
-@contextmanager
-def _locked(path: Path, option: str) -> Iterator[bool]:
-    """Lock `path`, given as `option`, within the context; yield whether the file system can lock."""
-    lock = FileLock(path.with_name(f".{path.name}.lock"), remove=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock)
-        except Held as held:
-            raise UserError(f"{path} is being written by {held}; wait for it, or give another {option}") from None
-        except OSError as error:
-            raise _unwritable(path, option, error) from None
-        if lock.problem:
-            say(f"{path} cannot be locked ({lock.problem}): let no other process write it", warning=True)
-        yield not lock.problem
-
-
 def _finish_killed(prefix: Path) -> None:
     """Put in place or remove what killed processes left.
 
@@ -111,13 +100,9 @@ def _finish_killed(prefix: Path) -> None:
             for path, partial in found.items():
                 partial.rename(path)
             say(f"{prefix}: a preparation that was killed had written all of it; it is in place now", warning=True)
-    _remove([left for path in (data, index, tokenizer) for left in leftovers_of(path)])
-
-
-def _remove(left: list[Path]) -> None:
-    for path in left:
-        path.unlink(missing_ok=True)
-        say(f"{path}, left by a preparation that was killed, is removed", warning=True)
+    for left in chain(*map(leftovers_of, (data, index, tokenizer))):
+        left.unlink(missing_ok=True)
+        say(f"{left}, left by a preparation that was killed, is removed", warning=True)
 
 
 def _are_whole(data: Path, index: Path) -> bool:
