@@ -124,10 +124,10 @@ def test_a_list_of_broken_lines_does_not_appear_when_nothing_is_written(tmp_path
 def test_a_warning_does_not_share_its_line_with_the_progress(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("dtgpt.data.prepare.progress.REDRAW", 0.0)
-    with Progress(total=None) as progress:
-        progress.update(5, 5, 0)
-        progress.clear()
-        drawn = capsys.readouterr().err
-        assert drawn.endswith("\r") and len(drawn.split("\r")[-2].strip()) == 0
-        progress.clear()
-        assert capsys.readouterr().err == ""
+    progress = Progress(total=None)
+    progress.update(5, 5, 0)
+    progress.clear()
+    drawn = capsys.readouterr().err
+    assert drawn.endswith("\r") and len(drawn.split("\r")[-2].strip()) == 0
+    progress.clear()
+    assert capsys.readouterr().err == ""

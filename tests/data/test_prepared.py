@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.megatron.samples import SampleRequest, load_samples
@@ -258,5 +259,8 @@ def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
     assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
     text = tmp_path / "text.txt"
     text.write_text("Hello world! " * 50)
-    dataset = load_dataset(str(text), "text", "gpt2", 0, 0.1, tmp_path / "cache", *map(str, files))
+    dataset = load_dataset(
+        DataConfig(path=str(text), tokenizer="gpt2", held_out=0.1, vocab_file=str(files[0]), merge_file=str(files[1])),
+        tmp_path / "cache",
+    )
     assert dataset.train[:3].tolist() == [15496, 995, 0]

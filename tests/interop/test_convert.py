@@ -20,12 +20,12 @@ from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
+from tests.commands.test_cli import in_process
 from tests.support.bodies_inference import weights_at_the_start
 from tests.support.megatron_trees import make_weights, write_tree
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 from tests.support.sources import refused
-from tests.commands.test_cli import in_process
 
 
 @pytest.fixture

@@ -64,8 +64,7 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the documents are repeated; `samples_apart`: the windows before the last epoch, where that is shuffled
-    apart, else None."""
+    """How often the documents are repeated; `samples_apart`: the windows before a last epoch that is shuffled apart."""
 
     count: int
     samples_apart: int | None

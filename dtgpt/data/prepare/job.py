@@ -90,7 +90,8 @@ def prepare(config: PrepareConfig) -> Summary:
             check_list(listed, overwrite)
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
-        progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
+        progress = Progress(total_bytes(sources), config.log_interval)
+        stack.callback(progress.clear)
         told = encoder.dtype, encoder.vocabulary.dumps()
         writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import IO, Self
+from typing import IO
 
 from dtgpt.data.prepare.documents import Broken
 from dtgpt.util.console import counted, duration, say
@@ -25,12 +25,6 @@ class Progress:
         self._started = self._shown_at = time.monotonic()
         self._shown_documents = 0
         self._drawn = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.clear()
 
     def clear(self) -> None:
         """Leave the terminal's line empty for what comes next."""

@@ -7,7 +7,6 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
-import errno
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,10 +39,7 @@ def read_content(path: Path) -> bytes:
     try:
         return read_regular(path, LARGEST)
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            large = f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file"
-            raise UserError(large) from None
-        raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
 
 
 def read_text(path: Path) -> str:
