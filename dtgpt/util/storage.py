@@ -168,7 +168,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         with atomic_folder(folder) as partial:
             yield partial
     except OSError as error:
-        # A library that tells of a full disk in words of its own gives no number.
+        # A library that reports a full disk in its own words gives no number.
         advice = remedy(error, "check the disk" if error.errno else "free space there")
         raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
 
@@ -193,7 +193,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path, wait: bool = False, remove: bool = False):
-        """wait: for another process, instead of raising Held. remove: the file when the lock is freed."""
+        """wait: wait for another process instead of raising Held. remove: remove the file when the lock is freed."""
         self.path, self._wait, self._remove = path, wait, remove
         self.problem = ""
         self._descriptor: int | None = None
@@ -258,7 +258,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    """What the file says of its holder; "" where it says nothing that can be one."""
+    """Return the holder that the file names, or "" if it names none."""
     text = os.pread(descriptor, 512, 0).decode(errors="replace")
     found = re.match(r"pid \d{1,10} on [\w.-]{1,255}\n", text)
     return found[0].strip() if found else ""

@@ -126,7 +126,7 @@ def test_a_quote_that_is_not_closed_names_the_line_where_its_record_began(tmp_pa
     path.write_text('id,text\n1,ok\n2,"open\n3,b\n4,"c"\n5,d\n')
     assert read([path])[1][0].startswith(f"{path}, line 3: not CSV") and "goes on to line 5" in read([path])[1][0]
     path.write_text('id,"text\n1,a\n')
-    with pytest.raises(UserError, match=r"a\.csv, line 1: names of columns are no CSV"):
+    with pytest.raises(UserError, match=r"a\.csv, line 1: the column names are not CSV"):
         read([path])
 
 

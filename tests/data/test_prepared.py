@@ -218,7 +218,7 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
 @pytest.mark.parametrize(
     "data, words",
     [
-        ({"tokenizer": "auto"}, ["nothing tells of which tokenizer", "--data.tokenizer_file"]),
+        ({"tokenizer": "auto"}, ["tokens of an unknown tokenizer", "--data.tokenizer_file"]),
         ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
         ({"train_samples": 0}, ["data.train_samples=0 is out of range; use 1 or more"]),
         ({"vocab_file": "vocab.json"}, ["belong together"]),

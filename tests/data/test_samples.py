@@ -104,8 +104,8 @@ def test_other_splits_are_refused(split):
     ("change", "sentence"),
     [
         ({"seq_length": 1}, "seq_length=1 is too short"),
-        ({"seed": -1}, "seed=-1 is no seed"),
-        ({"seed": 2**32}, "is no seed of NumPy's RandomState; use one from 0 to 4294967295"),
+        ({"seed": -1}, "seed=-1 is not a seed"),
+        ({"seed": 2**32}, "is not a seed of NumPy's RandomState; use one from 0 to 4294967295"),
         ({"num_samples": -1}, "num_samples=-1 is negative"),
         ({"documents": range(2, 2)}, "this part of the dataset has 0 documents with 0 tokens, too few .* more weight"),
         ({"documents": range(2)}, "has 2 documents with 1 token, too few"),

@@ -61,7 +61,7 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
 
 def test_ids_need_no_tokenizer(chars):
     (Path(chars.data.path).parent / "meta.pkl").unlink()
-    with pytest.raises(UserError, match=r"nothing tells of which tokenizer.*--data.tokenizer_file.*or ids for losses"):
+    with pytest.raises(UserError, match=r"tokens of an unknown tokenizer.*--data.tokenizer_file.*or ids for losses"):
         read_dataset(chars)
     with pytest.raises(UserError, match=r"but the model has 20 tokens; give a larger --model.vocab_size: token 2\d is"):
         read_dataset(change(chars, data={"tokenizer": "ids"}, model={"vocab_size": 20}))
@@ -180,10 +180,10 @@ def test_merging_keeps_the_tokenizer_and_refuses_two(prepared, tmp_path, capsys)
     other = write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
     prepare(PrepareConfig(input=other, tokenizer="bytes", output_prefix=tmp_path / "b", workers=1))
     two = str(tmp_path / "b_text_document")
-    with pytest.raises(UserError, match="tell different tokenizers"):
+    with pytest.raises(UserError, match="are different tokenizers"):
         join_datasets(PrepareConfig(merge=(one, two), output_prefix=str(tmp_path / "no")))
     assert not idx_path(tmp_path / "no").exists() and not bin_path(tmp_path / "no").exists()
-    with pytest.raises(UserError, match="tell different tokenizers"):
+    with pytest.raises(UserError, match="are different tokenizers"):
         read_dataset(change(prepared, data={"path": f"{one} {two}"}))
     tokenizer_path(two).unlink()
     join_datasets(PrepareConfig(merge=(one, two), output_prefix=str(tmp_path / "half")))

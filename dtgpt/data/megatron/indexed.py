@@ -27,7 +27,7 @@ from dtgpt.util.storage import create_file, sync_path, temporary_path
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code, S, D
 VERSION = 1
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are float64 and float32: no tokens
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are float64 and float32
 SMALL_VOCABULARY = 65500  # below it token ids are stored in 16 bits
 BLOCK = 1 << 20  # entries of an index looked at together
 
@@ -80,7 +80,7 @@ class IndexedDataset(TokenSequences):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the .idx."""
+        """Return the SHA-256 of the .idx."""
         digest = hashlib.sha256()
         for chunk in self._index.chunks():
             digest.update(chunk)
@@ -99,7 +99,7 @@ class IndexedDataset(TokenSequences):
         if version != VERSION:
             raise self._damaged(9, f"its version is {version}, not {VERSION}")
         if code not in CODES:
-            raise self._damaged(17, f"the code {code} of its token type is none of {', '.join(map(str, CODES))}")
+            raise self._damaged(17, f"the code {code} of its token type is not one of {', '.join(map(str, CODES))}")
         expected = HEADER.size + 12 * sequences + 8 * documents
         if size != expected:
             where, verb = min(size, expected), "ends" if size < expected else "goes on"
@@ -121,8 +121,10 @@ class IndexedDataset(TokenSequences):
             if wrong.any():
                 i = first + int(np.argmax(wrong))
                 where = HEADER.size + 4 * len(self.lengths) + 8 * i
-                told = f"sequence {i} would begin at byte {self.offsets[i]} of the .bin, the one before it ends at"
-                raise self._damaged(where, f"{told} {begins[i - first]}")
+                expected = f"the one before it ends at {begins[i - first]}"
+                raise self._damaged(
+                    where, f"sequence {i} would begin at byte {self.offsets[i]} of the .bin, {expected}"
+                )
             end = int(ends[-1])
         return end
 

@@ -36,7 +36,7 @@ PROBED = 256  # samples of each part that are looked at before a run begins
 
 
 class PreparedDataset(Dataset):
-    """Samples of a part for training, and of parts for validation and test, each None where there is none."""
+    """Samples for training, validation and test; the last two may be None."""
 
     def __init__(
         self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None,
@@ -54,7 +54,7 @@ class PreparedDataset(Dataset):
         return _num_tokens(self.valid) if self.valid else 0
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
-        """A run that takes more samples than its order was built for begins the order again."""
+        """Return training samples; those after the last of the shuffle index begin it again."""
         return self._known(self.train, sample_ids.numpy() % len(self.train))
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:

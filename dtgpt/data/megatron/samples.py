@@ -71,8 +71,8 @@ class Epochs:
 
 
 def split_fractions(split: str) -> list[tuple[float, float] | None]:
-    """Where training, validation and test begin and end, as fractions of the documents; None: nowhere. `split` is up to
-    three weights, as "949,50,1". Raises UserError."""
+    """Return where training, validation and test begin and end, as fractions of the documents; None for an empty part.
+    `split` is up to three weights, such as "949,50,1". Raises UserError."""
     wrong = f"the split {shown(split)} is not one to three weights, such as 949,50,1"
     try:
         weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
@@ -88,7 +88,7 @@ def split_fractions(split: str) -> list[tuple[float, float] | None]:
 
 
 def split_range(split: str | None, which: str, num_sequences: int) -> range:
-    """The sequences of `which` (train, valid or test); `split` None: all of them. Empty where it has no weight. Raises
+    """Return the sequences of `which` (train, valid or test), none if it has no weight; all if `split` is None. Raises
     UserError."""
     if which not in SPLITS:
         raise UserError(f"there is no part {shown(which)} of a dataset; use one of {', '.join(SPLITS)}")
@@ -97,7 +97,7 @@ def split_range(split: str | None, which: str, num_sequences: int) -> range:
 
 
 def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> Epochs:
-    """The fewest epochs with `num_samples` windows (None: one epoch)."""
+    """Return the fewest epochs with `num_samples` windows (None: one epoch)."""
     if num_samples is None:
         return Epochs(1, None)
     count = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -145,7 +145,7 @@ def _check(lengths: Array, documents: range, seq_length: int, num_samples: int |
     if seq_length < 2:
         raise UserError(f"seq_length={seq_length} is too short for samples; use 2 or more")
     if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} is no seed of NumPy's RandomState; use one from 0 to {2**32 - 1}")
+        raise UserError(f"seed={seed} is not a seed of NumPy's RandomState; use one from 0 to {2**32 - 1}")
     if num_samples is not None and num_samples < 0:
         raise UserError(f"num_samples={num_samples} is negative; use 0 or more, or none for one epoch")
     if len(lengths) > INT32_MAX:
@@ -153,7 +153,7 @@ def _check(lengths: Array, documents: range, seq_length: int, num_samples: int |
 
 
 def _shuffled(values: range, repeats: int, dtype: type, rng: np.random.RandomState) -> np.ndarray:
-    """Shuffled as 64 bits, for which NumPy has a faster loop; the permutation does not depend on the type."""
+    """Shuffle as 64 bits, for which NumPy has a faster loop; the permutation does not depend on the type."""
     wide = np.tile(np.arange(values.start, values.stop), repeats)
     rng.shuffle(wide)
     return wide.astype(dtype)
@@ -220,7 +220,7 @@ class Samples:
 
 
 def check_samples(samples: ArrayLike, count: int) -> np.ndarray:
-    """The numbers as int64 [B]. Raises IndexError where there is no such sample."""
+    """Return the numbers as int64 [B]. Raises IndexError if there is no such sample."""
     samples = np.asarray(samples, dtype=np.int64).reshape(-1)
     if samples.size and (samples.min() < 0 or samples.max() >= count):
         raise IndexError(f"samples {samples.min()} to {samples.max()} of {count}")

@@ -10,7 +10,7 @@ them under names that `target.py` locks, and `progress.py` reports how far it is
 
 
 def __getattr__(name: str):
-    """What does the work is imported when it is asked for, so that a command answers at once."""
+    """Import what does the work when it is asked for, so that a command answers at once."""
     if name in ("PrepareConfig", "prepare"):
         from dtgpt.data.prepare import job
 

@@ -1,4 +1,4 @@
-"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is none."""
+"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is not one."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ Document = dict[str, list[str]]
 
 
 class Broken(NamedTuple):
-    """A line that is no document."""
+    """A line that is not a document."""
 
     source: str
     line: int  # from 1
@@ -45,12 +45,12 @@ class Source(NamedTuple):
 
 
 class Unreadable(Exception):
-    """Why a line is no document."""
+    """Why a line is not a document."""
 
 
 def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in the
-    text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
+    """Yield (number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in
+    the text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
     held: list[bytes] = []
     first, size = 1, 0
     for piece in pieces:
@@ -75,7 +75,7 @@ def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, 
 
 
 def count_lines(data: bytes) -> int:
-    """Ends of lines in `data`."""
+    """Return the number of line ends in `data`."""
     return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
 
 
@@ -92,7 +92,7 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
     if isinstance(fields, list):
         raise Unreadable(f"a JSON array; {ONE_A_LINE}")
     if not isinstance(fields, dict):
-        raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
+        raise Unreadable('not a JSON object; each line must be one, such as {"text": ...}')
     document = {key: _texts(fields, key) for key in keys}
     if b"\\u" in line:
         return {key: [paired(text) for text in texts] for key, texts in document.items()}
@@ -138,7 +138,7 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
 
 
 def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
-    """Columns by the names in the first row. A record may go over several lines; its first one is its number."""
+    """Yield columns by the names in the first row. A record may have several lines; its first is its number."""
     limit = csv.field_size_limit(LONGEST_FIELD)
     try:
         lines = (
@@ -150,7 +150,7 @@ def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]
         try:
             header = next(reader, [])
         except csv.Error as error:
-            raise UserError(f"{source.name}, line 1: names of columns are no CSV ({error}); mend them") from None
+            raise UserError(f"{source.name}, line 1: the column names are not CSV ({error}); fix them") from None
         if not header:
             raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
         missing = [key for key in keys if key not in header]

@@ -75,7 +75,7 @@ class Encoder:
         return encoded
 
     def _encode(self, encoded: Encoded, documents: list[list[str]], sizes: np.ndarray) -> EncodedKey:
-        """Adds to the counts of `encoded`, and to `sizes [D]` the tokens of each document."""
+        """Add to the counts of `encoded`, and the tokens of each document to `sizes [D]`."""
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         counts: list[int] = []

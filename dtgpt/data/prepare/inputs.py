@@ -159,7 +159,7 @@ def _check_readable(name: str) -> None:
 def _kind_of(name: str) -> str:
     path = Path(name)
     path = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
-    if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no name to tell
+    if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no suffix
         return "jsonl"
     if path.suffix.lower() not in KINDS:
         known = ", ".join(KINDS)

@@ -84,7 +84,7 @@ def prepare(config: PrepareConfig) -> Summary:
     with ExitStack() as stack:
         for prefix in prefixes.values():
             stack.enter_context(lock_prefix(prefix))
-        for prefix in prefixes.values():  # when all that a killed process left is mended
+        for prefix in prefixes.values():  # after what a killed process left is removed or put in place
             check_target(prefix, overwrite)
         if listed is not None:
             check_list(listed, overwrite)
@@ -92,8 +92,8 @@ def prepare(config: PrepareConfig) -> Summary:
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
         progress = Progress(total_bytes(sources), config.log_interval)
         stack.callback(progress.clear)
-        told = encoder.dtype, encoder.vocabulary.dumps()
-        writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
+        stored = encoder.dtype, encoder.vocabulary.dumps()
+        writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
         file = None if listed is None else stack.enter_context(open_list(listed))
         broken = BrokenLines(file, config.strict, progress)
         for block in encoded(read_blocks(sources, config.json_keys)):

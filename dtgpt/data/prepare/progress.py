@@ -72,7 +72,7 @@ class BrokenLines:
         self.first: Broken | None = None
 
     def add(self, lines: list[Broken]) -> None:
-        """Raises UserError at the first line under `strict`."""
+        """Report lines, and count them. Raises UserError at the first line under `strict`."""
         for line in lines:
             self.first = self.first or line
             if self._file is not None:

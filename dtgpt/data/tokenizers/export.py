@@ -32,7 +32,7 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
     _compare(tokenizer, library)
-    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is no special token
+    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is not a special token
     names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
     config = {
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
@@ -97,7 +97,7 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
 
 def _for_oniguruma(pattern: str) -> str:
     """Return `pattern` in the syntax of tokenizers' library for regular expressions, in which `$` is the end of any
-    line, and `+` after a number of repetitions is no possessive but one more repetition."""
+    line, and `+` after a number of repetitions is not possessive but one more repetition."""
     pattern = re.sub(r"(?<!\\)(\{\d*,?\d*\})\+", r"\1", pattern)
     return re.sub(r"(?<!\\)\$", r"\\z", pattern)
 
@@ -124,4 +124,4 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
 
 
 def _inexpressible(tokenizer: Tokenizer, reason: str) -> UserError:
-    return UserError(f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json: {reason}")
+    return UserError(f"the tokenizer {tokenizer.name} cannot be expressed in a tokenizer.json: {reason}")

@@ -219,7 +219,7 @@ def _pair(merge: Any) -> list[str]:
 
 def _plain_byte_pairs(saved: dict) -> BytePairs | None:
     """Return the tokens of a tokenizer.json where it encodes as GPT-2's does; else None, also where it is damaged:
-    then Hugging Face's library tells how."""
+    then Hugging Face's library reports how."""
     try:
         model, before = saved["model"], saved.get("pre_tokenizer") or {}
         plain = (

@@ -22,7 +22,7 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
     if trainer.model_type == WORD:
         raise UserError(f"the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be")
     if trainer.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
-        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot tell")
+        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express")
     added = [
         special_token(piece.piece, i, special=piece.type != USER_DEFINED)
         for i, piece in enumerate(model.pieces)
