@@ -50,11 +50,9 @@ def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
         raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
     if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
         raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
-    if data.tokenizer_file is not None and data.tokenizer != "auto":
-        raise UserError(
-            f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
-            "leave one out"
-        )
+    if data.tokenizer_file is not None and (data.tokenizer != "auto" or data.vocab_file):
+        other = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.tokenizer={data.tokenizer}"
+        raise UserError(f"data.tokenizer_file={data.tokenizer_file} and {other} both name a tokenizer; leave one out")
     if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
         given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
         raise UserError(

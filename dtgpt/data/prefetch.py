@@ -20,7 +20,7 @@ class Prefetcher:
 
     def take(self, step: int) -> tuple[Tensor, ...]:
         """Return the tensors of `step`, and begin with the next step. Never waits for the device."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._thread is None:
             return self.make(step)
         begun, self._next = self._next, None
         pinned = begun[1].result() if begun and begun[0] == step else self._pinned(step)

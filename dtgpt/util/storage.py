@@ -22,16 +22,13 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")  # names of `temporary_path`
 LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
 
-def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO,
-    a device or a folder, also behind a link, and where the file has more than `largest` bytes."""
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, if `path` is a FIFO, a
+    device or a folder, also behind a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if largest is not None and status.st_size > largest:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, where {largest} are the most")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -39,10 +36,10 @@ def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
-    """Return the content of a regular file; raises OSError as `open_regular` does."""
-    with open_regular(path, largest) as file:
+    """Return the content of a regular file. Raises OSError as `open_regular` does, and above `largest` bytes."""
+    with open_regular(path) as file:
         content = file.read(largest + 1)
-    if len(content) > largest:  # it grew, or is one that says nothing of its size, as in /proc
+    if len(content) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
     return content
 
@@ -174,14 +171,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 class Held(Exception):
-    """Another process has the lock: `holder` says which, as "pid 17 on node3", where it is known."""
-
-    def __init__(self, holder: str):
-        super().__init__(holder)
-        self.holder = holder
-
-    def __str__(self) -> str:
-        return f"another process ({self.holder})" if self.holder else "another process"
+    """Another process has the lock: "another process (pid 17 on node3)", or without host and pid if unknown."""
 
 
 class FileLock:
@@ -258,7 +248,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    """Return the holder that the file names, or "" if it names none."""
+    """Return "another process", with the host and pid that the file names."""
     text = os.pread(descriptor, 512, 0).decode(errors="replace")
     found = re.match(r"pid \d{1,10} on [\w.-]{1,255}\n", text)
-    return found[0].strip() if found else ""
+    return f"another process ({found[0].strip()})" if found else "another process"

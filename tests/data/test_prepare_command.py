@@ -202,8 +202,8 @@ def test_a_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr("dtgpt.data.prepare.progress.time.monotonic", lambda: next(clock))
-    with Progress(total=100) as progress:
-        progress.update(1000, 40_000_000, 25)
+    progress = Progress(total=100)
+    progress.update(1000, 40_000_000, 25)
     told = capsys.readouterr().err
     assert "25%" in told and "1,000 documents  50 documents/s  2.0 MB/s  eta 60s" in told
     with Progress(total=None, every=1000) as progress:

@@ -205,13 +205,16 @@ class IndexedWriter:
         tokens = np.asarray(tokens)
         self.extend(tokens, [tokens.size])
 
-    def extend(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Add several sequences, whose tokens lie one after another."""
+    def extend(self, tokens: ArrayLike, lengths: ArrayLike, counts: np.ndarray | None = None) -> None:
+        """Add several sequences, whose tokens lie one after another. counts: of the sequences in each document; None:
+        they belong to the current document."""
         lengths = np.asarray(lengths)
         stored = self._stored(np.asarray(tokens))
         if (lengths.size and (lengths.min() < 0 or lengths.max() >= 2**31)) or lengths.sum() != stored.size:
             raise ValueError(f"{stored.size} tokens are not sequences of {lengths} tokens")
         self._write(stored)
+        if counts is not None:
+            self._documents.frombytes((len(self._lengths) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
     def end_document(self) -> None:

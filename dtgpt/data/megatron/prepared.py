@@ -21,7 +21,7 @@ from torch import Tensor
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, split_fractions, split_range
+from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, split_fractions
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
@@ -196,8 +196,7 @@ def _words(name: str, path: str) -> list[str]:
 def _check_validation(sequences: Sequence[TokenSequences], split: str) -> None:
     """Raise UserError if the split leaves no token of shards for validation, which often have a file of its own."""
     shards = next((s for s in sequences if isinstance(s, TokenShards)), None)
-    parts = [(s, split_range(split, "valid", len(s))) for s in sequences]
-    if shards is not None and not any(s.lengths[part.start : part.stop].sum(dtype=np.int64) for s, part in parts):
+    if shards is not None and not any(count_tokens(s, split, "valid") for s in sequences):
         raise UserError(
             f"{shards.name} is cut into {counted(sum(map(len, sequences)), 'document')}, of which data.split={split} "
             "leaves none for validation; give others as --data.valid_path, such as val.bin, or --data.split 1 for none"
@@ -208,10 +207,7 @@ def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, leas
     """Return whether a part has a weight in the split; the part for test also needs `least` tokens of each dataset."""
     if split_fractions(split)[SPLITS.index(which)] is None:
         return which == "train"  # without which nothing goes on: an error later
-    if which != "test":
-        return True
-    parts = [s.lengths[r.start : r.stop] for s in sequences for r in [split_range(split, which, len(s))]]
-    return all(part.sum(dtype=np.int64) >= least for part in parts)
+    return which != "test" or all(count_tokens(s, split, which) >= least for s in sequences)
 
 
 def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:

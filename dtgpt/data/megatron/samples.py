@@ -96,6 +96,12 @@ def split_range(split: str | None, which: str, num_sequences: int) -> range:
     return range(*(round(f * float(num_sequences)) for f in fractions)) if fractions else range(0)
 
 
+def count_tokens(sequences: TokenSequences, split: str | None, which: str) -> int:
+    """Return the number of tokens in a part. Raises UserError as `split_range` does."""
+    part = split_range(split, which, len(sequences))
+    return int(sequences.lengths[part.start : part.stop].sum(dtype=np.int64))
+
+
 def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> Epochs:
     """Return the fewest epochs with `num_samples` windows (None: one epoch)."""
     if num_samples is None:

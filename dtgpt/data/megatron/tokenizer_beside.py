@@ -78,11 +78,6 @@ def _files_beside(prefix: str) -> list[Path]:
 
 def _named(data: "DataConfig") -> tuple[str, Tokenizer] | None:
     """Return the option that names a tokenizer, and the tokenizer."""
-    if data.tokenizer_file is not None and data.vocab_file is not None:
-        raise UserError(
-            f"data.tokenizer_file={data.tokenizer_file} and data.vocab_file={data.vocab_file} both name a tokenizer; "
-            "leave one out"
-        )
     if data.tokenizer_file is not None:
         return f"data.tokenizer_file={data.tokenizer_file}", open_tokenizer(data.tokenizer_file)
     if data.vocab_file is not None:

@@ -139,30 +139,27 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
 
 def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
     """Yield columns by the names in the first row. A record may have several lines; its first is its number."""
-    limit = csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(LONGEST_FIELD)
+    lines = (
+        line
+        for _, data in whole_lines(source, pieces)
+        for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+    )
+    reader = csv.reader(lines, strict=True)
     try:
-        lines = (
-            line
-            for _, data in whole_lines(source, pieces)
-            for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+        header = next(reader, [])
+    except csv.Error as error:
+        raise UserError(f"{source.name}, line 1: the column names are not CSV ({error}); fix them") from None
+    if not header:
+        raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
+    missing = [key for key in keys if key not in header]
+    if missing:
+        raise UserError(
+            f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
+            "right one with --json-keys"
         )
-        reader = csv.reader(lines, strict=True)
-        try:
-            header = next(reader, [])
-        except csv.Error as error:
-            raise UserError(f"{source.name}, line 1: the column names are not CSV ({error}); fix them") from None
-        if not header:
-            raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
-        missing = [key for key in keys if key not in header]
-        if missing:
-            raise UserError(
-                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
-                "right one with --json-keys"
-            )
-        columns = [header.index(key) for key in keys]
-        yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
-    finally:
-        csv.field_size_limit(limit)
+    columns = [header.index(key) for key in keys]
+    yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
 
 
 def _records(source: Source, reader: "_Reader", columns: dict[str, int]) -> Iterator[Document | Broken]:

@@ -11,7 +11,7 @@ from dtgpt.config.sections import DEFAULT_SPLIT
 from dtgpt.data.megatron.blend import Blend, blend_sizes, load_blend, normalised
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
 from dtgpt.data.megatron.prepared import check_ids, prefix_of
-from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_epochs, split_range
+from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_epochs, count_tokens, split_range
 from dtgpt.data.megatron.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ def digests(
 
 def _of_one(sequences: TokenSequences, samples: Samples, config: InspectDataConfig) -> dict[str, Any]:
     documents = split_range(config.split, config.subset, len(sequences))
-    tokens = int(sequences.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    tokens = count_tokens(sequences, config.split, config.subset)
     epochs = count_epochs(tokens, config.seq_length, config.num_samples)
     return {
         "document_range": [documents.start, documents.stop],
@@ -134,10 +134,12 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
         middle = f"median {int(np.median(lengths)):,}, mean {total / count:,.1f}"
         empty = int((lengths == 0).sum())
         lines.append(f"  tokens of a sequence: {lengths.min():,} to {lengths.max():,}, {middle}; {empty:,} are empty")
-    parts = {which: split_range(split, which, count) for which in SPLITS}
-    sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
-    sizes = [f"{which} {counted(len(parts[which]), 'sequence')}, {counted(sums[which], 'token')}" for which in SPLITS]
-    lines.append(f"  split {split}: {'; '.join(sizes)}")
+    parts = (
+        f"{which} {counted(len(split_range(split, which, count)), 'sequence')}, "
+        f"{counted(count_tokens(sequences, split, which), 'token')}"
+        for which in SPLITS
+    )
+    lines.append(f"  split {split}: {'; '.join(parts)}")
     whole = all(len(tokens) <= PIECE * sequences.most_pieces for tokens in sequences.stored)
     lines.append(f"  digest of the lengths {sequences.digest}")
     lines.append(f"  digest of the tokens{'' if whole else ', of pieces of them'} {sequences.content_digest}")

@@ -9,7 +9,6 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dt
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Broken
-from dtgpt.data.prepare.encode import Counts, Encoded, EncodedKey, Encoder
+from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
@@ -38,21 +37,27 @@ SUFFIXES = {
 
 
 @dataclass(kw_only=True)
-class Summary(Counts):
-    """What was prepared: prefixes of the files, and counts. `broken` lines were left out."""
+class Summary:
+    """What was prepared: prefixes of the files, and counts as in `Encoded`. `broken` lines were left out."""
 
     files: list[Path]
+    documents: int = 0
+    empty: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+    text_tokens: int = 0
     sequences: int = 0
     tokens: int = 0
     broken: int = 0
     seconds: float = 0.0
 
     def add(self, block: Encoded) -> None:
-        self.count(block)
+        for name in ("documents", "empty", "text_bytes", "text_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(block, name))
+        self.longest = max(self.longest, block.longest)
+        self.sequences += sum(len(encoded.lengths) for encoded in block.keys.values())
+        self.tokens += sum(len(encoded.tokens) for encoded in block.keys.values())
         self.broken += len(block.broken)
-        for encoded in block.keys.values():
-            self.sequences += len(encoded.lengths)
-            self.tokens += len(encoded.tokens)
 
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
@@ -99,7 +104,8 @@ def prepare(config: PrepareConfig) -> Summary:
         for block in encoded(read_blocks(sources, config.json_keys)):
             broken.add(block.broken)
             for key, writer in writers.items():
-                _write(writer, block.keys[key])
+                encoded_key = block.keys[key]
+                writer.extend(encoded_key.tokens, encoded_key.lengths, encoded_key.counts)
             summary.add(block)
             progress.update(summary.documents, summary.text_bytes, block.position)
         broken.summarise()
@@ -204,15 +210,6 @@ def dtype_of(vocabulary: Tokenizer) -> np.dtype:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write(writer: IndexedWriter, encoded: EncodedKey) -> None:
-    sequences = np.concatenate([[0], np.cumsum(encoded.counts)])
-    tokens = np.concatenate([[0], np.cumsum(encoded.lengths, dtype=np.int64)])[sequences].tolist()
-    for document, (first, last) in enumerate(pairwise(sequences.tolist())):
-        if last > first:
-            writer.extend(encoded.tokens[tokens[document] : tokens[document + 1]], encoded.lengths[first:last])
-        writer.end_document()
 
 
 def _check_any(summary: Summary, sources: list[Source], first: Broken | None) -> None:

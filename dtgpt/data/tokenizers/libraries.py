@@ -25,7 +25,7 @@ class HuggingFace(Tokenizer):
     def __init__(self, name: str, content: str, end: str | None = None):
         self.name, self._content = name, content
         self.ranks = [content.encode()]
-        ids = self._plain.get_vocab(with_added_tokens=True)
+        ids = self._parsed.get_vocab(with_added_tokens=True)
         if max(ids.values(), default=0) >= MOST:
             raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
@@ -34,19 +34,14 @@ class HuggingFace(Tokenizer):
         self.begin_of_text = next((ids[token] for token in BEGINS if token in ids), None)
 
     @cached_property
-    def _plain(self) -> Any:
-        parsed = parse_tokenizer(self.name, self._content)
-        parsed.encode_special_tokens = True
-        return parsed
-
-    @cached_property
-    def _special(self) -> Any:
+    def _parsed(self) -> Any:
         return parse_tokenizer(self.name, self._content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with panics_as_user_errors(self.name):
             try:
-                return (self._special if special else self._plain).encode(text).ids
+                self._parsed.encode_special_tokens = not special
+                return self._parsed.encode(text).ids
             except Exception as error:  # the package raises plain Exception
                 raise UserError(
                     f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
@@ -54,14 +49,14 @@ class HuggingFace(Tokenizer):
                 ) from None
 
     def _decode(self, ids: list[int]) -> str:
-        return self._plain.decode(ids, skip_special_tokens=False)
+        return self._parsed.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
         sizes = np.zeros(self.vocab_size, np.int64)
         letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}
-        for token, i in self._plain.get_vocab(with_added_tokens=False).items():
+        for token, i in self._parsed.get_vocab(with_added_tokens=False).items():
             sizes[i] = len(token) if letters and letters.keys() >= set(token) else spelled(token)
-        for i, token in self._plain.get_added_tokens_decoder().items():
+        for i, token in self._parsed.get_added_tokens_decoder().items():
             sizes[i] = 0 if token.special else spelled(token.content)
         return sizes
 
