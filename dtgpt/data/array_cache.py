@@ -28,10 +28,6 @@ AGAIN = "start again: it is made anew"
 Contents = Mapping[str, np.ndarray | str]  # arrays by their names, texts by those of their files
 
 
-class _Damaged(Exception):
-    """Why a folder is not what was written."""
-
-
 def check_memory(num_bytes: int, what: str) -> None:
     """Raise UserError if arrays of so many bytes, which `what` needs, do not fit into this machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,35 +76,27 @@ def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[
 
 def _load(folder: Path, warn: bool = False) -> dict[str, FileArray] | None:
     """Return None if there is no folder, or if it is damaged."""
-    try:
-        return _verified(folder)
-    except _Damaged as reason:
-        if warn:
-            say(f"{folder} is damaged ({reason}); it is made again", warning=True)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return None
-
-
-def _verified(folder: Path) -> dict[str, FileArray]:
-    folder.stat()
+    if not os.path.exists(folder):
+        return None
     path = folder / CONTENTS
     try:
         listed = parse_json(read_regular(path))
         if not isinstance(listed, dict) or not listed:
-            raise _Damaged(f"{CONTENTS} lists nothing")
+            raise ValueError("it lists nothing")
         arrays = {}
         for name, written in listed.items():
             path = _file(folder, name)
             file = OpenFile(path, AGAIN)
             if _checksum(file) != written:
-                raise _Damaged(f"{path.name} is not what was written")
+                raise ValueError("it is not what was written")
             if path.suffix == ".npy":
                 arrays[name] = open_npy(file)
         return arrays
     except (OSError, ValueError, UserError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise _Damaged(f"{path.name} cannot be read: {reason}") from None
+        if warn:
+            reason = getattr(error, "strerror", None) or error
+            say(f"{folder} is damaged ({path.name}: {reason}); it is made again", warning=True)
+        return None
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -112,13 +112,11 @@ class Blend:
         """Return the tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU. Raises IndexError."""
         samples = check_samples(samples, len(self))
         chosen, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
-        windows = None
+        windows = torch.empty(len(samples), self.datasets[0].index.seq_length + 1, dtype=torch.int64)
         for i in np.unique(chosen):
-            mine = torch.from_numpy(np.flatnonzero(chosen == i))
-            part = self.datasets[i].windows(numbers[mine.numpy()])
-            windows = part.new_empty(len(samples), part.shape[1]) if windows is None else windows
-            windows[mine] = part
-        return self.datasets[0].windows([]) if windows is None else windows
+            mine = np.flatnonzero(chosen == i)
+            windows[torch.from_numpy(mine)] = self.datasets[i].windows(numbers[mine])
+        return windows
 
 
 def load_blend(
