@@ -9,8 +9,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,7 @@ def load_or_make(folder: Path, what: str, make: Callable[[], Contents]) -> dict[
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_left(folder.parent)
-        with _alone(folder):
+        with _lock(folder, wait=True):
             found = _load(folder, warn=True)  # again: another process may have made it while this one waited
             if found is None:
                 _write(folder, make())
@@ -127,18 +127,6 @@ def _write(folder: Path, contents: Contents) -> None:
     except OSError:
         if _load(folder) is None:  # otherwise another process was faster, without locks
             raise
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let no other process make `folder` within the context, if the file system can lock."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(_lock(folder))
-        except Held as held:
-            say(f"{folder} is being made by {held}; waiting for it")
-            stack.enter_context(_lock(folder, wait=True))
-        yield
 
 
 def _lock(folder: Path, wait: bool = False) -> FileLock:

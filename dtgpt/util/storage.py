@@ -15,6 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")  # names of `temporary_path`
@@ -216,11 +217,15 @@ class FileLock:
         return self._descriptor is not None and self._is_there(self._descriptor)
 
     def _lock(self, descriptor: int) -> None:
+        self.problem = ""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if self._wait else fcntl.LOCK_NB))
-            self.problem = ""
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(_holder(descriptor)) from None
+            held = Held(_holder(descriptor))
+            if not self._wait:
+                raise held from None
+            say(f"{self.path} is held by {held}; waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks
             self.problem = error.strerror or str(error)
 

@@ -81,9 +81,7 @@ def split_fractions(split: str) -> list[tuple[float, float] | None]:
     if not 1 <= len(weights) <= len(SPLITS) or re.search(r"[^\s.0-9,/;:]", split) or not 0 < sum(weights) < np.inf:
         raise UserError(wrong)
     weights += [0.0] * (len(SPLITS) - len(weights))
-    bounds = [0.0]
-    for weight in (np.array(weights) / np.sum(weights)).tolist():
-        bounds.append(bounds[-1] + weight)
+    bounds = np.cumsum([0.0, *np.array(weights) / np.sum(weights)]).tolist()
     return [(a, b) if a < b else None for a, b in pairwise(bounds)]
 
 

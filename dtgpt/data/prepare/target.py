@@ -96,18 +96,14 @@ def _finish_killed(prefix: Path) -> None:
         mark = left.name.split(".")[-2]
         renamed = {path: temporary_path(path, mark) for path in (data, tokenizer, index)}
         found = {path: p for path, p in renamed.items() if p.is_file() and not p.is_symlink()}
-        if not index.exists() and index in found and _are_whole(found.get(data, data), left):
+        source = found.get(data, data)
+        if index.exists() or index not in found or source.is_symlink():  # which no preparation writes
+            continue
+        with suppress(UserError):  # for a dataset that is not whole
+            IndexedDataset(left, files=(source, left))
             for path, partial in found.items():
                 partial.rename(path)
             say(f"{prefix}: a preparation that was killed had written all of it; it is in place now", warning=True)
     for left in chain(*map(leftovers_of, (data, index, tokenizer))):
         left.unlink(missing_ok=True)
         say(f"{left}, left by a preparation that was killed, is removed", warning=True)
-
-
-def _are_whole(data: Path, index: Path) -> bool:
-    try:
-        IndexedDataset(index, files=(data, index))
-    except UserError:
-        return False
-    return not data.is_symlink()  # which no preparation writes

@@ -31,7 +31,7 @@ class Char(Tokenizer):
         if not all(isinstance(c, str) and len(c) <= 1 for c in characters) or not 0 < len(characters) <= MOST:
             raise ValueError("its characters are not single ones")
         self.name, self._characters = "char", characters
-        self.ranks = [_utf8(c) for c in characters]
+        self.ranks = [c.encode("utf-8", "surrogatepass") for c in characters]
         self._ids = {c: i for i, c in enumerate(characters) if c}
         self.vocab_size, self.num_tokens = len(characters), len(self._ids)
 
@@ -116,10 +116,6 @@ class Ids(Tokenizer):
             "the model was trained on token ids alone (data.tokenizer=ids), so no text can become tokens or be made of "
             "them; train with the tokenizer of the data, or leave prompts and samples out"
         )
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def read_meta(path: Path) -> Char | None:
