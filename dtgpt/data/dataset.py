@@ -150,7 +150,9 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
         train, valid = split_documents(documents, data.held_out)
         trained_on = documents if data.tokenizer == "char" else train
         made = (
-            open_tokenizer("gpt2", *files) if files else make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
+            open_tokenizer("gpt2", data.vocab_file, data.merge_file)
+            if files
+            else make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
         )
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
