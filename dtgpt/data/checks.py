@@ -7,6 +7,7 @@ from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.megatron.indexed import bin_path
 from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.megatron.samples import split_fractions
+from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.errors import UserError
 
@@ -46,8 +47,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
 
 def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
     tokenizer = with_tokenizer(data, vocab_size).tokenizer
-    if (data.vocab_file is None) != (data.merge_file is None):
-        raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
+    check_named_once("gpt2", data.vocab_file, data.merge_file)
     if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
         raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
     if data.tokenizer_file is not None and (data.tokenizer != "auto" or data.vocab_file):

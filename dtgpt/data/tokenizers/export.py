@@ -53,11 +53,7 @@ def export_note(tokenizer: Tokenizer) -> str | None:
 
 def first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
-    try:
-        opening = tokenizer.encode("")
-    except UserError:  # of a tokenizer that knows no text
-        opening = []
-    return next(iter(opening), tokenizer.opening if tokenizer.spells else None)
+    return next(iter(tokenizer.encode("")), tokenizer.opening if tokenizer.spells else None)
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
