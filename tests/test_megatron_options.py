@@ -38,10 +38,11 @@ def table() -> str:
     lines = []
     for section, entries in OPTIONS.items():
         lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
-        for key, answer in entries.items():
-            word = key.partition(" ")[2]
+        for keys, answer in entries.items():
+            word = keys.split(", ")[0].partition(" ")[2]
             here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", fill(answer, word, ""))
-            lines.append(f"| `--{key}` | {here} |")
+            there = ", ".join(f"`--{key}`" for key in keys.split(", "))
+            lines.append(f"| {there} | {here} |")
     return "\n".join(lines) + "\n"
 
 
