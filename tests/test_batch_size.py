@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from dtgpt.config.batch_size import BatchSizes, batch_size
-from dtgpt.planning.report import describe_plan
 from dtgpt.run.sinks import read_records
 from dtgpt.train.compare import compare
 from dtgpt.train.loop import train
@@ -133,6 +132,6 @@ def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
     recipe = change(recipe, rampup_batch_size="2 2 40")
     monkeypatch.setattr("dtgpt.train.compare.run_plan", None)
     with pytest.raises(UserError, match="passes 2 samples a step"):
-        describe_plan(replace(recipe, plan="dp2"), 2, None)
+        replace(recipe, plan="dp2").planned(2)
     with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):
         compare(recipe, None, ["dp2"], 2, None, [])

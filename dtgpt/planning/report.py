@@ -5,9 +5,7 @@ import re
 
 import torch
 
-from dtgpt.config.checks import notes
 from dtgpt.config.execution import Settings
-from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
@@ -22,20 +20,17 @@ SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 co
 HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 
 
-def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
-    """Return the report. `world`: number of processes, by default the fewest that the plan needs; `gpu`: a name of
-    DEVICE_MEMORY or a size in GiB, by default the CUDA device of this machine, else H200."""
-    plan = recipe.plan_for(world or recipe.named_plan().world, started=world is None)
-    kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
-    settings = recipe.settings(plan, kind, here=False)
+def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
+    """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
+    GiB, by default the CUDA device of this machine, else H200."""
     device, size = _device(gpu)
     memories = memory_by_rank(settings)
     most = fullest(memories)
-    lines = [*_mesh(recipe.name, settings), "", *_memory(settings, memories), ""]
+    lines = [*_mesh(name, settings), "", *_memory(settings, memories), ""]
     lines += [*_traffic(settings, list(memories)), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
-    lines += [hanging(f"note: {note}", 6) for note in notes(recipe, plan.dp, kind.type)]
+    lines += [hanging(f"note: {note}", 6) for note in notes]
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
     return "\n".join(lines)
 

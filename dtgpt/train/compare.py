@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -108,13 +108,11 @@ def _weight(shard: Shard) -> Tensor:
     return shard.local
 
 
-def save_record(recipe: Recipe, file: Path, steps: int) -> int:
-    """Record, and write from rank 0 what `run_plan` reads: the work of a process that it starts."""
-    found = record(recipe, steps)
+def save_record(found: Record | None, file: Path) -> None:
+    """Write on rank 0 the record that `run_plan` reads."""
     if found is not None:
         told = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
         save_file(found.tensors, file, metadata={"record": json.dumps(told)})
-    return 0
 
 
 def difference(record: Record, reference: Record) -> Difference:
@@ -143,12 +141,12 @@ def compare(
     """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
     is further from the reference than `tolerance` (None: by precision)."""
     check_run(recipe)
-    most = recipe.counted().steps
+    most = recipe.num_steps
     if steps > most:
         raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
     if recipe.resume:
         raise UserError("dtgpt compare begins with initial weights; leave --resume out")
-    plans = {name: fitting_plan(recipe, name, names) for name in [REFERENCE, *names]}
+    plans = {name: fitting_plan(name, names, recipe.plans) for name in [REFERENCE, *names]}
     for name, plan in plans.items():
         try:
             replace(recipe, plan=name).plan_for(plan.world)
@@ -175,14 +173,14 @@ def compare(
     return 0 if all(d.within(*limits) for d in differences.values()) else 1
 
 
-def fitting_plan(recipe: Recipe, name: str, names: list[str]) -> Plan:
-    """The plan with dp filled in. A name without a data parallel degree has one replica where tensor or pipeline
-    parallelism say how many processes there are; `dp` and `zero3` fill as many processes as the largest other plan, 2
-    at least."""
-    plan = parse_plan(name, recipe.plans)
+def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
+    """Return the plan of a name with dp filled in; `own`: the plans of the recipe. A name without a data parallel
+    degree has one replica where tensor or pipeline parallelism say how many processes there are; `dp` and `zero3` fill
+    as many processes as the largest other plan, 2 at least."""
+    plan = parse_plan(name, own)
     if plan.dp is not None or plan.tp * plan.pp > 1:
         return plan.for_world((plan.dp or 1) * plan.tp * plan.pp)
-    others = [parse_plan(other, recipe.plans) for other in names]
+    others = [parse_plan(other, own) for other in names]
     return plan.for_world(max([2, *(p.world for p in others)]))
 
 
