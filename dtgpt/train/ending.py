@@ -34,7 +34,7 @@ def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, data: Datas
     is nothing. `sample`: whether it should hold a generated text."""
     metrics, picture = run / "metrics.jsonl", run / "loss.png"
     records = [record for record in read_records(metrics) if record["step"] == steps]
-    left = []
+    left: list[str] = []
     for part in HELD_OUT:
         wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
         if wanted and not any(f"{part}_loss" in record for record in records):

@@ -1,0 +1,39 @@
+"""What ranks do in test_dryrun.py."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtgpt.train.startup import open_trainer
+
+
+class Messages(TorchDispatchMode):
+    """Counts collectives of both kinds: those of process groups and the functional ones of DTensor."""
+
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace in ("c10d", "_c10d_functional"):
+            name = op.name().replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            kind = next((k for k in self.kinds if k in name), None)
+            if kind:
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+        return op(*args, **(kwargs or {}))
+
+
+def messages(recipe) -> dict[str, int]:
+    """How often each kind of collective runs while one rank computes the gradients of a step."""
+    with open_trainer(recipe) as training:
+        training.train_step()
+        with Messages() as seen:
+            training.gradients()
+        return seen.counts
+
+
+def memory_of_weights(recipe) -> int:
+    """Bytes of weights on this rank."""
+    with open_trainer(recipe) as training:
+        return sum(shard.local.numel() * torch.float32.itemsize for shard in training.shards)
