@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import parameters_apart
+from dtgpt.ops.fast import split_backward
 from dtgpt.parallel.engine import Engine
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
@@ -90,7 +90,7 @@ class PipelineEngine(Engine):
         targets = more.pop("targets").contiguous()
         if place.holds_last:
             more |= {"targets": targets, "target": targets, "losses": losses}
-        with parameters_apart() if self.settings.plan.splits_backward else nullcontext():
+        with split_backward() if self.settings.plan.splits_backward else nullcontext():
             self.schedule.step(*inputs, return_outputs=False, **more)
         self.shards.take_gradients()
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
