@@ -28,7 +28,7 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str]) -> int:
     try:
         recipe.plan_for(Process.from_environment().world)
     except UserError as error:
-        raise plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)) from None
+        raise plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)[0]) from None
     from dtgpt.train.loop import train
 
     return train(recipe)

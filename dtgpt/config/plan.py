@@ -122,8 +122,8 @@ class Plan:
             remedy = "start {} (torchrun --nproc-per-node)"
         if self.dp is not None:
             if self.dp * one != world:
-                near = max(1, round(world / one))
-                other = f", or use dp{near} with {near * one}" if near != self.dp else ""
+                fitting = max(1, round(world / one))
+                other = f", or use dp{fitting} with {fitting * one}" if fitting != self.dp else ""
                 raise UserError(
                     f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
                     f"{given}; {remedy.format(self.dp * one)}{other}"

@@ -68,7 +68,7 @@ class SingleStageEngine(Engine):
         return self._loss
 
     def _accumulate(self, run: Callable[..., Any], micro_batches: int, *fields: Tensor | None) -> None:
-        for index, piece in enumerate(Batch(*fields).chunk(micro_batches)):
+        for index, piece in enumerate(Batch._make(fields).chunk(micro_batches)):
             name = f"micro-batch{' first' * (index == 0)}{' last' * (index == micro_batches - 1)}"
             run(name, partial(self._micro_step, index, micro_batches), *piece)
 
@@ -97,7 +97,7 @@ class SingleStageEngine(Engine):
 def gather_logits(logits: Tensor | None, position: int, config: ModelConfig, mesh: Mesh) -> Tensor:
     """Return the logits `[V]` of one position of the first sample, the same on every rank, from what `Engine.logits`
     returned on the ranks."""
-    if mesh.world == 1:
+    if mesh.world == 1 and logits is not None:
         return logits[0, position]
     row = torch.zeros(config.padded_vocab_size, device=mesh.device)
     if logits is not None and mesh.place.dp == 0:

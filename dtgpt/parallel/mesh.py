@@ -30,7 +30,7 @@ class Mesh:
         self.world = plan.world
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = RankCoordinates(plan, self.rank)
-        self.devices: DeviceMesh | None = None
+        self.devices: DeviceMesh  # of several processes
         self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
@@ -59,19 +59,19 @@ class Mesh:
         return mine
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a collective of the mesh's groups may wait: torch gives new groups a default of its own."""
+        """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""
         for group in self._groups:
             set_group_timeout(timedelta(seconds=seconds), group)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """A tensor of the CPU to another rank, which must `receive` one of that shape."""
+        """Send a tensor of the CPU to another rank, which must `receive` one of that shape."""
         dist.send(tensor, rank, group=messages)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         dist.recv(tensor, rank, group=messages)
 
     def sum(self, *values: float | Tensor) -> Tensor:
-        """Sums over all ranks, one for each value, in float64 on the device."""
+        """Return the sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
         return self._reduce(torch.stack(tensors), dist.ReduceOp.SUM)
 
@@ -81,7 +81,7 @@ class Mesh:
         return self._reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank: what all ranks are to decide alike."""
+        """Return whether the flag is up on any rank, the same on all."""
         return bool(self.max(float(flag)))
 
     def vote(self, flag: bool) -> bool:
@@ -100,13 +100,13 @@ class Mesh:
         before[1].synchronize()
         return bool(before[0])
 
-    def _reduce(self, tensor: Tensor, how: dist.ReduceOp) -> Tensor:
+    def _reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:
             dist.all_reduce(tensor, how)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
@@ -126,10 +126,10 @@ class Mesh:
         return None
 
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns on rank 0, on every rank; its UserError likewise."""
+        """Return on every rank what `work` returns on rank 0; raise its UserError likewise."""
         return self.turns(work, lambda rank: rank == 0)[0]
 
-    def turns(self, work: Callable[[], Result], chosen: Callable[[int], bool]) -> list[Result | None]:
+    def turns(self, work: Callable[[], Any], chosen: Callable[[int], bool]) -> list[Any]:
         """Run `work` on the `chosen` ranks while the others wait. Returns the results by rank, None for the others."""
         result, sentence = None, None
         if chosen(self.rank):
@@ -152,7 +152,7 @@ class Mesh:
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:
-    """`Mesh.agree` of all processes, before there is a mesh."""
+    """Compare as `Mesh.agree` does, before there is a mesh."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values, group=messages)
     for rank, theirs in enumerate(everyone):

@@ -83,7 +83,7 @@ class PipelineEngine(Engine):
     def _run_schedule(self, *fields: Tensor | None) -> Tensor:
         if self.shards.buckets is not None:
             self.shards.buckets.begin()
-        batch, place = Batch(*fields), self.mesh.place
+        batch, place = Batch._make(fields), self.mesh.place
         inputs = [batch.tokens.contiguous()] if place.holds_first else []
         losses: list[Tensor] = []
         more: dict[str, Any] = batch.beside_tokens

@@ -55,7 +55,7 @@ class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
     on every rank. A sum that all ranks keep is made in place, where DTensor would copy its addend first."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
         wanted, whole = self.output_layouts, (Replicate(),)
         if wanted == whole:
@@ -87,7 +87,7 @@ class SequencePart(ParallelStyle):
         super().__init__()
         self.names = names
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.sums_over_tp = self.names
         return module
 
@@ -102,7 +102,7 @@ class SequencePositions(SequencePart):
     def __init__(self) -> None:
         super().__init__("weight")
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(ranks, dim=1)[rank], *inputs[1:]))
         return super()._apply(module, device_mesh)
@@ -114,7 +114,7 @@ class SequencePositions(SequencePart):
 class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.sums_over_tp = ("bias",)
         return super()._apply(module, device_mesh)
 
@@ -127,8 +127,8 @@ class VocabularyShard(ParallelStyle):
         super().__init__()
         self.input_layout = input_layout
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
             module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -155,7 +155,7 @@ class DropoutShard(ParallelStyle):
         super().__init__()
         self.dim, self.sizes = dim, sizes
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()
         module.start = tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes)))
         return module

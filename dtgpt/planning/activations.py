@@ -86,7 +86,7 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(f"blocks.0.{name}", config.roles)
     if isinstance(module, AttentionCore):
-        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)
+        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)  # type: ignore[method-assign]
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:

@@ -76,11 +76,12 @@ def record(recipe: Recipe, steps: int) -> Record | None:
     """Train `steps` steps under the recipe's plan, in each of its processes; the record comes back on rank 0."""
     with open_trainer(recipe) as trainer:
         mesh, settings = trainer.mesh, trainer.settings
-        kept: dict[str, Tensor | None] = {}
+        kept: dict[str, Tensor] = {}
 
         def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
             for name, whole in trainer.shards.gather(value):
-                kept[f"{kind}/{name}"] = None if whole is None else settings.model.comparable(name, whole)
+                if whole is not None:
+                    kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
 
         digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
         for _, whole in trainer.shards.gather(_weight):

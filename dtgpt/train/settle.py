@@ -42,9 +42,10 @@ def settle(file: Recipe, options: Options) -> Recipe:
     Raises UserError where a run to resume or a model to begin with is not as it must be.
     """
     given, asked = set(options), take(file, options)
-    run = run_of(asked.resume, asked.runs, asked.name)
+    run, chosen = run_of(asked.resume, asked.runs, asked.name)
     if run is not None:
-        return recipe_of_run(run, file, asked, given)
+        recipe = recipe_of_run(run, file, asked, given)
+        return recipe if recipe.train_samples is None else _counted_on(recipe, run, chosen)
     if asked.init_from:
         return replace_values(asked, model_values(Path(asked.init_from), asked.model, given))
     return asked
@@ -72,11 +73,11 @@ def plan_error(error: UserError, plan: str, run: Path | None) -> UserError:
     return UserError(f"{error}; plan={plan} is that of the run: give --plan for another one")
 
 
-def run_of(resume: str | None, runs: str, name: str) -> Path | None:
-    """Return the folder of the run that a recipe with these values resumes; None for a new run."""
+def run_of(resume: str | None, runs: str, name: str) -> tuple[Path | None, Path | None]:
+    """Return `run_to_resume` for a recipe with these values, which were not checked yet."""
     if resume:
         check_value("name", name, RUN_NAME)  # by which `auto` searches
-    return run_to_resume(resume or None, Path(runs), name)[0]
+    return run_to_resume(resume or None, Path(runs), name)
 
 
 def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
@@ -113,15 +114,13 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     _say_kept({name: attrgetter(name)(file) for name in kept}, kept)
     init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
     resume = str(run) if asked.resume == AUTO else asked.resume
-    settled = replace(replace_values(asked, kept), resume=resume, init_from=init_from)
-    return settled if settled.train_samples is None else _counted_on(settled)
+    return replace(replace_values(asked, kept), resume=resume, init_from=init_from)
 
 
-def _counted_on(recipe: Recipe) -> Recipe:
-    """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
-    many as the samples after it fill, whatever sizes its steps had."""
+def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
+    """Return the recipe of a resumed run with `steps` in place of `train_samples`: those of its checkpoint, and as many
+    as the samples after it fill, whatever sizes its steps had."""
     check_run(recipe)
-    run, chosen = run_to_resume(recipe.resume, Path(recipe.runs), recipe.name)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
         state = read_state(found) if found else {}
