@@ -5,7 +5,6 @@ so that the whole batch is reached after SAMPLES samples (megatron/microbatches.
 the samples that the run has seen, so that a resumed run goes on with the same one.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable
 
@@ -72,32 +71,15 @@ class BatchSizes:
 
 
 def check_rampup(rampup: str, whole: int, micro: int, plan: ResolvedPlan, fits: Callable[[int, int], bool]) -> None:
-    """Raise UserError, with a remedy that works, where the plan cannot split a size of the ramp up to `whole` samples.
-    `fits`: whether it can split (samples of a step, samples of a micro-batch)."""
-    start, increment, samples = parse_rampup(rampup)
-    sizes = range(start, whole, increment)
-    wrong = next((size for size in sizes if not fits(size, micro)), None)
+    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples. `fits`: whether it can
+    split (samples of a step, samples of a micro-batch)."""
+    start, increment, _ = parse_rampup(rampup)
+    wrong = next((size for size in range(start, whole, increment) if not fits(size, micro)), None)
     if wrong is None:
         return
-    remedies = []
-    common = math.gcd(start, increment, whole)
-    smaller = (m for m in range(micro - 1, 0, -1) if common % (m * plan.dp) == 0)
-    if found := next((m for m in smaller if all(fits(size, m) for size in sizes)), None):
-        remedies.append(f"--micro_batch_size {found} (the curve stays the same)")
-    # Ramps over multiples of a share, from the first one that fits.
-    share = micro * plan.dp
-    multiples = range(share, whole, share)
-    first = next((size for size in multiples if size >= start and fits(size, micro)), 0)
-
-    def ramp_fits(increment: int) -> bool:
-        return (whole - first) % increment == 0 and all(fits(size, micro) for size in range(first, whole, increment))
-
-    steps = [n for n in multiples if first and ramp_fits(n)]
-    if steps:
-        nearest = min(steps, key=lambda n: (n < increment, abs(n - increment)))
-        remedies.append(f"another START and INCREMENT, as in --rampup_batch_size '{first} {nearest} {samples}'")
+    multiple = micro * plan.dp * plan.pp
     raise UserError(
-        f"rampup_batch_size={shown(rampup)} passes {wrong} samples a step, which "
-        f"micro_batch_size={micro} and the plan {plan.name} (dp={plan.dp}) cannot split; use "
-        + ", or ".join(remedies or ["--rampup_batch_size none"])
+        f"rampup_batch_size={shown(rampup)} passes {wrong} samples a step, which micro_batch_size={micro} and the plan "
+        f"{plan.name} (dp={plan.dp}) cannot split; use multiples of {multiple} for START and INCREMENT, a smaller "
+        "micro_batch_size (the curve stays the same), or --rampup_batch_size none"
     )

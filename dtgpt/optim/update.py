@@ -58,9 +58,7 @@ class Update:
         self.scaler = None
         if dtype == torch.float16:
             self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
-            self.scaler = LossScaler(
-                device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
-            )
+            self.scaler = LossScaler(device, scale)
         self.share_among(share)
 
     def share_among(self, share: float) -> None:
