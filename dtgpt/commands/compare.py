@@ -36,12 +36,15 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
 
 def record(words: list[str]) -> int:
     """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
-    from dtgpt.train import compare
+    from dtgpt.train.compare import record as record_steps
+    from dtgpt.train.compare import save_record
+    from dtgpt.train.startup import open_trainer
 
     if len(words) < 3:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
     path, file, steps, *options = words
-    compare.save_record(compare.record(load_recipe(Path(path), options), int(steps)), Path(file))
+    with open_trainer(load_recipe(Path(path), options)) as trainer:
+        save_record(record_steps(trainer, int(steps)), Path(file))
     return 0
 
 

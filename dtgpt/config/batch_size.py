@@ -7,6 +7,7 @@ the samples that the run has seen, so that a resumed run goes on with the same o
 
 from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.util.errors import UserError, shown
@@ -30,15 +31,14 @@ class BatchSizes:
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
         """whole: the global batch size; rampup: as of a recipe's `rampup_batch_size`."""
         self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
-        # (samples seen, step) at which each size begins.
-        self._samples, self._steps, self._sizes = [first_sample], [first_step], [self.after(first_sample)]
-        consumed, step = first_sample, first_step
-        while self._sizes[-1] != whole:
-            consumed, step = consumed + self._sizes[-1], step + 1
-            if (size := self.after(consumed)) != self._sizes[-1]:
-                self._samples.append(consumed)
-                self._steps.append(step)
-                self._sizes.append(size)
+        # (step, samples seen) at which each size begins, and the size.
+        self._pieces = [(first_step, first_sample, self.after(first_sample))]
+        step, seen, size = self._pieces[0]
+        while size != whole:
+            step, seen = step + 1, seen + size
+            if (larger := self.after(seen)) != size:
+                size = larger
+                self._pieces.append((step, seen, size))
 
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
@@ -50,24 +50,24 @@ class BatchSizes:
 
     def at(self, step: int) -> int:
         """Return the samples of `step`, over all replicas."""
-        return self._sizes[self._piece(step)]
+        return self._piece(step)[2]
 
     def before(self, step: int) -> int:
         """Return the samples that the run has seen when `step` begins."""
-        i = self._piece(step)
-        return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
+        first, seen, size = self._piece(step)
+        return seen + (step - first) * size
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""
-        i = max(0, bisect_right(self._samples, samples) - 1)
-        return self._steps[i] + (samples - self._samples[i]) // self._sizes[i]
+        first, seen, size = self._piece(samples, key=1)
+        return first + (samples - seen) // size
 
     def metrics(self, step: int) -> dict[str, int]:
         """Return what a progress line adds for `step`: its samples, where they change."""
-        return {"batch_size": self.at(step)} if len(self._sizes) > 1 else {}
+        return {"batch_size": self.at(step)} if len(self._pieces) > 1 else {}
 
-    def _piece(self, step: int) -> int:
-        return max(0, bisect_right(self._steps, step) - 1)
+    def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
+        return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
 
 
 def check_rampup(rampup: str, whole: int, micro: int, plan: ResolvedPlan, fits: Callable[[int, int], bool]) -> None:

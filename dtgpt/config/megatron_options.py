@@ -1,7 +1,7 @@
 """Options of Megatron-LM's pretrain_gpt.py, each with its equivalent here, as docs/megatron.md lists them.
 
 A key holds one or several options, each a name and a placeholder for its value, in capitals, or one value:
-`normalization RMSNorm` is the option with that value. `{N}` in an answer is the value, `{N*60}` a multiple of it.
+`normalization RMSNorm` is the option with that value. `{N}` in an answer is the value.
 Answers that begin with `--` are options of a recipe; others say what dtgpt does instead.
 """
 
@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 
 LEAVE = "leave it out"
 GPT2 = "the model always has GPT-2's architecture"
-FP32 = "master weights, sums of gradients, softmax and loss are always fp32"
 OPTIONS = {
     "Model": {
         "num-layers N": "--model.num_layers {N}",
@@ -68,20 +67,16 @@ OPTIONS = {
         "lr-warmup-samples N": "--optimizer.warmup_samples {N}",
         "warmup N": "--optimizer.warmup F, where F is a fraction of the schedule, or a number of steps",
         "lr-warmup-init X": f"the warmup always begins at 0; {LEAVE}",
-        "lr-wsd-decay-style linear": f"wsd always decays linearly; {LEAVE}",
-        "lr-wsd-decay-style STYLE": "wsd always decays linearly",
-        "lr-wsd-decay-iters N": "--optimizer.wsd_decay F, where F is {N} / decay_steps",
-        "lr-wsd-decay-samples N": "--optimizer.wsd_decay F, where F is {N} / decay_samples",
+        "lr-wsd-decay-style STYLE": f"wsd always decays linearly; {LEAVE}",
+        "lr-wsd-decay-iters N, lr-wsd-decay-samples N": "--optimizer.wsd_decay F, where F is {N} / the whole schedule",
         "weight-decay X": "--optimizer.weight_decay {X}",
-        "weight-decay-incr-style constant": f"weight decay is always constant; {LEAVE}",
         "start-weight-decay X, end-weight-decay X, weight-decay-incr-style STYLE": "weight decay is always constant: "
         "--optimizer.weight_decay X",
         "adam-beta1 X": "--optimizer.beta1 {X}",
         "adam-beta2 X": "--optimizer.beta2 {X}",
         "adam-eps X": "--optimizer.eps {X}",
         "clip-grad X": "--optimizer.clip {X}",
-        "optimizer adam": f"the optimizer is always AdamW; {LEAVE}",
-        "optimizer NAME, sgd-momentum X, muon-*": "the optimizer is always AdamW",
+        "optimizer NAME, sgd-momentum X, muon-*": f"the optimizer is always AdamW; {LEAVE}",
         "override-opt-param-scheduler, use-checkpoint-opt-param-scheduler": "the schedule of the recipe is always "
         f"used; {LEAVE}",
     },
@@ -93,8 +88,9 @@ OPTIONS = {
         "min-loss-scale X": "--loss_scale.minimum {X}",
         "loss-scale-window N": "--loss_scale.window {N}",
         "hysteresis N": "--loss_scale.hysteresis {N}",
-        "attention-softmax-in-fp32, accumulate-allreduce-grads-in-fp32, embedding-weights-in-fp32": f"{FP32}; {LEAVE}",
-        "grad-reduce-in-bf16, fp16-lm-cross-entropy, use-precision-aware-optimizer": FP32,
+        "attention-softmax-in-fp32, accumulate-allreduce-grads-in-fp32, embedding-weights-in-fp32, "
+        "grad-reduce-in-bf16, fp16-lm-cross-entropy, use-precision-aware-optimizer": "master weights, sums of "
+        f"gradients, softmax and loss are always fp32; {LEAVE}",
         "apply-query-key-layer-scaling, no-query-key-layer-scaling": "scores are never scaled by the layer's number; "
         f"{LEAVE}",
         "fp8-*, fp4-*": "8-bit and 4-bit floats are not available; use --precision bf16",
@@ -121,7 +117,7 @@ OPTIONS = {
         "plan, as in --plan zero3",
         "num-distributed-optimizer-instances N": "ZeRO always shards over all replicas",
         "distributed-backend NAME": f"GPUs always use NCCL and CPUs gloo; {LEAVE}",
-        "distributed-timeout-minutes N": "--timeout {N*60}",
+        "distributed-timeout-minutes N": "--timeout S, where S is {N} x 60",
         "overlap-grad-reduce, overlap-param-gather*, overlap-p2p-communication, "
         "no-overlap-p2p-communication": f"communication always overlaps with computation; {LEAVE}",
         "tp-comm-overlap*": "leave it out; --plan tp2_sp reduces the communication of tensor parallelism",
@@ -156,8 +152,8 @@ OPTIONS = {
         "data-path PATHS, train-data-path PATHS": "--data.path {PATHS}",
         "valid-data-path PATHS": "--data.valid_path {PATHS}",
         "test-data-path PATHS": "--data.test_path {PATHS}",
-        "data-args-path FILE": "write its words into --data.path, in quotes",
-        "per-split-data-args-path FILE": "write its words into --data.path, --data.valid_path and --data.test_path",
+        "data-args-path FILE, per-split-data-args-path FILE": "write its words into --data.path, in quotes, or into "
+        "--data.valid_path and --data.test_path",
         "split WEIGHTS": "--data.split {WEIGHTS}",
         "vocab-file FILE": "--data.vocab_file {FILE}, with --data.merge_file",
         "merge-file FILE": "--data.merge_file {FILE}, with --data.vocab_file",
@@ -169,10 +165,8 @@ OPTIONS = {
         "eod-mask-loss": "--data.eod_mask_loss on",
         "data-cache-path DIR": "the environment variable DTGPT_CACHE={DIR}",
         "data-impl KIND, mmap-warmup, no-mmap-bin-files": f"prepared files are always memory-mapped; {LEAVE}",
-        "dataloader-type single": f"samples are always read in order of their ids; {LEAVE}",
-        "dataloader-type KIND": "samples are always read in order of their ids, as with single",
-        "num-workers N": f"the next batch is always read in the background; {LEAVE}",
-        "no-create-attention-mask-in-dataloader": f"the data loader never creates masks; {LEAVE}",
+        "dataloader-type KIND, num-workers N, no-create-attention-mask-in-dataloader": "samples are always read in "
+        f"order of their ids, without masks, in the background; {LEAVE}",
         "mock-data": "leave --data.path out to train on a text included in Python",
         "fim-*": "fill-in-the-middle is not available",
     },
@@ -206,8 +200,8 @@ OPTIONS = {
         "timing-log-*, no-barrier-with-level-1-timing": "progress lines always show tokens per second",
         "profile*": "profile with nsys, or with benchmarks/train_step.py",
         "one-logger*, no-one-logger": LEAVE,
-        "check-for-nan-in-loss-and-grad": f"a loss that is not finite always ends the run; {LEAVE}",
-        "no-check-for-nan-in-loss-and-grad": "a loss that is not finite always ends the run",
+        "check-for-nan-in-loss-and-grad, no-check-for-nan-in-loss-and-grad": "a loss that is not finite always ends "
+        f"the run; {LEAVE}",
         "seed N": "--seed {N}",
     },
 }
@@ -229,11 +223,4 @@ def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str
 
 def fill(answer: str, word: str, value: str) -> str:
     """Return the answer with `value` in place of `word`; the word stays if there is no value."""
-
-    def put(match: re.Match) -> str:
-        factor = int(match[1] or 1)
-        if factor != 1:
-            return f"{float(value) * factor:g}" if re.fullmatch(r"\d+(\.\d*)?", value) else f"{factor} x {word}"
-        return shlex.quote(value) if value else word
-
-    return re.sub(r"\{[A-Z]+(?:\*(\d+))?\}", put, answer)
+    return re.sub(r"\{[A-Z]+\}", lambda _: shlex.quote(value) if value else word, answer)

@@ -113,18 +113,14 @@ class Plan:
                     f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
                     f"{given}; {remedy.format(self.dp * one)}{other}"
                 )
-            return self._resolved(self.dp)
-        if world % one:
+        elif world % one:
             low = max(1, world // one)
             near = f"{low * one} or {(low + 1) * one}" if world > one else f"{one}"
             raise UserError(
                 f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is not a "
                 f"multiple; {remedy.format(near)}"
             )
-        return self._resolved(world // one)
-
-    def _resolved(self, dp: int) -> "ResolvedPlan":
-        return ResolvedPlan(**{**vars(self), "dp": dp})
+        return ResolvedPlan(**{**vars(self), "dp": world // one})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,10 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
+from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
-from dtgpt.config.checks import (
-    MOST_STEPS,
-    check_batch,
-    check_length,
-    check_rampup_end,
-    check_schedule,
-    check_units,
-    one_replica,
-)
-from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
+from dtgpt.config.checks import MOST_STEPS
+from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.schedule import Schedule
@@ -151,7 +144,6 @@ class Recipe:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
         graphs = choose_graphs(self.graph, device)
-        compiler = choose_compiler if here else wants_compiler
         return Settings(
             model=self.model,
             plan=plan,
@@ -161,7 +153,7 @@ class Recipe:
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
-            compile=compiler(self.compile, device, graphs, plan),
+            compile=choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
             masks_documents=self.data.reset_attention_mask,
         )
@@ -199,15 +191,15 @@ class Recipe:
             raise UserError(
                 f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
             )
-        check_batch(self.micro_batch_size, self.global_batch_size)
+        checks.check_batch(self.micro_batch_size, self.global_batch_size)
         if self.rampup_batch_size is not None:
-            check_rampup_end(self.rampup_batch_size, self.global_batch_size)
+            checks.check_rampup_end(self.rampup_batch_size, self.global_batch_size)
         if self.train_samples is not None:
-            check_length(self.train_samples, self.num_steps, self.global_batch_size)
-        check_units(config, self.counts_samples)
+            checks.check_length(self.train_samples, self.num_steps, self.global_batch_size)
+        checks.check_units(config, self.counts_samples)
         schedule = self.schedule
         ends_with_run = config.decay_samples is None and (self.counts_samples or schedule.end == self.num_steps)
-        check_schedule(schedule, ends_with_run)
+        checks.check_schedule(schedule, ends_with_run)
 
     def notes(self, dp: int, device_type: str) -> list[str]:
         """Return what a user should know about a valid recipe, with `dp` replicas on this kind of device."""
@@ -220,7 +212,7 @@ class Recipe:
                 f"never reaches optimizer.lr={schedule.lr:g}"
             )
         if (level := self.named_plan().zero) and dp == 1:
-            found.append(one_replica(level))
+            found.append(checks.one_replica(level))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         return found

@@ -70,10 +70,11 @@ class Graphs:
         places = tuple(None if value is None else value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
-        options: dict[str, Any] = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
+        stream = torch.cuda.current_stream()
+        options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         failure = None
         try:
-            with torch.cuda.graph(graph, self._pool, **options):
+            with torch.cuda.graph(graph, **options):
                 try:
                     result = work(*places)
                 except RuntimeError as error:

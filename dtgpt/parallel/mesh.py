@@ -51,12 +51,9 @@ class Mesh:
         first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
         if first == last:
             return None
-        mine = None
-        for rank in range(self.plan.dp * self.plan.tp):
-            pair = [rank, RankCoordinates(self.plan, rank).neighbour(last)]
-            group = dist.new_group(pair)
-            mine = group if self.rank in pair else mine
-        return mine
+        firsts = range(self.plan.dp * self.plan.tp)
+        pairs = [[rank, RankCoordinates(self.plan, rank).neighbour(last)] for rank in firsts]
+        return dist.new_subgroups_by_enumeration(pairs)[0]
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""
@@ -73,12 +70,12 @@ class Mesh:
     def sum(self, *values: float | Tensor) -> Tensor:
         """Return the sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        return self._reduce(torch.stack(tensors), dist.ReduceOp.SUM)
+        return self.all_reduce(torch.stack(tensors), dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         if self.world == 1:
             return value
-        return self._reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
+        return self.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is up on any rank, the same on all."""
@@ -90,7 +87,7 @@ class Mesh:
         if self.world == 1 or self.device.type == "cpu":
             return self.any(flag)
         before = self._ballot
-        ballot = self._reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
+        ballot = self.all_reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
         counted, done = torch.empty((), pin_memory=True), torch.cuda.Event()
         counted.copy_(ballot, non_blocking=True)
         done.record()
@@ -100,7 +97,8 @@ class Mesh:
         before[1].synchronize()
         return bool(before[0])
 
-    def _reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    def all_reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor of the device in place over all ranks, and return it."""
         if self.world > 1:
             dist.all_reduce(tensor, how)
         return tensor

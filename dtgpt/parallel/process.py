@@ -25,5 +25,7 @@ class Process:
         missing = any(text or process.world > 1 for field, text in given.items() if field not in numbers)
         if missing or process.rank >= process.world or process.local_rank >= process.local_world:
             said = " ".join(f"{VARIABLES[field]}={text}" for field, text in given.items())
-            raise UserError(f"the environment says {said}; start the processes with torchrun")
+            raise UserError(
+                f"the environment says {said}, which do not fit each other; start the processes with torchrun"
+            )
         return process

@@ -129,13 +129,13 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
         counts once, and so does the tied table."""
-        return self._summed_over_ranks(self._squares()).sqrt()
+        return self.mesh.all_reduce(self._squares()).sqrt()
 
     def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
         not finite: bool `[N]` on the device, equal on all ranks."""
         excess = largest_magnitude(self._counted_gradients()).max() > limits
-        totals = self._summed_over_ranks(torch.cat([self._squares().view(1), excess.float()]))
+        totals = self.mesh.all_reduce(torch.cat([self._squares().view(1), excess.float()]))
         return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()
 
     def _counted_gradients(self) -> list[Tensor]:
@@ -144,11 +144,6 @@ class Shards:
     def _squares(self) -> Tensor:
         """Return this rank's share of the squared norm."""
         return (squared_norm(self._counted_gradients()) * self._shares).sum()
-
-    def _summed_over_ranks(self, values: Tensor) -> Tensor:
-        if self.mesh.world > 1:
-            dist.all_reduce(values)
-        return values
 
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,

@@ -68,10 +68,6 @@ class DeferredBiasRowwise(RowwiseParallel):
         module.bias = bias
         return module
 
-    @classmethod
-    def like(cls, style: RowwiseParallel) -> "DeferredBiasRowwise":
-        return cls(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
-
 
 def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler removes the copy by itself
@@ -107,9 +103,6 @@ class SequencePositions(SequencePart):
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(ranks, dim=1)[rank], *inputs[1:]))
         return super()._apply(module, device_mesh)
 
-    def __repr__(self) -> str:
-        return "SequencePositions()"
-
 
 class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
@@ -143,9 +136,6 @@ class VocabularyShard(ParallelStyle):
 
         return distribute_module(module, device_mesh, cut, gather, local)
 
-    def __repr__(self) -> str:
-        return f"VocabularyShard({self.input_layout})"
-
 
 class DropoutShard(ParallelStyle):
     """For a dropout site whose input is cut evenly along dimension `dim` of the sample: tells it the global index of
@@ -159,9 +149,6 @@ class DropoutShard(ParallelStyle):
         first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()
         module.start = tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes)))
         return module
-
-    def __repr__(self) -> str:
-        return f"DropoutShard(dim={self.dim}, sizes={self.sizes})"
 
 
 Table = Mapping[str, ParallelStyle | None]
@@ -199,11 +186,10 @@ def make_table(config: ModelConfig, plan: Plan) -> Table:
     with torch.device("meta"):
         model = Decoder(config)
     _check_own(plan.table, model)
-    row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
-    own = {
-        pattern: row.like(style) if type(style) is RowwiseParallel and _defer_bias(model, pattern) else style
-        for pattern, style in plan.table.items()
-    }
+    row, own = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise, dict(plan.table)
+    for pattern, style in plan.table.items():
+        if type(style) is RowwiseParallel and _defer_bias(model, pattern):
+            own[pattern] = row(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.sequence_parallel:
         _check_covers(table, model)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from dtgpt.parallel.process import VARIABLES
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.settle import check_run
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, hanging, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
@@ -72,41 +73,36 @@ class Difference:
         return self.same_initial and self.loss <= loss and self.gradient <= tensors and self.weight <= tensors
 
 
-def record(recipe: Recipe, steps: int) -> Record | None:
-    """Train `steps` steps under the recipe's plan, in each of its processes; the record comes back on rank 0."""
-    with open_trainer(recipe) as trainer:
-        mesh, settings = trainer.mesh, trainer.settings
-        kept: dict[str, Tensor] = {}
+def record(trainer: Trainer, steps: int) -> Record | None:
+    """Train `steps` steps, in each process of the plan, and return the record on rank 0."""
+    mesh, settings = trainer.mesh, trainer.settings
+    kept: dict[str, Tensor] = {}
 
-        def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
-            for name, whole in trainer.shards.gather(value):
-                if whole is not None:
-                    kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
+    def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
+        for name, whole in trainer.shards.gather(value):
+            if whole is not None:
+                kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
 
-        digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
-        for _, whole in trainer.shards.gather(_weight):
-            digest.update(b"" if whole is None else whole.numpy().tobytes())
-        for step in range(steps):
-            loss = trainer.gradients()
-            if step == 0:
-                keep("first gradient", trainer.gradient)
-            if step == steps - 1:
-                keep("last gradient", trainer.gradient)
-            result = trainer.update(loss)
-            losses.append(trainer.mean_loss(result))
-            norms.append(result.norm.item())
-            travel += trainer.optimizer.lr.item()
-        memory = mesh.gather(peak_memory(mesh.device)[0])
-        keep("weight", _weight)
-        planned = None
-        if mesh.device.type == "cuda":
-            planned = fullest(memory_by_rank(settings)).total / 2**30
-        made = Record(str(settings.dtype), losses, norms, memory, planned, digest.hexdigest(), travel, kept)
-        return made if mesh.rank == 0 else None
-
-
-def _weight(shard: Shard) -> Tensor:
-    return shard.local
+    digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
+    for _, whole in trainer.shards.gather(attrgetter("local")):
+        digest.update(b"" if whole is None else whole.numpy().tobytes())
+    for step in range(steps):
+        loss = trainer.gradients()
+        if step == 0:
+            keep("first gradient", trainer.gradient)
+        if step == steps - 1:
+            keep("last gradient", trainer.gradient)
+        result = trainer.update(loss)
+        losses.append(trainer.mean_loss(result))
+        norms.append(result.norm.item())
+        travel += trainer.optimizer.lr.item()
+    memory = mesh.gather(peak_memory(mesh.device)[0])
+    keep("weight", attrgetter("local"))
+    planned = None
+    if mesh.device.type == "cuda":
+        planned = fullest(memory_by_rank(settings)).total / 2**30
+    made = Record(str(settings.dtype), losses, norms, memory, planned, digest.hexdigest(), travel, kept)
+    return made if mesh.rank == 0 else None
 
 
 def save_record(found: Record | None, file: Path) -> None:

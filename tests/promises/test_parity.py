@@ -14,7 +14,7 @@ from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.run.sinks import read_records
 from dtgpt.train import compare
-from dtgpt.train.compare import Record, difference, record
+from dtgpt.train.compare import Record, difference
 from dtgpt.train.loop import train
 from tests.support.ranks import pool
 
