@@ -10,7 +10,7 @@ from dtgpt.models import layers
 from dtgpt.ops.attention.core import causal_attention
 from dtgpt.train.compare import Record
 from tests.support.ranks import pool
-from tests.support.runs import change, training
+from tests.support.runs import change, record, training
 
 STEPS = 2
 
