@@ -6,10 +6,10 @@ the samples that the run has seen, so that a resumed run goes on with the same o
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
 from operator import itemgetter
 
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, shown
 
 
@@ -29,7 +29,7 @@ class BatchSizes:
     """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
 
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
-        """whole: the global batch size; rampup: as of a recipe's `rampup_batch_size`."""
+        """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
         self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
         # (step, samples seen) at which each size begins, and the size.
         self._pieces = [(first_step, first_sample, self.after(first_sample))]
@@ -70,16 +70,16 @@ class BatchSizes:
         return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
 
 
-def check_rampup(rampup: str, whole: int, micro: int, plan: ResolvedPlan, fits: Callable[[int, int], bool]) -> None:
-    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples. `fits`: whether it can
-    split (samples of a step, samples of a micro-batch)."""
+def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int) -> None:
+    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
     start, increment, _ = parse_rampup(rampup)
-    wrong = next((size for size in range(start, whole, increment) if not fits(size, micro)), None)
-    if wrong is None:
-        return
-    multiple = micro * plan.dp * plan.pp
-    raise UserError(
-        f"rampup_batch_size={shown(rampup)} passes {wrong} samples a step, which micro_batch_size={micro} and the plan "
-        f"{plan.name} (dp={plan.dp}) cannot split; use multiples of {multiple} for START and INCREMENT, a smaller "
-        "micro_batch_size (the curve stays the same), or --rampup_batch_size none"
-    )
+    for size in range(start, whole, increment):
+        try:
+            plan.validate(model, micro, size)
+        except UserError:
+            raise UserError(
+                f"rampup_batch_size={shown(rampup)} passes {size} samples a step, which micro_batch_size={micro} and "
+                f"the plan {plan.name} (dp={plan.dp}) cannot split; use multiples of {micro * plan.dp * plan.pp} for "
+                "START and INCREMENT, a smaller micro_batch_size (the curve stays the same), or --rampup_batch_size "
+                "none"
+            ) from None

@@ -133,14 +133,6 @@ class ResolvedPlan(Plan):
         """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
         return replace(self, zero=0) if self.zero and self.dp == 1 else self
 
-    def can_split(self, model: ModelConfig, global_batch_size: int, micro_batch_size: int) -> bool:
-        """Return whether `validate` accepts the batch."""
-        try:
-            self.validate(model, micro_batch_size, global_batch_size)
-        except UserError:
-            return False
-        return True
-
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""

@@ -5,7 +5,6 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -127,12 +126,12 @@ class Recipe:
 
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
         """Return the plan for `world` processes, checked against the model and the batch; raises UserError, one
-        sentence. started: as of `Plan.for_world`."""
+        sentence. started: as in `Plan.for_world`."""
         plan = self.named_plan().for_world(world, started).without_idle_zero()
-        plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
+        sizes = self.micro_batch_size, self.global_batch_size
+        plan.validate(self.model, *sizes)
         if self.rampup_batch_size is not None:
-            whole, micro = self.global_batch_size, self.micro_batch_size
-            check_rampup(self.rampup_batch_size, whole, micro, plan, partial(plan.can_split, self.model))
+            check_rampup(self.rampup_batch_size, self.model, plan, *sizes)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "

@@ -1,8 +1,9 @@
 """What the training loop asks of a plan: gradients of a batch, losses, logits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 
 
-class Engine(Protocol):
+class Engine(ABC):
+    shards: Shards
+
+    @abstractmethod
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         """Leave in the shards the gradient of the global batch, of which `batch` is this replica's part, run in
         `micro_batches` equal pieces; times the `gradient_scale` of the output layer.
@@ -27,21 +31,21 @@ class Engine(Protocol):
         Returns the mean loss, detached: 0 on a rank that does not hold the head. The next call returns the same tensor
         with another value.
         """
-        ...
+
+    @abstractmethod
+    def mean_loss(self, batch: Batch) -> Tensor | None:
+        """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
+        hold the head. Without targets, return the logits."""
 
     def expect(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
-        ...
-
-    def mean_loss(self, batch: Batch) -> Tensor | None:
-        """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
-        hold the head."""
-        ...
+        if self.shards.buckets is not None:
+            self.shards.buckets.expect(micro_batches)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return this rank's columns of the logits `[B, T, V_local]` of `tokens [B, T]`, without dropout or gradient;
         None on a rank that does not hold the head."""
-        ...
+        return self.mean_loss(Batch(tokens))
 
 
 class SingleStageEngine(Engine):
@@ -54,10 +58,6 @@ class SingleStageEngine(Engine):
     def __init__(self, model: Decoder, shards: Shards, graphs: Graphs):
         self.model, self.shards, self.graphs = model, shards, graphs
         self._loss = torch.zeros((), device=shards.mesh.device)
-
-    def expect(self, micro_batches: int) -> None:
-        if self.shards.buckets is not None:
-            self.shards.buckets.expect(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         if isinstance(self.model, FSDPModule):
@@ -83,9 +83,6 @@ class SingleStageEngine(Engine):
         self._loss.copy_(share) if index == 0 else self._loss.add_(share)
         if last:
             self.shards.take_gradients()
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.mean_loss(Batch(tokens))
 
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor:

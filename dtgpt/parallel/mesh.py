@@ -23,7 +23,7 @@ messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; 
 
 
 class Mesh:
-    """The processes of a run. With one process there is no process group, and everything here is the identity."""
+    """The processes of a run. With one process there is no process group, and every method is the identity."""
 
     def __init__(self, plan: ResolvedPlan, device: torch.device):
         self.plan, self.device = plan, device
@@ -34,7 +34,7 @@ class Mesh:
         self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
-        self.before_end: list[Callable[[], None]] = []  # what must be let go of before the process group ends
+        self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
             shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
             self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
@@ -46,8 +46,8 @@ class Mesh:
             self._groups += [self.tied_group] if self.tied_group else []
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """This rank's group of the two ranks that hold the token table, where first and last stage are on different
-        ranks. Every rank takes part in making every group."""
+        """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
+        are on different ranks. Every rank takes part in making every group."""
         first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
         if first == last:
             return None

@@ -59,9 +59,8 @@ class PipelineEngine(Engine):
         return schedule(given, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def expect(self, micro_batches: int) -> None:
+        super().expect(micro_batches)
         self.schedule = self._make_schedule(micro_batches)
-        if self.shards.buckets is not None:
-            self.shards.buckets.expect(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         return self.graphs.run("schedule", self._run_schedule, *batch)
@@ -80,9 +79,6 @@ class PipelineEngine(Engine):
             self.schedule.step(*inputs, return_outputs=False, **more)
         self.shards.take_gradients()
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        return self.mean_loss(Batch(tokens))
 
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor | None:

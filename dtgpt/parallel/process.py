@@ -10,7 +10,7 @@ VARIABLES = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", 
 
 @dataclass(frozen=True)
 class Process:
-    """What torchrun tells a process in its environment; one alone where nothing is told."""
+    """The environment variables that torchrun sets; a process alone where there are none."""
 
     rank: int = 0
     world: int = 1

@@ -21,7 +21,7 @@ from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh
 
 Part = tuple[range, ...]
-SMALL = 1 << 16  # elements of a part below which one rank writes all of it
+SMALL = 1 << 16  # elements of a region below which one rank writes all of it
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shard:
     @property
     def own(self) -> tuple[Part, slice]:
         """(global indices, rows of `local`) of what this rank alone writes to a checkpoint: the ranks that hold the
-        same part share its rows, but for a small one."""
+        same region share its rows, unless it is small."""
         replicas = 1 if self.is_tied_copy or self.local.numel() < SMALL else self.replicas
         rows = chunk(range(len(self.region[0])), replicas, self.replica)
         if self.is_tied_copy or self.replica >= replicas:

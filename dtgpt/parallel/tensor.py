@@ -76,7 +76,7 @@ def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SequencePart(ParallelStyle):
-    """For a module that takes its part of the sequence and has replicated parameters: the gradients of `names` are
+    """A style for a module that takes its part of the sequence and has replicated parameters: the gradients of `names` are
     summed over the tp ranks."""
 
     def __init__(self, *names: str):
@@ -92,7 +92,7 @@ class SequencePart(ParallelStyle):
 
 
 class SequencePositions(SequencePart):
-    """For the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
+    """A style for the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
     `[1, T / tp]`; the table stays whole."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class SequenceRowwise(DeferredBiasRowwise):
 
 
 class VocabularyShard(ParallelStyle):
-    """For the output layer: its table is cut over the vocabulary, its input gathered. It makes local logits, or a loss
+    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local logits, or a loss
     that is whole on every rank."""
 
     def __init__(self, input_layout: Placement):
@@ -138,7 +138,7 @@ class VocabularyShard(ParallelStyle):
 
 
 class DropoutShard(ParallelStyle):
-    """For a dropout site whose input is cut evenly along dimension `dim` of the sample: tells it the global index of
+    """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global index of
     its first element. `sizes` is the whole shape of a sample's tensor."""
 
     def __init__(self, dim: int, sizes: tuple[int, ...]):

@@ -36,7 +36,7 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
 
 
 def _device(gpu: str | None) -> tuple[str, float]:
-    """(words, bytes) of a name of DEVICE_MEMORY, however it is written, or of a size such as 80, 80GiB or 85.9GB."""
+    """Return (words, bytes) of a name of DEVICE_MEMORY, however it is written, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
@@ -49,8 +49,7 @@ def _device(gpu: str | None) -> tuple[str, float]:
     size = float(given[1]) * (1e9 if (given[2] or "").lower() == "gb" else GIB) if given else 0
     if 0 < size <= LARGEST * GIB:
         return "the device", size
-    near = [name for name in DEVICE_MEMORY if word and _plain(name).endswith(word)]
-    near = near or difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
+    near = difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
         f"--gpu {gpu[:60]} is not known; {hint}use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB, up to "
@@ -59,7 +58,7 @@ def _device(gpu: str | None) -> tuple[str, float]:
 
 
 def _plain(name: str) -> str:
-    """A name without what people write differently."""
+    """Return a name without what people write differently."""
     return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
@@ -78,12 +77,12 @@ def _mesh(name: str, settings: Settings) -> list[str]:
     if plan.pp > 1:
         cut = [len(blocks) for blocks in block_ranges(config, plan)]
         idle = bubble(plan, passes)
-        told = (
+        idle_words = (
             f"bubble {idle:.1%} of a step"
             if idle is not None
             else f"bubble not known below {2 * plan.pp - 1} micro-batches"
         )
-        lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {told}")
+        lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {idle_words}")
     return [hanging(line, 8) for line in lines]
 
 

@@ -108,8 +108,8 @@ def record(trainer: Trainer, steps: int) -> Record | None:
 def save_record(found: Record | None, file: Path) -> None:
     """Write on rank 0 the record that `run_plan` reads."""
     if found is not None:
-        told = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
-        save_file(found.tensors, file, metadata={"record": json.dumps(told)})
+        values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
+        save_file(found.tensors, file, metadata={"record": json.dumps(values)})
 
 
 def difference(record: Record, reference: Record) -> Difference:
@@ -126,7 +126,7 @@ def difference(record: Record, reference: Record) -> Difference:
 
 
 def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """||a - b|| / ||b||, or over `least` where that is more."""
+    """Return ||a - b|| / ||b||, or ||a - b|| / `least` where that is less."""
     scale = torch.linalg.vector_norm(b, dtype=torch.float64).clamp(min=least)
     distance = torch.linalg.vector_norm(a - b, dtype=torch.float64)
     return (distance / scale).item() if scale > 0 else (0.0 if distance == 0 else math.inf)
@@ -200,8 +200,8 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
         )
     with safe_open(file, "pt") as saved:
         tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
-        told = json.loads(saved.metadata()["record"])
-    return Record(**told, tensors=tensors)
+        values = json.loads(saved.metadata()["record"])
+    return Record(**values, tensors=tensors)
 
 
 def report(records: dict[str, Record], differences: dict[str, Difference], limits: tuple[float, float]) -> str:

@@ -62,7 +62,7 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     counts = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
     for pieces, _, _ in answers:
         for piece in pieces:
-            # (a) every shard is its part of the one model, and the keepers cover it once
+            # (a) every shard is its part of the one model, and the owners cover it once
             assert torch.equal(piece.local, weights[piece.name][slices(piece.region)]), piece.name
             counts[piece.name][slices(piece.region)] += piece.is_owner
     assert all((count == 1).all() for count in counts.values())
