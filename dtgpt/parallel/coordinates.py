@@ -51,7 +51,7 @@ class RankCoordinates:
 
     @property
     def num_edges(self) -> int:
-        """The number of edges between stages over which this rank sends an activation or a gradient, and receives the other."""
+        """The number of edges to stages on other ranks: over each goes an activation, and its gradient comes back."""
         return sum(self.rank_of(beside) is not None for stage in self.stages for beside in (stage - 1, stage + 1))
 
     def neighbour(self, pp: int) -> int:

@@ -76,8 +76,8 @@ def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SequencePart(ParallelStyle):
-    """A style for a module that takes its part of the sequence and has replicated parameters: the gradients of `names` are
-    summed over the tp ranks."""
+    """A style for a module that takes its part of the sequence and has replicated parameters: the gradients of `names`
+    are summed over the tp ranks."""
 
     def __init__(self, *names: str):
         super().__init__()
@@ -113,8 +113,8 @@ class SequenceRowwise(DeferredBiasRowwise):
 
 
 class VocabularyShard(ParallelStyle):
-    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local logits, or a loss
-    that is whole on every rank."""
+    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
+    logits, or a loss that is whole on every rank."""
 
     def __init__(self, input_layout: Placement):
         super().__init__()
@@ -138,8 +138,8 @@ class VocabularyShard(ParallelStyle):
 
 
 class DropoutShard(ParallelStyle):
-    """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global index of
-    its first element. `sizes` is the whole shape of a sample's tensor."""
+    """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global
+    index of its first element. `sizes` is the whole shape of a sample's tensor."""
 
     def __init__(self, dim: int, sizes: tuple[int, ...]):
         super().__init__()

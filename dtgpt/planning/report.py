@@ -36,7 +36,7 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
 
 
 def _device(gpu: str | None) -> tuple[str, float]:
-    """Return (words, bytes) of a name of DEVICE_MEMORY, however it is written, or of a size such as 80, 80GiB or 85.9GB."""
+    """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
