@@ -187,18 +187,14 @@ def make_table(config: ModelConfig, plan: Plan) -> Table:
         model = Decoder(config)
     _check_own(plan.table, model)
     row, own = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise, dict(plan.table)
+    deferred = [name for name, module in model.named_modules() if isinstance(module, DeferredBiasLinear)]
     for pattern, style in plan.table.items():
-        if type(style) is RowwiseParallel and _defer_bias(model, pattern):
+        if type(style) is RowwiseParallel and any(matches(name, pattern) for name in deferred):
             own[pattern] = row(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.sequence_parallel:
         _check_covers(table, model)
     return table
-
-
-def _defer_bias(model: Decoder, pattern: str) -> bool:
-    """Return whether the modules of this pattern leave their bias to the following operation."""
-    return any(isinstance(m, DeferredBiasLinear) for name, m in model.named_modules() if matches(name, pattern))
 
 
 def _check_covers(table: Table, model: Decoder) -> None:
