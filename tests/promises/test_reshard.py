@@ -78,7 +78,7 @@ def test_every_element_is_written_once(saved, plan):
         for piece, _ in read_header(checkpoint.folder / file):
             assert piece.shape == tuple(whole[piece.name].shape)
             assert piece.name.endswith((".exp_avg", ".exp_avg_sq")) == file.startswith("optimizer")
-            counts[piece.name][slices(piece.region)] += 1
+            counts[piece.name][slices(piece.part)] += 1
     assert [name for name, count in counts.items() if not (count == 1).all()] == []
     assert len({tuple(whole[n].flatten()[:9].tolist()) for n in whole}) > 100  # moments are no zeros
 
