@@ -10,7 +10,7 @@ from dtgpt.checkpoint.manifest import file_name, write_state
 from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
 from dtgpt.checkpoint.staging import FILE_LIMIT
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.models.source import Source, iterate_shapes
 from dtgpt.util.environment import package_versions
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
@@ -22,8 +22,7 @@ def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; give another path")
     with new_folder(folder) as partial:
-        shapes = parameter_shapes(source.config)
-        whole = [Piece(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
+        whole = (Piece.whole(name, shape) for name, shape in iterate_shapes(source.config))
         files: dict[str, Written] = {}
         for number, pieces in enumerate(by_size(whole, FILE_LIMIT)):
             name = file_name("weights", 0, number)

@@ -49,6 +49,11 @@ class Piece:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "Piece":
+        """Return the piece that is all of a tensor."""
+        return cls(name, shape, (0,) * len(shape), shape)
+
     @property
     def num_bytes(self) -> int:
         return 4 * math.prod(self.size)

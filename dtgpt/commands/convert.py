@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
+from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.open import OF_MODELS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -19,7 +20,6 @@ from dtgpt.models.source import Source
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
-from dtgpt.util.hardware import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 
 from dtgpt.commands.command import Command
-from dtgpt.inference.generate import logits_of, sample_text, tokenizer_of
+from dtgpt.inference.generate import Sampling, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import load_model
@@ -42,9 +42,9 @@ def generate_from(path: Path, options: GenerateOptions) -> str:
     tokenizer = named or tokenizer_of(path, source.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(source, device)
-    key, new_tokens = root_key(options.seed, device), options.tokens
-    sampling = options.temperature, options.top_k
-    return sample_text(logits_of(model), model.config, tokenizer, options.prompt, new_tokens, key, *sampling)
+    sampling = Sampling(options.tokens, options.temperature, options.top_k)
+    key = root_key(options.seed, device)
+    return sample_text(logits_of(model), model.config, tokenizer, options.prompt, sampling, key)
 
 
 def generate(path: Path, options: GenerateOptions) -> None:

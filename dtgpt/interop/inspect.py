@@ -9,8 +9,7 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.interop.open import open_source
-from dtgpt.models.gpt2 import TABLE
-from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -91,7 +90,9 @@ def _model(source: Source) -> Iterator[str]:
 def _tensors(source: Source) -> Iterator[str]:
     for name in parameter_shapes(source.config):
         values = source.read(name)
-        if name == TABLE:  # without the padding, whose values are arbitrary, and which not every format has
+        if has_vocabulary(
+            name, source.config
+        ):  # without the padding, whose values are arbitrary, and which not every format has
             values = values[: source.config.vocab_size]
         digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
         yield f"  {digest}  {name} {list(values.shape)}"

@@ -9,8 +9,8 @@ import torch
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.config.plan import Plan
-from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -28,7 +28,7 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     if not path.exists():
         where = f"leads to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
         raise UserError(f"{path} {where}; give {KNOWN}")
-    mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
+    mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
     if (path / STATE).is_file():
         return Saved(find_checkpoint(mesh, path, path, weights_alone=True))
     if (path / "recipe.json").is_file():
@@ -53,7 +53,7 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
 
 
-def open_config(path: Path) -> GPT2Config:
+def open_config(path: Path) -> ModelConfig:
     """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. Raises UserError as
     `open_source` does."""
     own = [path] if (path / STATE).is_file() else []

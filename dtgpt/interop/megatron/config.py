@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.interop.hf.gpt2 import checked
+from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.interop.megatron.names import POSITIONS, padded_rows
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -78,7 +78,8 @@ def read_config(
         notes.append(f"{path} says nothing of attention heads; {hidden} / {HEAD_DIM} = {heads} were taken")
     else:
         _check_agreement(args, found, path)
-        heads, eps = _number(args, "num_attention_heads", path), _epsilon(args, path)
+        heads = whole_number(vars(args), ("num_attention_heads",), None, path)
+        eps = epsilon(vars(args), ("norm_epsilon", "layernorm_epsilon"), GPT2Config.layer_norm_eps, path)
         _refuse_widths(args, heads, hidden, path)
         if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
             notes.append(EXACT_GELU_NOTE)
@@ -151,27 +152,11 @@ def _guess_heads(hidden: int, path: Path) -> int:
     return hidden // HEAD_DIM
 
 
-def _number(args: Namespace, name: str, path: Path) -> int:
-    value = getattr(args, name, None)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"{path} has args with {name}={shown(value)}, not a number; save the checkpoint again")
-    return value
-
-
-def _epsilon(args: Namespace, path: Path) -> float:
-    """Return `norm_epsilon`, which was `layernorm_epsilon` before 2024."""
-    given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
-    value = next((value for value in given if value is not None), GPT2Config.layer_norm_eps)
-    if not isinstance(value, int | float) or not 0 < value < 1:
-        raise UserError(f"{path} has args with a LayerNorm epsilon of {shown(value)}; it must be between 0 and 1")
-    return float(value)
-
-
 def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
     for name, value in found.items():
         if name == "padded_vocab_size" and getattr(args, name, None) is None:
             continue  # known only where a tokenizer was built
-        if _number(args, name, path) != value:
+        if whole_number(vars(args), (name,), None, path) != value:
             raise UserError(
                 f"{path} has args with {name}={shown(getattr(args, name))}, but the checkpoint's tensors have {value}; "
                 "give a folder with one complete checkpoint in it"

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.interop.foreign import cast, check_dtype
 from dtgpt.interop.megatron.names import BLOCK_NAMES, POSITIONS, cut_dimension, padded_rows
-from dtgpt.interop.megatron.tree import DTYPES, FILE_NAMES, TRACKER, rank_folder
+from dtgpt.interop.megatron.tree import FILE_NAMES, TRACKER, rank_folder
 from dtgpt.models.config import VOCAB_MULTIPLE
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Source, parameter_shapes
@@ -35,11 +36,14 @@ def save_megatron(
     anything is written, for sizes that do not divide the model; and for weights that fp16 cannot hold.
     """
     sizes = tensor_parallel_size, pipeline_parallel_size
-    _check_sizes(source.config, *sizes)
+    config = source.config
+    if not isinstance(config, GPT2Config):
+        raise UserError(f"a Megatron-LM tree holds a GPT-2, and this model is {config.architecture}; use --to hf")
+    _check_sizes(config, *sizes)
     _check_rest(dtype, iteration, consumed_samples)
     _check_target(folder)
     state = {
-        "args": _args(source.config, *sizes, dtype, iteration, consumed_samples),
+        "args": _args(config, *sizes, dtype, iteration, consumed_samples),
         "checkpoint_version": VERSION,
         "iteration": iteration or 0,
     }
@@ -74,8 +78,7 @@ def _check_sizes(config: GPT2Config, tensor_parallel_size: int, pipeline_paralle
 
 
 def _check_rest(dtype: torch.dtype, iteration: int | None, consumed_samples: int) -> None:
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype} is not one of Megatron-LM's weights; use {', '.join(map(str, DTYPES))}")
+    check_dtype(dtype)
     if iteration is not None and iteration < 1:
         raise UserError(f"iteration={iteration} is refused by Megatron-LM; use 1 or more, or none for a release")
     if consumed_samples < 0:
@@ -128,7 +131,7 @@ def _piece(
     if (dim := cut_dimension(name)) is not None:
         size = shape[dim] // tensor_parallel_size
         part[dim] = range(rank * size, (rank + 1) * size)
-    return _cast(source.read(name, part), dtype, name)
+    return cast(source.read(name, part), dtype, name)
 
 
 def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: int) -> Tensor:
@@ -140,16 +143,7 @@ def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: 
     rows = range(min(rank * size, last), min((rank + 1) * size, config.vocab_size))
     true = source.read(TABLE, [rows, columns])
     index = torch.arange(rank * size, (rank + 1) * size).clamp(max=last) - rows.start
-    return _cast(true[index], dtype, TABLE)
-
-
-def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in memory of its own, since torch.save writes the whole storage behind a view. Raise UserError
-    for an overflow."""
-    out = torch.empty(piece.shape, dtype=dtype).copy_(piece)
-    if dtype == torch.float16 and bool((out.isinf() & piece.isfinite()).any()):
-        raise UserError(f"{name} has values beyond {torch.finfo(dtype).max:.0f}, the largest of {dtype}; use bfloat16")
-    return out
+    return cast(true[index], dtype, TABLE)
 
 
 def _args(

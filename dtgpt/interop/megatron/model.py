@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtgpt.interop.foreign import as_parameter, check_tensors, untied
 from dtgpt.interop.megatron.config import (
     check_same_args,
     consumed_samples,
@@ -21,8 +22,8 @@ from dtgpt.interop.megatron.config import (
 from dtgpt.interop.megatron.names import BLOCK_PARAMETERS, POSITIONS, cut_dimension, reorder_qkv
 from dtgpt.interop.megatron.tree import RankFiles
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, cut, pad_rows, parameter_shapes
-from dtgpt.util.errors import UserError, shown
+from dtgpt.models.source import Part, Source, cut, parameter_shapes
+from dtgpt.util.errors import UserError
 
 COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
@@ -56,11 +57,9 @@ class Megatron(Source):
     def read(self, name: str, part: Part | None = None) -> Tensor:
         """Read as `Source.read` does, into memory of its own."""
         if name == TABLE:
-            whole = pad_rows(torch.cat([self._piece(t, name) for t in range(self.tensor_parallel_size)]), self.config)
-            piece = cut(whole, part)
-        else:
-            piece = self._assemble(name, part)
-        out = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(piece)
+            whole = torch.cat([self._piece(t, name) for t in range(self.tensor_parallel_size)])
+            return as_parameter(whole, name, self.config, part)
+        out = as_parameter(self._assemble(name, part), name, self.config, None)
         if self._zero_centered and ".ln_" in f".{name}" and name.endswith(".weight"):
             out += 1  # apply_layernorm_1p trains the weight's distance from 1
         return out
@@ -117,10 +116,7 @@ class Megatron(Source):
             if len(file.chunks) != len(first.chunks):
                 raise UserError(f"{file.path} has {len(file.chunks)} chunks, unlike {first.path}; copy one checkpoint")
             if file.untied:
-                raise UserError(
-                    f"{file.path} has an output layer of its own, while dtgpt's model has one table for embedding and "
-                    "output; give a model with tied embeddings"
-                )
+                raise untied(file.path)
 
     def _locate(self) -> dict[str, Where]:
         """Find every parameter. In an interleaved pipeline, the second chunk of each stage comes after the first
@@ -166,7 +162,7 @@ class Megatron(Source):
             file = self._ranks[tensor_rank, stage]
             for index, tensors in enumerate(file.chunks):
                 found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                _check_shapes(found, expected.get((stage, index), {}), file.path)
+                check_tensors(found, expected.get((stage, index), {}).items(), file.path)
 
     def _compare_copies(self) -> list[str]:
         """Return a note on the first rank whose copy of the tied table is another table."""
@@ -183,17 +179,3 @@ class Megatron(Source):
     def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         dim = cut_dimension(name)
         return tuple(n // self.tensor_parallel_size if d == dim else n for d, n in enumerate(shape))
-
-
-def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path) -> None:
-    """Raise UserError where a chunk's shapes are not those expected, both by dtgpt's names with layers numbered as in
-    the file."""
-    for name, shape in expected.items():
-        if name not in found:
-            raise UserError(f"{path} lacks {name} (layers as numbered there); copy the whole checkpoint")
-        if found[name] != shape:
-            raise UserError(
-                f"{path} has {name} of shape {shown(found[name])} where {shape} is due; give a complete GPT-2"
-            )
-    if extra := found.keys() - expected.keys():
-        raise UserError(f"{path} has {min(extra)}, which belongs to another stage; copy one checkpoint whole")

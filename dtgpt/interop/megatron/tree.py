@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.interop.foreign import DTYPES
 from dtgpt.interop.megatron.config import refuse_others
 from dtgpt.interop.megatron.names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -25,7 +26,6 @@ from dtgpt.util.storage import read_regular
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 DEEPEST = 8  # dictionaries in dictionaries
 LARGEST_COUNT = 1 << 62  # of iterations and samples
