@@ -12,7 +12,7 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.config.recipe import Recipe
+from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_flops
@@ -41,10 +41,10 @@ def import_model(folder: Path) -> ModuleType:
 class NanoGPT:
     """nanoGPT's training step with the sizes, the tokens and the optimizer's settings of ours."""
 
-    def __init__(self, folder: Path, ours: Trainer):
-        recipe, config = ours.recipe, ours.recipe.model
-        self.device, self.tokens, self.length = ours.device, ours.dataset.train, config.seq_length
-        self.batch, self.micro_batches = recipe.micro_batch_size, recipe.micro_batches(1)
+    def __init__(self, folder: Path, recipe: Recipe, ours: Trainer):
+        config = recipe.model
+        self.device, self.tokens, self.length = ours.mesh.device, ours.dataset.train, config.seq_length
+        self.batch, self.micro_batches = recipe.micro_batch_size, ours.settings.micro_batches
         self.rate, cuda = recipe.optimizer.lr, self.device.type == "cuda"
         torch.manual_seed(recipe.seed)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -52,7 +52,7 @@ class NanoGPT:
         module = import_model(folder)
         sizes = {"n_layer": config.num_layers, "n_head": config.num_heads, "n_embd": config.hidden_size}
         sizes |= {"block_size": self.length, "vocab_size": config.padded_vocab_size, "dropout": config.dropout}
-        plain = module.GPT(module.GPT2Config(**sizes, bias=True)).to(self.device)
+        plain = module.GPT(module.GPTConfig(**sizes, bias=True)).to(self.device)
         settings = recipe.optimizer
         betas = (settings.beta1, settings.beta2)
         self.optimizer = plain.configure_optimizers(settings.weight_decay, self.rate, betas, self.device.type)
@@ -85,17 +85,16 @@ class NanoGPT:
 
 def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, dict[str, float]]:
     """By name: seconds of a step, tokens/s, MFU, loss after the last step, and the seconds of each round."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(make_recipe(args, overrides, "single")[0], stack)
-        ours = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
-        theirs = NanoGPT(args.nanogpt, ours)
+    recipe = make_recipe(args, overrides, "single")[0]
+    with open_trainer(recipe) as ours:
+        theirs, device = NanoGPT(args.nanogpt, recipe, ours), ours.mesh.device
         steps: dict[str, Callable[[], object]] = {"dtgpt": ours.train_step, "nanoGPT": theirs.step}
         for step in steps.values():
             for _ in range(args.warmup):
                 step()
-        times = alternating(list(steps.values()), args.steps, mesh.device)
+        times = alternating(list(steps.values()), args.steps, device)
         losses = [ours.mean_loss(steps["dtgpt"]()), theirs.step().item()]
-        tokens, peak = recipe.global_batch_size * recipe.model.seq_length, peak_flops(mesh.device, torch.bfloat16)
+        tokens, peak = recipe.global_batch_size * recipe.model.seq_length, peak_flops(device, torch.bfloat16)
         found = {}
         for name, rounds, loss in zip(steps, times, losses, strict=True):
             seconds = statistics.median(t for times in rounds for t in times)

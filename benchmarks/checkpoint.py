@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +35,8 @@ from dtgpt.checkpoint.load import load_training
 from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.config.recipe import Recipe
+from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 OURS = "dtgpt, background"
@@ -71,15 +72,15 @@ class Way(NamedTuple):
 
 
 def stall_and_total(training: Trainer, way: Way, at_once: bool) -> dict[str, float]:
-    cuda = training.device.type == "cuda"
-    without = seconds(lambda: steps(training), training.device) if cuda else 0.0
+    cuda = training.mesh.device.type == "cuda"
+    without = seconds(lambda: steps(training), training.mesh.device) if cuda else 0.0
     begin = time.perf_counter()
     way.save()
     if cuda:
-        training.saver = way
+        unsaved, training.before_update = training.before_update, way.before_update
         steps(training)
-        drain(training.device)
-        training.saver = None
+        drain(training.mesh.device)
+        training.before_update = unsaved
         stall = time.perf_counter() - begin - without
     else:
         stall = time.perf_counter() - begin
@@ -98,8 +99,9 @@ def steps(training: Trainer) -> None:
         training.train_step()
 
 
-def ours(training: Trainer, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
-    state = describe(training.recipe, training.mesh, step, 0, "") | training.optimizer.state() | {"updates": step}
+def ours(recipe: Recipe, training: Trainer, saver: Saver, step: int, at_once: bool) -> dict[str, float]:
+    state = describe(asdict(recipe), training.settings, training.schedule, step, 0) | {"data_digest": ""}
+    state |= training.optimizer.state() | {"updates": step}
     way = Way(lambda: saver.save(step, state), saver.before_update, saver.wait)
     times = stall_and_total(training, way, at_once)
     return times | {"load": load_ours(training, saver.checkpoints, step)}
@@ -114,18 +116,18 @@ def load_ours(training: Trainer, checkpoints: Path, step: int) -> float:
             raise RuntimeError(problems[0])
         load_training(checkpoint, training.shards, training.optimizer.adamw)
 
-    return seconds(load, training.device)
+    return seconds(load, training.mesh.device)
 
 
 def torch_save(training: Trainer, folder: Path) -> dict[str, float]:
     tensors, file = tensors_of(training), folder / "state.pt"
-    total = seconds(lambda: torch.save(tensors, file), training.device)
+    total = seconds(lambda: torch.save(tensors, file), training.mesh.device)
 
     def load() -> None:
         for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items():
             tensors[name].copy_(tensor)
 
-    return {"stall": total, "total": total, "load": seconds(load, training.device)}
+    return {"stall": total, "total": total, "load": seconds(load, training.mesh.device)}
 
 
 class Dcp:
@@ -133,7 +135,7 @@ class Dcp:
 
     def __init__(self, training: Trainer, folder: Path, kind: str):
         self.training, self.place, self.kind = training, folder / "dcp", kind
-        cuda = training.device.type == "cuda"
+        cuda = training.mesh.device.type == "cuda"
         if kind == "process" and not dist.is_initialized():  # it wants to know its rank
             os.environ.setdefault("MASTER_ADDR", "localhost")
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -152,7 +154,7 @@ class Dcp:
 
     def synchronous(self) -> dict[str, float]:
         where = {"checkpoint_id": self.place, "process_group": self.group}
-        total = seconds(lambda: dcp.save(self.tensors, **where), self.training.device)
+        total = seconds(lambda: dcp.save(self.tensors, **where), self.training.mesh.device)
         return {"stall": total, "total": total, "load": self._load()}
 
     def asynchronous(self, at_once: bool) -> dict[str, float]:
@@ -169,7 +171,7 @@ class Dcp:
 
     def _load(self) -> float:
         where = {"checkpoint_id": self.place, "process_group": self.group}
-        return seconds(lambda: dcp.load(self.tensors, **where), self.training.device)
+        return seconds(lambda: dcp.load(self.tensors, **where), self.training.mesh.device)
 
     def close(self) -> None:
         self.stager.close()
@@ -180,8 +182,9 @@ class Dcp:
 def measure(args: argparse.Namespace, overrides: list[str]) -> None:
     folder = Path(args.folder)
     with ExitStack() as stack:
-        recipe, mesh, process = start(make_recipe(args, overrides, args.plan)[0], stack)
-        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+        recipe = make_recipe(args, overrides, args.plan)[0]
+        training = stack.enter_context(open_trainer(recipe))
+        mesh = training.mesh
         for moment in MOMENTS:
             for tensor in getattr(training.optimizer.adamw, moment):
                 tensor.uniform_()
@@ -191,7 +194,7 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> None:
         peer = Dcp(training, folder, args.dcp)
         stack.callback(peer.close)
         ways = {
-            OURS: lambda turn: ours(training, saver, turn + 1, args.at_once),
+            OURS: lambda turn: ours(recipe, training, saver, turn + 1, args.at_once),
             "torch.save, sync": lambda _: torch_save(training, folder),
             "DCP, sync": lambda _: peer.synchronous(),
             f"DCP, async {args.dcp}": lambda _: peer.asynchronous(args.at_once),

@@ -7,22 +7,17 @@ to compare with. Options it does not know are overrides of the recipe.
 """
 
 import argparse
-from contextlib import ExitStack
 
 from train_step import make_recipe
 
 from dtgpt.config.execution import choose_device
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.startup import read_on_every_node, start
-from dtgpt.train.trainer import Trainer
+from dtgpt.train.startup import open_trainer
 
 
 def losses(args: argparse.Namespace, overrides: list[str]) -> list[float]:
-    with ExitStack() as stack:
-        recipe, mesh, process = start(make_recipe(args, overrides, "single")[0], stack)
-        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
-        curves = [training.train_step() for _ in range(args.steps)]
-        return [training.mean_loss(curve) for curve in curves]
+    with open_trainer(make_recipe(args, overrides, "single")[0]) as training:
+        results = [training.train_step() for _ in range(args.steps)]
+        return [training.mean_loss(result) for result in results]
 
 
 def main() -> None:
@@ -35,7 +30,7 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     args.plans = ["single"]
     plain = [*overrides, "--graph", "off", "--compile", "off"]
-    cuda = choose_device(make_recipe(args, overrides, "single")[0]).type == "cuda"
+    cuda = choose_device(make_recipe(args, overrides, "single")[0].device).type == "cuda"
     captured, first, second = losses(args, overrides if cuda else plain), losses(args, plain), losses(args, plain)
     for name, other in (("captured", captured), ("uncaptured again", second)):
         apart = [abs(a - b) / b for a, b in zip(other, first, strict=True)]

@@ -10,7 +10,6 @@ import argparse
 import gc
 import os
 import sys
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -19,23 +18,20 @@ from train_step import make_recipe, measured, result, table, timed
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.startup import read_on_every_node, start
-from dtgpt.train.trainer import Trainer
+from dtgpt.train.startup import open_trainer
 
 
 def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:
     """Of one plan, on every rank the same."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(make_recipe(args, overrides, name)[0], stack)
-        device = mesh.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+    recipe = make_recipe(args, overrides, name)[0]
+    device = choose_device(recipe.device, Process.from_environment().local_rank)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with open_trainer(recipe) as training:
         for _ in range(args.warmup):
             training.train_step()
         rounds = [timed(training.train_step, args.steps, device)]
-        found = result(name, training, measured(training, rounds, args.steps), rounds)
+        found = result(name, recipe, training, measured(training, rounds, args.steps), rounds)
         return found | {"loss": training.mean_loss(training.train_step())}
 
 
@@ -53,7 +49,7 @@ def main() -> list[dict]:
     recipe = make_recipe(args, overrides, args.plans[0])[0]
     started = not dist.is_initialized()
     if started:
-        start_process_group(choose_device(recipe, process.local_rank), recipe.timeout)
+        start_process_group(choose_device(recipe.device, process.local_rank), recipe.timeout)
     results: list[dict] = []
     try:
         for name in args.plans:

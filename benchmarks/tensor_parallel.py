@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from train_step import alternating, make_recipe, ratio
 
-from dtgpt.config.execution import choose_dtype
-from dtgpt.config.recipe import Recipe
+from dtgpt.config.execution import Settings
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import Block
 from dtgpt.ops.pointwise.bias import bias_gradient
@@ -171,29 +170,28 @@ def mark_partial(model: Decoder) -> None:
         block.attn.proj.sums_over_tp = block.mlp.proj.sums_over_tp = ("bias",)
 
 
-def make_inputs(recipe: Recipe, mesh: Mesh, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def make_inputs(settings: Settings, mesh: Mesh, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """x and the gradient of the output, [B, T, H] or its part of the sequence, and the dropout keys."""
-    config, size = recipe.model, recipe.micro_batch_size
-    generator = torch.Generator().manual_seed(recipe.seed)
+    config, size, dtype = settings.model, settings.micro_batch_size, settings.dtype
+    generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(size, config.seq_length, config.hidden_size, generator=generator) for _ in range(2))
     if mesh.plan.sequence_parallel:
         x, dy = (t.chunk(mesh.plan.tp, dim=1)[mesh.place.tp] for t in (x, dy))
-    key = fold(root_key(recipe.seed), "dropout").to(mesh.device)
+    key = fold(root_key(seed), "dropout").to(mesh.device)
     samples = torch.arange(size, device=mesh.device)
     keys = dropout_keys(key, samples, config.num_sites) if config.dropout > 0 else None
     return x.to(mesh.device, dtype), dy.to(mesh.device, dtype), keys
 
 
-def make_passes(recipe: Recipe, mesh: Mesh) -> dict[str, Pass]:
-    dtype = choose_dtype(recipe, mesh.device)
-    inputs = make_inputs(recipe, mesh, dtype)
-    stages, _ = build_stages(recipe, mesh, dtype, fold(root_key(recipe.seed), "weights"))
+def make_passes(settings: Settings, mesh: Mesh, seed: int) -> dict[str, Pass]:
+    inputs = make_inputs(settings, mesh, seed)
+    stages, _ = build_stages(settings, mesh, fold(root_key(seed), "weights"))
     ours = stages[0]
-    ours.keep(range(recipe.model.num_layers), embedding=False, head=False)
+    ours.keep(range(settings.model.num_layers), embedding=False, head=False)
     models = {"DTensor": ours}
     for name, overlap in (("by hand", False), ("by hand, overlapping", True)):
         wire = Wire(mesh.tp_group, mesh.plan.sequence_parallel, overlap)
-        models[name] = write_by_hand(ours, dtype, wire)
+        models[name] = write_by_hand(ours, settings.dtype, wire)
         if wire.sequence:
             mark_partial(models[name])
     return {name: Pass(model, mesh, inputs) for name, model in models.items()}
@@ -211,9 +209,9 @@ def worst_difference(a: Pass, b: Pass) -> tuple[float, str]:
     return max(found, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"))  # a NaN is the worst
 
 
-def compare(recipe: Recipe, mesh: Mesh, steps: int, warmup: int) -> bool:
+def compare(settings: Settings, mesh: Mesh, seed: int, steps: int, warmup: int) -> bool:
     """Check and time one plan; whether the gradients agree."""
-    passes = make_passes(recipe, mesh)
+    passes, plan = make_passes(settings, mesh, seed), settings.plan.name
     for one in passes.values():
         one.run()
     limit, agreed = TOLERANCE[passes["DTensor"].x.dtype], True
@@ -221,7 +219,7 @@ def compare(recipe: Recipe, mesh: Mesh, steps: int, warmup: int) -> bool:
     for name, other in list(passes.items())[1:]:
         difference, where = worst_difference(passes["DTensor"], other)
         fine = not mesh.any(not difference <= limit)
-        say(f"{recipe.plan}: gradients DTensor and {name}: {difference:.1e} in {where}{'' if fine else ' DIFFER'}")
+        say(f"{plan}: gradients DTensor and {name}: {difference:.1e} in {where}{'' if fine else ' DIFFER'}")
         agreed = agreed and fine
     runs = [capture(one.run).replay if mesh.device.type == "cuda" else one.run for one in passes.values()]
     for run in runs:
@@ -230,7 +228,7 @@ def compare(recipe: Recipe, mesh: Mesh, steps: int, warmup: int) -> bool:
     times = alternating(runs, steps, mesh.device)
     medians = [[statistics.median(one) for one in rounds] for rounds in times]
     for name, rounds in zip(passes, medians, strict=True):
-        line = f"{recipe.plan:<10}{name:<22}{statistics.median(rounds) * 1e3:9.3f} ms"
+        line = f"{plan:<10}{name:<22}{statistics.median(rounds) * 1e3:9.3f} ms"
         say(line if name == "DTensor" else f"{line}   DTensor is {ratio(medians[0], rounds)} x as fast")
     return agreed
 
@@ -254,8 +252,8 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             for plan in args.plans:
-                recipe, mesh, _ = start(make_recipe(args, overrides, plan)[0], stack)
-                agreed = compare(recipe, mesh, args.steps, args.warmup) and agreed
+                recipe, settings, mesh, _ = start(make_recipe(args, overrides, plan)[0], stack)
+                agreed = compare(settings, mesh, recipe.seed, args.steps, args.warmup) and agreed
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -27,14 +27,13 @@ import torch
 from timing import COPY_RATE, MATRIX_RATE
 
 from dtgpt.config.overrides import apply_overrides
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.parallel.process import VARIABLES
-from dtgpt.run.signals import StopRequest
 from dtgpt.train.compare import fitting_plan
 from dtgpt.train.settle import load_recipe
-from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
@@ -80,7 +79,7 @@ def say_floor(config: GPT2Config, samples: int) -> None:
     print(f"  passes over [B, T, H] in a block: forward {FORWARD}, backward {BACKWARD}")
 
 
-def make_recipe(args: argparse.Namespace, overrides: list[str], name: str) -> tuple[Recipe, Plan]:
+def make_recipe(args: argparse.Namespace, overrides: list[str], name: str) -> tuple[Recipe, ResolvedPlan]:
     """The recipe of plan `name` and that plan, dp filled in."""
     file, model = MODELS.get(args.model, (args.model, None))
     recipe = load_recipe(RECIPES / file if args.model in MODELS else Path(file), [])
@@ -139,16 +138,16 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
     with ExitStack() as stack:
         runs = {}
         for name, options in settings.items():
-            recipe, mesh, process = start(make_recipe(args, options, plan)[0], stack)
-            runs[name] = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
-        steps = [training.train_step for training in runs.values()]
+            recipe = make_recipe(args, options, plan)[0]
+            runs[name] = recipe, stack.enter_context(open_trainer(recipe))
+        mesh, steps = runs[plan][1].mesh, [training.train_step for _, training in runs.values()]
         for step in steps:
             for _ in range(args.warmup):
                 step()
         times = alternating(steps, args.steps, mesh.device)
         results = []
-        for (name, training), step, rounds in zip(runs.items(), steps, times, strict=True):
-            results.append(result(name, training, measured(training, rounds, args.steps), rounds))
+        for (name, (recipe, training)), step, rounds in zip(runs.items(), steps, times, strict=True):
+            results.append(result(name, recipe, training, measured(training, rounds, args.steps), rounds))
             results[-1]["loss"] = training.mean_loss(step())
         if args.profile:
             profile(plan, steps[0], mesh.device, show=mesh.rank == 0)
@@ -157,7 +156,7 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
 
 def measured(training: Trainer, rounds: list[list[float]], steps: int) -> dict[str, float]:
     """Of the slowest and the fullest rank, on every rank the same: seconds of a step and of its host, GiB."""
-    device = training.device
+    device = training.mesh.device
     mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)[0]}
     mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     mine["step"] = statistics.median(t for times in rounds for t in times)
@@ -165,19 +164,20 @@ def measured(training: Trainer, rounds: list[list[float]], steps: int) -> dict[s
     return {key: max(theirs[key] for theirs in everyone) for key in mine}
 
 
-def result(name: str, training: Trainer, measured: dict[str, float], rounds: list[list[float]]) -> dict:
+def result(name: str, recipe: Recipe, training: Trainer, measured: dict[str, float], rounds: list[list[float]]) -> dict:
     """Seconds, GiB and what follows from them. Where two settings share a process, the memory is that of both."""
-    recipe, plan, device = training.recipe, training.plan, training.device
-    config, samples, peak = recipe.model, recipe.global_batch_size, peak_flops(device, torch.bfloat16)
+    settings = training.settings
+    config, plan, device = settings.model, settings.plan, settings.device
+    samples, peak = settings.global_batch_size, peak_flops(device, torch.bfloat16)
     rate = samples * config.seq_length / measured["step"]
     bound = sum(floor(config, samples // plan.dp).values()) / (plan.tp * plan.pp)
-    known = device.type == "cuda" and training.dtype.itemsize == 2
+    known = device.type == "cuda" and settings.dtype.itemsize == 2
     return measured | {
-        "plan": name, "gpus": plan.world, "batch": [plan.dp, recipe.micro_batches(plan.dp), recipe.micro_batch_size],
+        "plan": name, "gpus": plan.world, "batch": [plan.dp, settings.micro_batches, settings.micro_batch_size],
         "tokens_per_second": rate, "per_gpu": rate / plan.world,
         "mfu": config.flops_per_token * rate / plan.world / peak if peak and known else None,
         "over_floor": measured["step"] / bound if known else None,
-        "rounds": [statistics.median(times) for times in rounds], "dtype": str(training.dtype),
+        "rounds": [statistics.median(times) for times in rounds], "dtype": str(settings.dtype),
         "environment": environment(device), "recipe": asdict(recipe),
     }  # fmt: skip
 

@@ -8,9 +8,8 @@ expect     of the look: 16 stages of 6 blocks, under 80 GB on each rank. Neither
 
 The script leaves dropout at Megatron-LM's defaults, 0.1 for hidden states and attention, and so does this recipe. The
 batch grows as in the script, from 16 samples to 1536 over the first 5,859,375; with more than one replica the pipeline
-needs 16 for each at first, as in --rampup_batch_size '32 16 5859375' on 32 nodes. Where the recipe differs: bf16 with
-fp32 master weights (there: fp16 with loss scaling, --precision fp16 here), and sequence parallelism, which changes no
-result.
+needs 16 for each at first, as in --rampup_batch_size '32 16 5859375' on 32 nodes. The recipe differs in bf16 with fp32
+master weights (there: fp16 with loss scaling, --precision fp16 here) and in sequence parallelism, with equal results.
 """
 
 from dataclasses import replace

@@ -7,7 +7,8 @@ import json
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +26,10 @@ from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
+from dtgpt.run.folder import Claim
 from dtgpt.run.signals import StopRequest
-from dtgpt.train.loop import train
-from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.loop import Loop, train
+from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
 
@@ -46,11 +48,12 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 
 
 @contextmanager
-def training_of(recipe: Recipe):
-    """A `Trainer` on this rank, begun anew."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(recipe, stack)
-        yield Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+def saving(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Loop]:
+    """Yield a `Loop` around `run` that saves into the folder `checkpoints`."""
+    loop = Loop(recipe, run, Claim(), StopRequest())
+    with Saver(checkpoints, run.shards, run.optimizer.adamw, **options) as loop.saver:
+        run.before_update = loop.saver.before_update
+        yield loop
 
 
 def tensors_of(run: Trainer):
@@ -68,11 +71,11 @@ def gather(run: Trainer) -> dict[str, Tensor]:
 def train_and_save(recipe: Recipe, folder: Path, steps: int, small: int) -> None:
     """Leave a checkpoint in `folder`/checkpoints, and beside it all weights and moments as `Shards.gather` has them.
     Parts of less than `small` elements are written by one rank."""
-    with training_of(recipe) as run, mock.patch.object(dtgpt.parallel.shards, "SMALL", small):
+    with open_trainer(recipe) as run, mock.patch.object(dtgpt.parallel.shards, "SMALL", small):
         for _ in range(steps):
             run.train_step()
-        with Saver(folder / "checkpoints", run.shards, run.optimizer.adamw) as run.saver:
-            run._save(folder / "checkpoints", must=True)
+        with saving(recipe, run, folder / "checkpoints") as loop:
+            loop._save(must=True)
         whole = gather(run)
         if run.mesh.rank == 0:
             torch.save(whole, folder / "whole.pt")
@@ -82,7 +85,7 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
     """What differs after each folder's checkpoint was loaded into the same shards: on any rank from its part of the
     whole, or on rank 0 after gathering."""
     wrong = {}
-    with training_of(recipe) as run:
+    with open_trainer(recipe) as run:
         for folder in folders:
             truth = torch.load(folder / "whole.pt", mmap=True)
             for shard in run.shards:
@@ -126,14 +129,14 @@ def save_while_a_rank_is_silent(recipe: Recipe, folder: Path, rank: int) -> list
     """Two checkpoints, in the first of which `rank` never reports: what a saver that `must` save raises, and what is
     left in the folder after the second."""
     refused = []
-    with training_of(recipe) as run, Saver(folder, run.shards, run.optimizer.adamw, timeout=0.4) as run.saver:
+    with open_trainer(recipe) as run, saving(recipe, run, folder, timeout=0.4) as loop:
         for silent in (True, False):
             run.train_step()
             late = mock.Mock(side_effect=lambda *_: time.sleep(0.6))
             write = late if silent and dist.get_rank() == rank else save.write_text
             with mock.patch.object(save, "write_text", write):
                 try:
-                    run._save(folder, must=True)
+                    loop._save(must=True)
                     refused.append(None)
                 except Exception as error:
                     refused.append(f"{type(error).__name__}: {error}")
@@ -146,7 +149,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
     def full(path, *_):
         raise OSError(28, "No space left on device", str(path))
 
-    with training_of(recipe) as run, Saver(folder, run.shards, run.optimizer.adamw, timeout=600.0) as run.saver:
+    with open_trainer(recipe) as run, saving(recipe, run, folder, timeout=600.0) as loop:
         run.train_step()
         if dist.get_rank() == rank:
             stack = mock.patch.multiple(save, write_text=full), mock.patch.multiple(host, write_file=full)
@@ -155,7 +158,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
         begin = time.monotonic()
         with stack[0], stack[1]:
             try:
-                run._save(folder, must=True)
+                loop._save(must=True)
             except Exception as error:
                 return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "saved", 0.0
@@ -164,7 +167,7 @@ def save_without_inodes(recipe: Recipe, folder: Path, rank: int) -> tuple[str, f
 def begun_from(recipe: Recipe) -> tuple[dict[str, Tensor], int, bool]:
     """(whole weights and moments on rank 0, the step, whether every shard that is there twice agrees) of a run as its
     recipe begins it."""
-    with training_of(recipe) as run:
+    with open_trainer(recipe) as run:
         return gather(run), run.step, all(torch.isfinite(shard.local).all() for shard in run.shards)
 
 
@@ -197,8 +200,8 @@ class Peak:
 
 def save_at_once(recipe: Recipe, checkpoints: Path) -> None:
     """A checkpoint of a run that is not begun."""
-    with training_of(recipe) as run, Saver(checkpoints, run.shards, run.optimizer.adamw) as run.saver:
-        run._save(checkpoints, must=True)
+    with open_trainer(recipe) as run, saving(recipe, run, checkpoints) as loop:
+        loop._save(must=True)
 
 
 def reading_whole_pieces(path, piece, position, part, target, copy=load.copy_overlap) -> int:
@@ -212,7 +215,7 @@ def memory_of_loading(recipe: Recipe, folder: Path, greedy: bool) -> tuple[int, 
     """(bytes that this rank owns: weights, moments and narrow copies; how much more it takes while a checkpoint is
     found, checked and loaded). All that it owns is there before: every page was written to."""
     reader = reading_whole_pieces if greedy else load.copy_overlap
-    with training_of(recipe) as run, mock.patch.object(load, "copy_overlap", reader):
+    with open_trainer(recipe) as run, mock.patch.object(load, "copy_overlap", reader):
         owned = [value(shard) for shard in run.shards for _, value in tensors_of(run)]
         owned += [shard.narrow for shard in run.shards if shard.narrow is not None]
         for tensor in owned:

@@ -1,13 +1,9 @@
 """What ranks do in test_dryrun.py."""
 
-from contextlib import ExitStack
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.run.signals import StopRequest
-from dtgpt.train.startup import read_on_every_node, start
-from dtgpt.train.trainer import Trainer
+from dtgpt.train.startup import open_trainer
 
 
 class Messages(TorchDispatchMode):
@@ -30,9 +26,7 @@ class Messages(TorchDispatchMode):
 
 def messages(recipe) -> dict[str, int]:
     """How often each kind of collective runs while one rank computes the gradients of a step."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(recipe, stack)
-        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+    with open_trainer(recipe) as training:
         training.train_step()
         with Messages() as seen:
             training.gradients()
@@ -41,7 +35,5 @@ def messages(recipe) -> dict[str, int]:
 
 def memory_of_weights(recipe) -> int:
     """Bytes of weights on this rank."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(recipe, stack)
-        training = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+    with open_trainer(recipe) as training:
         return sum(shard.local.numel() * torch.float32.itemsize for shard in training.shards)

@@ -5,8 +5,9 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
+from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
-from tests.bodies_checkpoint import gather, training_of
+from tests.bodies_checkpoint import gather
 
 
 def load(path, plan, **settings):
@@ -35,7 +36,7 @@ def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
 def held(path, plan, precision, tokens: Tensor) -> tuple[Tensor, set[torch.dtype], bool, int]:
     """Logits, dtypes of the weights, whether there are masters beside them, and how many elements this rank holds."""
     model = load(path, plan, precision=precision)
-    shards = list(model._passes.shards)
+    shards = list(model._engine.shards)
     dtypes = {dtype for s in shards for dtype in (s.parameter.dtype, s.local.dtype)}
     return model(tokens), dtypes, any(s.narrow is not None for s in shards), sum(s.local.numel() for s in shards)
 
@@ -52,5 +53,5 @@ def refused_inputs(path, plan, inputs: list[Tensor], asked: list[dict]) -> list[
 
 def weights_at_the_start(recipe: Recipe) -> dict[str, Tensor]:
     """Whole weights and moments of a run before its first step, on rank 0."""
-    with training_of(recipe) as run:
+    with open_trainer(recipe) as run:
         return gather(run)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dtgpt.parallel.launch
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
@@ -20,9 +20,10 @@ from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
+from dtgpt.run.folder import values_of
 from dtgpt.train.startup import read_on_every_node
 from dtgpt.util.errors import UserError
-from tests.bodies_shards import recipe_of
+from tests.bodies_shards import settings_of
 
 CPU = torch.device("cpu")
 
@@ -35,12 +36,12 @@ def refusal(work: Callable[[], Any]) -> str | None:
         return str(error)
 
 
-def refusal_of_build(config: GPT2Config, plan: Plan) -> str | None:
-    return refusal(lambda: build_stages(recipe_of(config), Mesh(plan, CPU), torch.float32, root_key(1)))
+def refusal_of_build(config: GPT2Config, plan: ResolvedPlan) -> str | None:
+    return refusal(lambda: build_stages(settings_of(config, plan), Mesh(plan, CPU), root_key(1)))
 
 
-def coordinates(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, list[int]]]:
-    """(by Place, by the device mesh, ranks of the groups)."""
+def coordinates(plan: ResolvedPlan) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, list[int]]]:
+    """(by RankCoordinates, by the device mesh, ranks of the groups)."""
     mesh = Mesh(plan, CPU)
     place = mesh.place
     groups = {"tp": mesh.tp_group, "pp": mesh.pp_group, "tied": mesh.tied_group}
@@ -50,7 +51,7 @@ def coordinates(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...], dict[str,
 
 
 def reductions(world: int) -> dict[str, Any]:
-    mesh = Mesh(Plan(dp=world), CPU)
+    mesh = Mesh(ResolvedPlan(dp=world), CPU)
     rank = mesh.rank
     return {
         "sum": mesh.sum(rank, torch.tensor(0.5), 2.0**40 + 1).tolist(),
@@ -66,7 +67,7 @@ def reductions(world: int) -> dict[str, Any]:
 
 def errors(world: int, failing: int, error: BaseException) -> tuple[str | None, list[float], list[int]]:
     """(what `turns` raised, a sum that shows that ranks are still in step, who worked)."""
-    mesh, worked = Mesh(Plan(dp=world), CPU), []
+    mesh, worked = Mesh(ResolvedPlan(dp=world), CPU), []
 
     def work() -> None:
         worked.append(mesh.rank)
@@ -77,7 +78,7 @@ def errors(world: int, failing: int, error: BaseException) -> tuple[str | None, 
     return sentence, mesh.sum(1).tolist(), worked
 
 
-def agreement(recipe: Recipe, plan: Plan, what: str) -> str | None:
+def agreement(recipe: Recipe, plan: ResolvedPlan, what: str) -> str | None:
     """The sentence of `agree_on_run` where rank 1 differs in `what`."""
     other, patch = dist.get_rank() == 1, nullcontext()
     if what == "recipe" and other:
@@ -97,12 +98,14 @@ def agreement(recipe: Recipe, plan: Plan, what: str) -> str | None:
     elif what == "torch" and other:
         patch = mock.patch.object(torch, "__version__", "2.0.0")
     with patch:
-        return refusal(lambda: agree_on_run(recipe, plan, CPU))
+        return refusal(lambda: agree_on_run(values_of(recipe), plan, CPU))
 
 
-def open_and_close(recipe: Recipe, plan: Plan) -> str | None:
+def open_and_close(recipe: Recipe, plan: ResolvedPlan) -> str | None:
     def work() -> None:
-        with open_mesh(recipe, plan, CPU, Process.from_environment()) as mesh:
+        with open_mesh(
+            recipe.settings(plan, CPU), recipe.timeout, Process.from_environment(), values_of(recipe)
+        ) as mesh:
             assert mesh.sum(1) == mesh.world
         assert dist.is_initialized()  # it ends the group only where it began it
 
@@ -111,19 +114,19 @@ def open_and_close(recipe: Recipe, plan: Plan) -> str | None:
 
 def agree_on(values: list[dict[str, Any]]) -> str | None:
     """`Mesh.agree` where each rank has its own of `values`."""
-    mesh = Mesh(Plan(dp=len(values)), CPU)
+    mesh = Mesh(ResolvedPlan(dp=len(values)), CPU)
     return refusal(lambda: mesh.agree(values[mesh.rank], "make them equal"))
 
 
 def read_texts(recipe: Recipe, paths: list[Path]) -> tuple[str | None, list[str]]:
     """Reading a text of its own on each rank: (sentence, in which order the files were read)."""
-    mesh = Mesh(Plan(dp=len(paths)), CPU)
+    mesh = Mesh(ResolvedPlan(dp=len(paths)), CPU)
     mine = replace(recipe, data=replace(recipe.data, path=str(paths[mesh.rank])))
     process = Process(rank=mesh.rank, world=mesh.world, local_rank=mesh.rank, local_world=mesh.world)
     return refusal(lambda: read_on_every_node(mine, mesh, process))
 
 
-def timeouts(plan: Plan, seconds: float) -> list[float]:
+def timeouts(plan: ResolvedPlan, seconds: float) -> list[float]:
     """Of each group of a mesh that was told to wait so long."""
     mesh = Mesh(plan, CPU)
     mesh.set_timeout(seconds)

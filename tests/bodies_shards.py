@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtgpt.models.decoder
-from dtgpt.config.plan import Plan
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
@@ -39,9 +40,9 @@ class Piece:
     local: Tensor
 
 
-def build(config: GPT2Config, plan: Plan) -> tuple[list[Decoder], Shards, Mesh]:
+def build(config: GPT2Config, plan: ResolvedPlan) -> tuple[list[Decoder], Shards, Mesh]:
     mesh = Mesh(plan, CPU)
-    return *build_stages(recipe_of(config), mesh, torch.float32, KEY), mesh
+    return *build_stages(settings_of(config, plan), mesh, KEY), mesh
 
 
 def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -50,14 +51,16 @@ def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shards_of(config: GPT2Config, plan: Plan) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
+def shards_of(
+    config: GPT2Config, plan: ResolvedPlan
+) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
     """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
     _, shards, mesh = build(config, plan)
     pieces = [Piece(s.name, s.part, s.copies, s.second, s.keeper, s.local.detach().clone()) for s in shards]
     return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
 
 
-def norm_of(config: GPT2Config, plan: Plan) -> float:
+def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
     """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
     the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
     _, shards, _ = build(config, plan)
@@ -76,10 +79,11 @@ def norm_of(config: GPT2Config, plan: Plan) -> float:
     return shards.norm().item()
 
 
-def recipe_of(config: GPT2Config) -> Recipe:
-    """With this model; the rest counts for nothing here."""
-    optimizer = OptimizerConfig(lr=1e-3)
-    return Recipe(name="x", model=config, optimizer=optimizer, steps=1, micro_batch_size=1, global_batch_size=1)
+def settings_of(config: GPT2Config, plan: ResolvedPlan) -> Settings:
+    """Return settings with this model and plan, in fp32 on the CPU; the rest counts for nothing here."""
+    return Settings(
+        model=config, plan=plan, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=plan.dp
+    )
 
 
 class LargestMade(TorchDispatchMode):
@@ -100,7 +104,7 @@ class LargestMade(TorchDispatchMode):
         return output
 
 
-def largest_made(config: GPT2Config, plan: Plan, chunk: int) -> tuple[int, str, int, int]:
+def largest_made(config: GPT2Config, plan: ResolvedPlan, chunk: int) -> tuple[int, str, int, int]:
     """While the model is built: (bytes of the largest memory made, by which operation, operations seen, bytes of this
     rank's largest shard). Initial weights are drawn `chunk` elements at a time."""
     mesh = Mesh(plan, CPU)
@@ -108,22 +112,23 @@ def largest_made(config: GPT2Config, plan: Plan, chunk: int) -> tuple[int, str, 
         mock.patch.object(dtgpt.models.decoder, "row_chunks", partial(row_chunks, elements=chunk)),
         LargestMade() as watch,
     ):
-        _, shards = build_stages(recipe_of(config), mesh, torch.float32, KEY)
+        _, shards = build_stages(settings_of(config, plan), mesh, KEY)
     return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
 
 
-def logits_of_stages(recipe: Recipe, plan: Plan, batches: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
+def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
     """For each batch of tokens: (this rank's columns of the logits, the row of the last position on every rank).
     Gradients in between, whose messages must not be taken for one another's."""
-    mesh, config = Mesh(plan, CPU), recipe.model
-    stages, shards = build_stages(recipe, mesh, torch.float32, KEY)
-    passes, results = make_engine(stages, shards, recipe, Graphs(False), torch.float32), []
+    mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
+    stages, shards = build_stages(settings, mesh, KEY)
+    engine, results = make_engine(stages, shards, settings, Graphs(False)), []
     for tokens in batches:
         with torch.no_grad():
-            logits = passes.logits(tokens)
+            logits = engine.logits(tokens)
             results.append((logits, gather_logits(logits, tokens.shape[1] - 1, config, mesh)))
-        count = recipe.micro_batches(plan.dp)
+        count = settings.micro_batches
         windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
-        passes.gradients(count, windows.reshape(-1, config.seq_length + 1), None)
+        windows = windows.reshape(-1, config.seq_length + 1)
+        engine.gradients(count, Batch(windows[:, :-1], targets=windows[:, 1:]))
         shards.drop_gradients()
     return results

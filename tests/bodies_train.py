@@ -2,7 +2,6 @@
 
 import os
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -10,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_on_every_node, start
+from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 
@@ -34,30 +32,26 @@ def train_until(recipe: Recipe, step: int, rank: int) -> int:
 def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list[bool], int]:
     """Three fp16 steps; in the second one number on rank 1 alone is infinite. What is told of the loss scale after
     each, whether this rank's weights stayed the same, and the updates in the end."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(recipe, stack)
-        run = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+    with open_trainer(recipe) as run:
         scaling, unchanged = [], []
         for step in range(3):
             before = [shard.local.clone() for shard in run.shards]
             loss = run.gradients()
-            if step == 1 and mesh.rank == 1:
+            if step == 1 and run.mesh.rank == 1:
                 run.shards.gradients[0].view(-1)[0] = torch.inf
             run.update(loss)
-            scaling.append(run.optimizer.scaling())
+            scaling.append(run.optimizer.metrics())
             unchanged.append(all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True)))
         return scaling, unchanged, run.optimizer.state()["updates"]
 
 
 def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
     """Steps that fp16 has skipped so far, after each of the first `steps`."""
-    with ExitStack() as stack:
-        recipe, mesh, process = start(recipe, stack)
-        run = Trainer(recipe, mesh, read_on_every_node(recipe, mesh, process), None, StopRequest())
+    with open_trainer(recipe) as run:
         found = []
         for _ in range(steps):
             run.train_step()
-            found.append(run.optimizer.scaling()["skipped_steps"])
+            found.append(run.optimizer.metrics()["skipped_steps"])
         return found
 
 

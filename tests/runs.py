@@ -5,11 +5,8 @@ from pathlib import Path
 
 import torch
 
-from dtgpt.config.batch_size import BatchSizes
-from dtgpt.config.plan import Plan
-from dtgpt.optim.update import learning_rate
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import read_records
 from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
@@ -25,8 +22,8 @@ def losses(run: Path) -> dict[int, float]:
 
 def training(recipe) -> Trainer:
     """As one process on the recipe's device."""
-    mesh = Mesh(Plan(dp=1), torch.device(recipe.device))
-    return Trainer(recipe, mesh, read_dataset(recipe), None, StopRequest())
+    plan, device = ResolvedPlan(dp=1), torch.device(recipe.device)
+    return Trainer(recipe, recipe.settings(plan, device), Mesh(plan, device), read_dataset(recipe))
 
 
 def on_cuda(recipe, **changes):
@@ -49,6 +46,4 @@ def change(recipe, **groups):
 
 def rate_of(step: int, recipe) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0."""
-    sizes = BatchSizes(recipe)
-    done = (sizes.before(step), sizes.before(step + 1)) if recipe.counts_samples else (step, step + 1)
-    return learning_rate(*done, recipe.optimizer, recipe.warmup_steps, recipe.decay_steps)
+    return recipe.schedule.rates(step + 1, recipe.batch_sizes())[step]

@@ -82,7 +82,7 @@ def test_a_batch_beyond_the_last_step_that_cannot_be_made_disturbs_nobody(unpinn
 
 def test_a_runs_batches_do_not_depend_on_the_thread(recipe, unpinned):
     run = training(recipe)
-    ahead = unpinned(run._batch)
+    ahead = unpinned(run._read_batch)
     for step in range(3):
         windows, ids, key = ahead.take(step)
         assert same((windows, ids, key), run.batches.take(step))

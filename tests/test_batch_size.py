@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from dtgpt.config.batch_size import BatchSizes, batch_size
 from dtgpt.planning.report import describe_plan
 from dtgpt.run.sinks import read_records
 from dtgpt.train.compare import compare
@@ -37,17 +36,17 @@ def naive(consumed: int, start: int, increment: int, samples: int, whole: int) -
 @pytest.mark.parametrize("ramp, whole", [((4, 4, 40), 16), ((32, 32, 65536), 512), ((1, 1, 7), 3), ((16, 16, 1), 64)])
 def test_sizes_are_megatrons(recipe, ramp, whole):
     recipe = replace(recipe, global_batch_size=whole, micro_batch_size=1, rampup_batch_size=" ".join(map(str, ramp)))
-    sizes, consumed = BatchSizes(recipe), 0
+    sizes, consumed = recipe.batch_sizes(), 0
     for step in range(600):
         expected = naive(consumed, *ramp, whole)
-        assert batch_size(consumed, recipe) == expected == sizes.at(step) and sizes.before(step) == consumed
+        assert sizes.after(consumed) == expected == sizes.at(step) and sizes.before(step) == consumed
         consumed += expected
 
 
 def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(recipe):
-    whole = BatchSizes(recipe)
+    whole = recipe.batch_sizes()
     for first in range(12):
-        resumed = BatchSizes(recipe, first, whole.before(first))
+        resumed = recipe.batch_sizes(first, whole.before(first))
         assert [(resumed.at(s), resumed.before(s)) for s in range(first, 20)] == [
             (whole.at(s), whole.before(s)) for s in range(first, 20)
         ]
@@ -89,7 +88,7 @@ def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
     train(replace(halves, resume="auto"))
     assert losses(newest_run(halves)) == losses(whole)
     state = json.loads((whole / "checkpoints" / "step_00000008" / "state.json").read_text())
-    assert state["consumed_samples"] == BatchSizes(recipe).before(8) == 4 * 4 + 8 * 2 + 12 + 16
+    assert state["consumed_samples"] == recipe.batch_sizes().before(8) == 4 * 4 + 8 * 2 + 12 + 16
 
 
 @pytest.mark.parametrize(

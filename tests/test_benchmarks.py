@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 @dataclass
-class GPT2Config:
+class GPTConfig:
     block_size: int
     vocab_size: int
     n_layer: int
@@ -215,7 +215,7 @@ def test_a_save_is_measured_until_the_weights_may_change(monkeypatch):
         time.sleep(max(0.0, begin + seconds - time.monotonic()))
 
     training = SimpleNamespace(
-        device=torch.device("cpu"), gradients=lambda: until(0.1), mesh=SimpleNamespace(gather=lambda _: None)
+        gradients=lambda: until(0.1), mesh=SimpleNamespace(device=torch.device("cpu"), gather=lambda _: None)
     )
     way = checkpoint.Way(lambda: None, lambda: until(0.4), lambda: until(0.6))
     times = checkpoint.stall_and_total(training, way, at_once=False)

@@ -13,7 +13,7 @@ import torch
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.shard_file import Damaged, Piece, read_header, write_file
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.interop.open import open_source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
@@ -176,7 +176,7 @@ def test_a_state_that_names_another_file_is_refused_before_that_is_read(recipe, 
 
 
 def reopened(folder: Path) -> Saved:
-    return Saved(find_checkpoint(Mesh(Plan(dp=1), torch.device("cpu")), folder.parents[1], folder))
+    return Saved(find_checkpoint(Mesh(ResolvedPlan(dp=1), torch.device("cpu")), folder.parents[1], folder))
 
 
 NAMES = ["embedding.wpe.weight", "blocks.1.mlp.fc.weight"]

@@ -220,7 +220,7 @@ if __name__ == "__main__":
     import torch._dynamo
 
     import dtgpt.cli
-    import dtgpt.train  # noqa: F401
+    import dtgpt.train.loop  # noqa: F401
 
     torch.set_num_threads(1)
     os.environ["DTGPT_CACHE"] = f"{sys.argv[2]}-cache"

@@ -18,7 +18,8 @@ import dtgpt.run.signals
 from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import list_checkpoints, quarantine_newer
-from dtgpt.config.plan import Plan
+from dtgpt.checkpoint.save import Saver
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
@@ -135,16 +136,21 @@ def test_a_checkpoint_that_fails_leaves_the_older_one_and_the_run_as_they_are(
     recipe = change(recipe, checkpoint={"interval": 2, "keep_last": 1, "background": background})
     expected = run_of(recipe)
     fail_at(monkeypatch, 4, error=error)
-    step, seen = Trainer.train_step, {}
+    step, save, seen, savers = Trainer.train_step, Saver.save, {}, []
 
     def look(self):
         result = step(self)
         if self.step == 6 and (runs := list(Path(recipe.runs).glob("test-002"))):
-            self.saver.wait()
+            savers[-1].wait()
             seen[self.step] = names_in(runs[0]), (runs[0] / "checkpoints" / "latest").read_text()
         return result
 
+    def remember(self, *arguments):
+        savers.append(self)
+        save(self, *arguments)
+
     monkeypatch.setattr(Trainer, "train_step", look)
+    monkeypatch.setattr(Saver, "save", remember)
     run = run_of(recipe)
     err = capsys.readouterr().err
     reason = "whatever it is" if error else "No space left on device"
@@ -419,7 +425,7 @@ def test_resume_auto_begins_again_where_a_run_was_killed_before_its_first_checkp
 
 
 def weights_of(run: Path) -> Saved:
-    return Saved(find_checkpoint(Mesh(Plan(dp=1), torch.device("cpu")), run))
+    return Saved(find_checkpoint(Mesh(ResolvedPlan(dp=1), torch.device("cpu")), run))
 
 
 @pytest.mark.parametrize("before, after", [("pp2", "tp2"), ("dp2_zero3", "pp2")])

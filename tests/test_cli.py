@@ -117,7 +117,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["\udcff" * 100], ["use one of prepare"]),
         (["train"], ["needs a recipe file"]),
         (["train", "nothing.py"], ["no recipe file nothing.py"]),
-        (["train", str(ROOT / "dtgpt" / "errors.py")], ["defines no function recipe()"]),
+        (["train", str(ROOT / "dtgpt" / "util" / "errors.py")], ["defines no function recipe()"]),
         (["plot"], ["dtgpt plot needs RUN ..., such as"]),
         (["plot", "nothing"], ["nothing has no losses to draw"]),
         (["plot", "nothing", "--output"], ["--output needs a value"]),

@@ -17,6 +17,7 @@ from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import TABLE
 from dtgpt.models.source import parameter_shapes
 from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.bodies_inference import weights_at_the_start
 from tests.megatron_trees import make_weights, write_tree
@@ -238,11 +239,11 @@ def test_a_run_begins_with_the_weights_that_it_was_given(recipe, run, convert, t
     path = {"run": run, "checkpoint": run / "checkpoints" / "step_00000002"}.get(kind, tmp_path / kind)
     if not path.exists():
         convert(run, path, "--to", kind)
-    begun = training(change(recipe, init_from=str(path), seed=7))
     expected = weights_of(run)
-    found = {s.name: s.local[: 257 if s.name == TABLE else None] for s in begun.shards}
-    assert same(expected, found) and begun.step == 0
-    assert not any(m.any() for name in MOMENTS for m in getattr(begun.optimizer.adamw, name))
+    with open_trainer(change(recipe, init_from=str(path), seed=7)) as begun:
+        found = {s.name: s.local[: 257 if s.name == TABLE else None] for s in begun.shards}
+        assert same(expected, found) and begun.step == 0
+        assert not any(m.any() for name in MOMENTS for m in getattr(begun.optimizer.adamw, name))
     fresh = {s.name: s.local[: 257 if s.name == TABLE else None] for s in training(recipe).shards}
     assert not any(torch.equal(fresh[n], expected[n]) for n in fresh)
 
@@ -271,7 +272,7 @@ def test_a_run_trains_on_from_converted_weights(recipe, run, convert, tmp_path):
 def test_weights_of_another_shape_are_refused(recipe, run, convert, tmp_path):
     convert(run, tmp_path / "ours")
     wider = change(recipe, model={"hidden_size": 64}, init_from=str(tmp_path / "ours"))
-    refused(lambda: training(wider), str(tmp_path / "ours"), "hidden_size 32 there, 64 here")
+    refused(lambda: train(wider), str(tmp_path / "ours"), "hidden_size 32 there, 64 here")
 
 
 @pytest.mark.parametrize("place", ["beside", "in the run"])

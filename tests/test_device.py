@@ -3,19 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.execution import choose_device, choose_dtype
-from dtgpt.config.plan import Plan
+from dtgpt.config.execution import choose_compiler, choose_device, choose_dtype, choose_graphs
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.gpt2 import GPT3_175B
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import (
-    check_memory,
-    memory_errors_as_user_errors,
-    peak_of_name,
-    use_compiler,
-    use_graphs,
-    wants_compiler,
-)
+from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors, peak_of_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -44,17 +37,19 @@ def test_a_peak_is_known_for_the_right_chip_or_not_at_all(name, peak):
 
 
 def test_precision_follows_the_device_or_the_recipe(recipe):
-    assert choose_dtype(recipe, CPU) == torch.float32 and choose_dtype(recipe, CUDA) == torch.bfloat16
-    assert choose_dtype(replace(recipe, precision="bf16"), CPU) == torch.bfloat16
-    assert choose_dtype(replace(recipe, precision="fp32"), CUDA) == torch.float32
-    assert choose_dtype(replace(recipe, precision="fp16"), CPU) == torch.float16
+    assert choose_dtype("auto", CPU) == torch.float32 and choose_dtype("auto", CUDA) == torch.bfloat16
+    assert choose_dtype("bf16", CPU) == torch.bfloat16
+    assert choose_dtype("fp32", CUDA) == torch.float32
+    assert choose_dtype("fp16", CPU) == torch.float16
+    assert replace(recipe, precision="bf16").settings(ResolvedPlan(dp=1), CPU).dtype == torch.bfloat16
 
 
 def test_a_model_that_cannot_fit_is_refused(recipe, monkeypatch):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
     with pytest.raises(UserError, match=r"need 2,602 GiB under this plan, but CPU.* has 16 GiB; use a smaller model"):
-        check_memory(state_bytes(replace(recipe, model=GPT3_175B), Plan(dp=1), 0, width=4), 1, CPU)
+        settings = replace(recipe, model=GPT3_175B).settings(ResolvedPlan(dp=1), CPU)
+        check_memory(state_bytes(settings, 0), 1, CPU)
 
 
 def test_the_processes_of_a_node_share_its_main_memory(monkeypatch):
@@ -65,14 +60,13 @@ def test_the_processes_of_a_node_share_its_main_memory(monkeypatch):
         check_memory(5 * 2**30, 4, CPU)
 
 
-def test_more_processes_than_cuda_devices_are_refused(recipe, monkeypatch):
+def test_more_processes_than_cuda_devices_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    auto = replace(recipe, device="auto")
-    assert [choose_device(auto, rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert choose_device(recipe, 7) == CPU
+    assert [choose_device("auto", rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert choose_device("cpu", 7) == CPU
     with pytest.raises(UserError, match=r"3 or more processes.* sees 2 CUDA devices; use --nproc-per-node 2"):
-        choose_device(auto, 2)
+        choose_device("auto", 2)
 
 
 def test_running_out_of_memory_is_one_sentence():
@@ -84,13 +78,13 @@ def test_running_out_of_memory_is_one_sentence():
 
 def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recipe, monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert use_compiler(recipe, CPU, Plan()) is False and capsys.readouterr().err == ""
-    without = replace(recipe, graph="off")
-    assert use_compiler(without, CUDA, Plan()) is False
+    plan = ResolvedPlan(dp=1)
+    assert choose_compiler("auto", CPU, False, plan) is False and capsys.readouterr().err == ""
+    assert choose_compiler("auto", CUDA, False, plan) is False
     assert "no compiler (gcc or clang) was found" in capsys.readouterr().err
-    assert use_compiler(recipe, CUDA, Plan()) is False and capsys.readouterr().err == ""  # graphs need none
+    assert recipe.settings(plan, CUDA).compile is False and capsys.readouterr().err == ""  # graphs need none
     with pytest.raises(UserError, match="compile=on, but no compiler"):
-        use_compiler(replace(recipe, compile="on"), CPU, Plan())
+        replace(recipe, compile="on").settings(plan, CPU)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +98,11 @@ def test_without_a_compiler_training_is_eager_unless_compile_was_asked_for(recip
     ],
 )
 def test_on_cuda_steps_are_replayed_or_else_compiled(recipe, graph, compile, graphs, compiled):
-    recipe = replace(recipe, graph=graph, compile=compile)
-    assert use_graphs(recipe, CUDA) == graphs and wants_compiler(recipe, CUDA, Plan()) == compiled
+    settings = replace(recipe, graph=graph, compile=compile).settings(ResolvedPlan(dp=1), CUDA, here=False)
+    assert (settings.graphs, settings.compile) == (graphs, compiled)
 
 
 def test_graphs_on_a_cpu_are_refused_where_they_were_asked_for(recipe):
-    assert not use_graphs(recipe, CPU) and not use_graphs(replace(recipe, graph="off"), CPU)
+    assert not choose_graphs("auto", CPU) and not choose_graphs("off", CPU)
     with pytest.raises(UserError, match=r"^graph=on, but .* need a CUDA device; use --graph auto, or --device cuda"):
-        use_graphs(replace(recipe, graph="on"), CPU)
+        replace(recipe, graph="on").settings(ResolvedPlan(dp=1), CPU)

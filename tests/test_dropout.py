@@ -39,9 +39,11 @@ def test_a_shard_draws_its_part_of_the_mask(part):
 
 
 def test_a_site_with_a_start_draws_its_part_of_the_mask():
-    x, site, whole = torch.randn(6, 4, 8, 8), Dropout(0.2), Dropout(0.2)
+    x, site, whole = torch.randn(6, 4, 8, 8), Dropout(0.2, index=1), Dropout(0.2, index=1)
+    keys = torch.stack([KEYS + 1, KEYS], dim=1)  # of two sites
     site.start = (2, 0, 0)  # heads 2 and 3, as under tensor parallelism
-    assert torch.equal(site(x[:, 2:], KEYS), whole(x, KEYS)[:, 2:])
+    assert torch.equal(site(x[:, 2:], keys), dropout(x, KEYS, 0.2)[:, 2:])
+    assert torch.equal(whole(x, keys), dropout(x, KEYS, 0.2))
 
 
 def test_an_empty_shard_is_no_special_case():

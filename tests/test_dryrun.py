@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.planning.memory import Sizes, block_activations, memory_of, stages_in_flight
+from dtgpt.planning.activations import block_activations
+from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.train.settle import load_recipe
@@ -21,6 +23,7 @@ from dtgpt.util.errors import UserError
 from tests import bodies_dryrun
 from tests.ranks import pool
 
+CPU = torch.device("cpu")
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -35,8 +38,9 @@ def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, r
     """Every byte but the statistics of the LayerNorms and the weights, which are counted elsewhere."""
     config = GPT2Config(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
     recipe = replace(recipe, model=config, micro_batch_size=4, recompute=recompute)
-    mesh, kept = Mesh(Plan(dp=1), torch.device("cpu")), {}
-    block = build_stages(recipe, mesh, dtype, root_key(1))[0][0].blocks["0"]
+    plan, kept = ResolvedPlan(dp=1), {}
+    settings = replace(recipe.settings(plan, CPU), dtype=dtype)
+    block = build_stages(settings, Mesh(plan, CPU), root_key(1))[0][0].blocks["0"]
     shapes = {shape for p in block.parameters() for shape in (p.shape, p.t().shape)}
     keys = fold(root_key(1), torch.arange(4)[:, None], torch.arange(3)) if dropout else None
     x = torch.randn(4, 128, 64, dtype=dtype, requires_grad=True)
@@ -47,12 +51,11 @@ def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, r
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block(x, keys)
+        y = block(x, Context(keys))
     seen = sum(storage.nbytes() for storage in kept.values())
-    backend = "explicit" if dropout else "sdpa"
-    expected = block_activations(recipe, Sizes.of(recipe, Plan(dp=1), dtype.itemsize), backend)
+    assert settings.attention_backend == ("explicit" if dropout else "sdpa")
     assert y.requires_grad
-    assert seen == pytest.approx(expected, rel=0.06)
+    assert seen == pytest.approx(block_activations(settings), rel=0.06)
 
 
 MESSAGES = ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp", "dp2_tp2_sp_zero2", "tp2_sp_pp2"]
@@ -67,7 +70,7 @@ def test_the_messages_are_those_that_are_sent(recipe, plan):
     seen = pool().run(known.world, bodies_dryrun.messages, recipe)
     for rank in range(known.world):
         expected: dict[str, int] = {}
-        for c in collectives_of(recipe, known, rank, torch.float32):
+        for c in collectives_of(recipe.settings(known, CPU), rank):
             if c.kind != "send":
                 kind = c.kind.replace("-", "_")
                 expected[kind] = expected.get(kind, 0) + c.count
@@ -78,8 +81,8 @@ def test_the_messages_are_those_that_are_sent(recipe, plan):
 def test_the_weights_on_each_rank_are_what_the_plan_says(recipe, plan):
     recipe = planned(recipe, plan)
     seen = pool().run(2, bodies_dryrun.memory_of_weights, recipe)
-    known = parse_plan(plan).for_world(2)
-    assert seen == [memory_of(recipe, known, rank, torch.float32, "explicit").weights for rank in range(2)]
+    settings = recipe.settings(parse_plan(plan).for_world(2), CPU)
+    assert seen == [memory_of(settings, rank).weights for rank in range(2)]
 
 
 def test_activations_in_flight_grow_towards_the_first_stage():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dtgpt.data.document_masks import DocumentMasks, document_bounds, reset_positions
+from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.attention.core import causal_attention
@@ -45,12 +46,13 @@ def test_any_window_is_marked_token_by_token():
     for case in range(CASES):
         tokens = random_tokens(generator)
         wanted = case % 2 == 0, case // 2 % 2 == 0, case // 4 % 2 == 0
-        found = DocumentMasks(EOD, *wanted).marks(tokens)
-        assert tuple(mark is not None for mark in found) == wanted
+        found = DocumentMasks(EOD, *wanted).apply(Batch(tokens))
+        masks = found.positions, found.document_bounds, found.loss_weights
+        assert tuple(mask is not None for mask in masks) == wanted
         positions, spans = zip(*map(naive, tokens.tolist()), strict=True)
-        for mark, expected in zip(found[:2], (positions, spans), strict=True):
-            assert mark is None or mark.tolist() == list(map(list, expected))
-        assert found.weights is None or torch.equal(found.weights, (tokens != EOD).float())
+        for mask, expected in zip(masks[:2], (positions, spans), strict=True):
+            assert mask is None or mask.tolist() == list(map(list, expected))
+        assert found.loss_weights is None or torch.equal(found.loss_weights, (tokens != EOD).float())
 
 
 def test_attention_stays_within_documents():
@@ -99,8 +101,7 @@ def test_a_document_does_not_feel_what_stands_before_it():
     model = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
     before, own = torch.tensor([[3, 4, 5, EOD]]), torch.tensor([[9, 8, 1, 2, 6]])
     both = torch.cat([before, own], dim=1)
-    marks = DocumentMasks(EOD, True, True, False).marks(both)
-    found = model(both, positions=marks.positions, spans=marks.spans)
+    found = model(*DocumentMasks(EOD, True, True, False).apply(Batch(both)))
     assert torch.allclose(found[:, 4:], model(own), atol=1e-5)
     assert not torch.allclose(model(both)[:, 4:], model(own), atol=1e-2)
 
@@ -136,10 +137,9 @@ def recipe(recipe, text):
 def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     run = training(change(recipe, model={"dropout": 0.0}))
     windows, _, _ = run.batches.take(0)
-    marks = DocumentMasks(256, True, True, True).marks(windows[:, :-1])
-    model = run.passes.model
-    total = model(windows[:, :-1], None, windows[:, 1:], *marks) * marks.weights.numel()
-    assert run.mean_loss(run.train_step()) == pytest.approx((total / marks.weights.sum()).item(), rel=1e-5)
+    batch = DocumentMasks(256, True, True, True).apply(Batch(windows[:, :-1], targets=windows[:, 1:]))
+    total = run.engine.model(*batch) * batch.loss_weights.numel()
+    assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero2", "tp2_sp", "pp2", "pp2_zbv"])

@@ -18,7 +18,7 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
-from dtgpt.train.startup import begin_from
+from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
 from tests.bodies_checkpoint import change_state
 from tests.megatron_trees import CONFIG, InMemory, make_weights, write_tree
@@ -149,7 +149,10 @@ def test_a_path_that_does_not_exist_is_called_that(tmp_path, monkeypatch, capsys
     ):
         code, out, err = in_process(words, capsys)
         assert code == 2 and out == "" and err.count("\n") == 1 and f"{words[1]} does not exist; give " in err, err
-    for action in (lambda: dtgpt.load("nothing"), lambda: begin_from(tmp_path / "nothing", CONFIG, None, None, None)):
+    for action in (
+        lambda: dtgpt.load("nothing"),
+        lambda: load_initial_weights(tmp_path / "nothing", CONFIG, None, None, None),
+    ):
         refused(action, "nothing does not exist")
     (tmp_path / "link").symlink_to("gone")
     refused(lambda: open_source(tmp_path / "link"), "link leads to gone, which does not exist")

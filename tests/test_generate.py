@@ -6,7 +6,7 @@ import torch
 from dtgpt.cli import main
 from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
-from dtgpt.inference.generate import choose, generate, logits_of, sample_text, tokenizer_of
+from dtgpt.inference.generate import Sampling, choose, generate, logits_of, sample_text, tokenizer_of
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -36,7 +36,7 @@ def test_a_draw_picks_the_token_whose_share_holds_it():
 
 def test_greedy_text_follows_the_model_token_by_token(model):
     ids = [5, 6, 7]
-    for token in generate(logits_of(model), CONFIG, ids, 12, KEY, temperature=0):
+    for token in generate(logits_of(model), CONFIG, ids, Sampling(12, temperature=0), KEY):
         window = torch.tensor([ids[-8:]])
         assert token == int(model(window)[0, -1, :300].argmax())
         ids.append(token)
@@ -44,22 +44,28 @@ def test_greedy_text_follows_the_model_token_by_token(model):
 
 
 def test_samples_repeat_with_the_key_and_differ_with_another(model):
-    assert generate(logits_of(model), CONFIG, [1], 20, KEY) == generate(logits_of(model), CONFIG, [1], 20, KEY)
-    assert generate(logits_of(model), CONFIG, [1], 20, KEY) != generate(logits_of(model), CONFIG, [1], 20, fold(KEY, 1))
-    assert generate(logits_of(model), CONFIG, [1], 20, KEY)[:7] == generate(logits_of(model), CONFIG, [1], 7, KEY)
+    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY) == generate(
+        logits_of(model), CONFIG, [1], Sampling(20), KEY
+    )
+    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY) != generate(
+        logits_of(model), CONFIG, [1], Sampling(20), fold(KEY, 1)
+    )
+    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY)[:7] == generate(
+        logits_of(model), CONFIG, [1], Sampling(7), KEY
+    )
 
 
 def test_ids_stay_inside_the_tokenizers_vocabulary_and_end_where_told(model):
-    assert max(generate(logits_of(model), CONFIG, [1], 50, KEY, vocab_size=257)) < 257
-    new = generate(logits_of(model), CONFIG, [1], 50, KEY, stop=lambda token: token % 2 == 0)
+    assert max(generate(logits_of(model), CONFIG, [1], Sampling(50), KEY, vocab_size=257)) < 257
+    new = generate(logits_of(model), CONFIG, [1], Sampling(50), KEY, stop=lambda token: token % 2 == 0)
     assert new[-1] % 2 == 0 and all(t % 2 for t in new[:-1])
-    assert generate(logits_of(model), CONFIG, [1], 0, KEY) == []
+    assert generate(logits_of(model), CONFIG, [1], Sampling(0), KEY) == []
 
 
 def test_a_sample_begins_with_its_prompt(model):
     tokenizer = make_tokenizer("bytes", [], 0)
     for prompt in ("", "héllo 🎈", "a prompt that is longer than the window of the model"):
-        assert sample_text(logits_of(model), CONFIG, tokenizer, prompt, 10, KEY, 1.0, 0).startswith(prompt)
+        assert sample_text(logits_of(model), CONFIG, tokenizer, prompt, Sampling(10), KEY).startswith(prompt)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +139,7 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
 def test_prompts_that_the_model_cannot_take_are_refused(model, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
     with pytest.raises(UserError, match=r"has token \d+ of vocab\.json, but the model has 300 tokens"):
-        sample_text(logits_of(model), CONFIG, wide, "Hello", 3, KEY, 1.0, 0)
+        sample_text(logits_of(model), CONFIG, wide, "Hello", Sampling(3), KEY)
     endless = open_tokenizer(str(tokenizer_json(tmp_path, end="[STOP]")))
     with pytest.raises(UserError, match="has no end of text to begin a document with; give --prompt"):
-        sample_text(logits_of(model), CONFIG, endless, "", 3, KEY, 1.0, 0)
+        sample_text(logits_of(model), CONFIG, endless, "", Sampling(3), KEY)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtgpt.cli import main
+from dtgpt.config.execution import DTYPES
 from dtgpt.parallel.graphs import WARM_UP, Graphs
-from dtgpt.train.compare import without_key_bias
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
@@ -133,8 +133,8 @@ def curve_of(run: Trainer, steps: int) -> torch.Tensor:
 
 def weights_of(run: Trainer) -> torch.Tensor:
     """All in one, but the bias of the keys, which moves by rounding alone."""
-    heads = run.recipe.model.num_heads
-    return torch.cat([without_key_bias(shard.name, shard.local, heads).flatten() for shard in run.shards])
+    config = run.settings.model
+    return torch.cat([config.comparable(shard.name, shard.local).flatten() for shard in run.shards])
 
 
 # (loss, norm, all weights): several times what one and several micro-batches differ by, a fraction of what twenty steps
@@ -143,7 +143,7 @@ BOUNDS = {"fp32": (1e-5, 1e-4, 1e-5), "bf16": (2e-3, 5e-2, 5e-3), "fp16": (3e-4,
 
 
 def check_same(runs: list[Trainer], curves: list[torch.Tensor]) -> None:
-    loss, norm, weights = BOUNDS[runs[0].recipe.precision]
+    loss, norm, weights = next(b for name, b in BOUNDS.items() if DTYPES[name] == runs[0].settings.dtype)
     torch.testing.assert_close(curves[0][:, 0], curves[1][:, 0], rtol=loss, atol=0)
     torch.testing.assert_close(curves[0][:, 1], curves[1][:, 1], rtol=norm, atol=0)
     a, b = map(weights_of, runs)
@@ -197,7 +197,7 @@ def test_an_fp16_step_is_skipped_within_the_graph(recipe):
     scale = {"initial": 2.0**40, "hysteresis": 1, "window": 1000}
     run = training(on_cuda(recipe, precision="fp16", loss_scale=scale))
     curve = curve_of(run, 40)
-    told = run.optimizer.scaling()
+    told = run.optimizer.metrics()
     assert 10 < told["skipped_steps"] == (~curve[:, 1].isfinite()).sum() < 35
     assert told["loss_scale"] <= 2.0 ** (40 - told["skipped_steps"])  # a step that was taken may lower it, too
     assert run.optimizer.state()["updates"] == 40 - told["skipped_steps"]

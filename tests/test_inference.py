@@ -9,9 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
 from dtgpt.commands.generate import GenerateOptions, generate_from
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.data.tokenizers.byte_level import ByteLevel
-from dtgpt.inference.generate import generate, logits_of, tokenizer_of
+from dtgpt.inference.generate import Sampling, generate, logits_of, tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import load_model
@@ -72,8 +72,8 @@ def greedy(theirs, prompt, new_tokens):
 
 def sampled(path, **words):
     """By the whole model in this process."""
-    model, seed = load_model(open_source(path), CPU), words.pop("seed")
-    return generate(logits_of(model), model.config, words.pop("prompt"), key=root_key(seed), **words)
+    model, key, prompt = load_model(open_source(path), CPU), root_key(words.pop("seed")), words.pop("prompt")
+    return generate(logits_of(model), model.config, prompt, Sampling(**words), key)
 
 
 ASKED = [
@@ -162,7 +162,7 @@ def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(their
 
 def test_a_process_alone_loads_without_any_group(theirs, folder):
     model = dtgpt.load(str(folder), device="cpu", precision="fp32")
-    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == parse_plan("single")
+    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == ResolvedPlan()
     assert not torch.distributed.is_initialized()
 
 

@@ -9,7 +9,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.run.report import Report
 from dtgpt.run.sinks import read_records
-from dtgpt.train.loop import train
+from dtgpt.train.loop import Loop, train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.ranks import pool
@@ -46,7 +46,7 @@ def at_the_end(run) -> list:
 @pytest.mark.parametrize(
     "place, name, left",
     [
-        (Trainer, "_report_held_out", "test loss, last sample, loss plot"),
+        (Loop, "_report_held_out", "test loss, last sample, loss plot"),
         (Trainer, "sample", "last sample, loss plot"),
         (Report, "finish", "loss plot"),
     ],
@@ -104,7 +104,7 @@ def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
 
 
 def test_a_signal_while_the_last_is_done_leaves_it_for_the_next_time(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "sample", lambda self: os.kill(os.getpid(), 15))
+    monkeypatch.setattr(Trainer, "sample", lambda *_: os.kill(os.getpid(), 15))
     assert train(recipe) == 128 + 15
     run = newest_run(recipe)
     assert f"stopped at step 6/6; to go on, add --resume {run}" in capsys.readouterr().out

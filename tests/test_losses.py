@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
@@ -135,7 +135,7 @@ def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeyp
 
 def test_a_step_adds_to_the_sum_where_it_lies():
     """A captured graph, or a copy that is under way, may hold the address; and nothing reads a value."""
-    interval = IntervalLoss(Mesh(Plan(dp=1), torch.device("cpu")))
+    interval = IntervalLoss(Mesh(ResolvedPlan(dp=1), torch.device("cpu")))
     place = interval._sum.data_ptr()
     interval._mesh = SimpleNamespace(sum=None)
     for _ in range(3):

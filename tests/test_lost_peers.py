@@ -19,8 +19,8 @@ POINTS = {
     "making the mesh": "dtgpt.parallel.mesh.init_device_mesh",
     "verifying the checkpoint": "dtgpt.checkpoint.manifest.Checkpoint.problem",
     "reading the data": "dtgpt.train.startup.read_dataset",
-    "building the model": "dtgpt.train.build_stages",
-    "loading the checkpoint": "dtgpt.train.load_training",
+    "building the model": "dtgpt.train.trainer.build_stages",
+    "loading the checkpoint": "dtgpt.train.loop.load_training",
     "the first step": "dtgpt.train.trainer.Trainer.train_step",
     "the second step": "dtgpt.optim.update.Update.apply",
 }
@@ -160,7 +160,7 @@ if __name__ == "__main__":
     import torch._dynamo
 
     import dtgpt.cli
-    import dtgpt.train
+    import dtgpt.train.loop
 
     torch.set_num_threads(1)
     dtgpt.cli.RANK_0_FIRST = 0

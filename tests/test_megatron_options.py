@@ -7,7 +7,6 @@ import pytest
 
 from dtgpt.config.megatron_options import ENTRIES, OPTIONS, explain, fill
 from dtgpt.config.overrides import leaves, read_words, take
-from dtgpt.config.recipe import Recipe
 from dtgpt.train.settle import override
 from dtgpt.util.errors import UserError
 
@@ -87,7 +86,7 @@ def test_values_are_translated(recipe, words, told):
 
 
 def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
-    known = {name: type_ for name, type_, *_ in leaves(Recipe)}
+    known = {name: type_ for name, type_, *_ in leaves(recipe)}
     for key, answer in ENTRIES.items():
         word = key.partition(" ")[2]
         for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer):

@@ -64,7 +64,7 @@ def test_every_command_takes_the_tree(tree, tmp_path, capsys):
 def test_a_run_begins_with_the_weights_of_the_tree(tree):
     """What --init_from does when the model is laid out."""
     model = dtgpt.load(tree)
-    shards = model._passes.shards
+    shards = model._engine.shards
     for shard in shards:
         shard.local.zero_()
     shards.publish()

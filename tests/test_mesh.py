@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.mesh import Mesh
@@ -111,7 +111,7 @@ def test_one_process_keeps_its_own_errors():
         raise PermissionError(13, "Permission denied")
 
     with pytest.raises(PermissionError):
-        Mesh(Plan(dp=1), torch.device("cpu")).on_rank_0(refuse)
+        Mesh(ResolvedPlan(dp=1), torch.device("cpu")).on_rank_0(refuse)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +125,21 @@ def test_one_process_keeps_its_own_errors():
     ],
 )
 def test_ranks_that_do_not_run_the_same_are_named(recipe, what, words):
-    answers = pool().run(2, agreement, recipe, Plan(dp=1, pp=2), what)
+    answers = pool().run(2, agreement, recipe, ResolvedPlan(dp=1, pp=2), what)
     assert len(set(answers)) == 1
     assert all(word in answers[0] for word in [*words, "start every rank with the same command"]), answers[0]
 
 
 @pytest.mark.parametrize("what", ["nothing", "style"])
 def test_ranks_that_run_the_same_agree(recipe, what):
-    assert pool().run(2, agreement, recipe, Plan(dp=1, tp=2, sequence_parallel=True), what) == [None, None]
+    assert pool().run(2, agreement, recipe, ResolvedPlan(dp=1, tp=2, sequence_parallel=True), what) == [None, None]
 
 
 def test_a_mesh_leaves_a_group_that_it_did_not_begin(recipe):
-    assert pool().run(2, open_and_close, recipe, Plan(dp=2)) == [None, None]
-    wrong = Plan(dp=1, tp=2, table={"blocks.*.mlp.cf": None})
-    assert all("'blocks.*.mlp.cf', but no module" in s for s in pool().run(2, open_and_close, recipe, wrong))
+    assert pool().run(2, open_and_close, recipe, ResolvedPlan(dp=2)) == [None, None]
+    wrong = ResolvedPlan(dp=1, tp=2, table={"blocks.*.mlp.cf": None})
+    answers = pool().run(2, open_and_close, recipe, wrong)
+    assert all("'blocks.*.mlp.cf', which is not a matrix of the model" in sentence for sentence in answers)
 
 
 def test_values_that_differ_are_refused_with_the_rank_on_every_rank():

@@ -5,12 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.config.batch_size import BatchSizes
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.optim.update import Update, clip_factor, learning_rates, make_optimizer
+from dtgpt.optim.update import Update, clip_factor, make_optimizer
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
@@ -54,7 +53,7 @@ def test_warmup_may_be_a_share_and_decay_may_end_before_the_run():
         optimizer=OptimizerConfig(lr=1.5e-4, warmup=0.01, decay_steps=320_000),
         steps=500_000, micro_batch_size=1, global_batch_size=1,
     )  # fmt: skip
-    assert recipe.warmup_steps == 3200
+    assert recipe.schedule.warmup == 3200
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
@@ -79,16 +78,18 @@ def test_a_schedule_in_samples_follows_a_ramp(recipe):
     rates = update_of(recipe.resolved()).schedule.tolist()
     for now, then, rate in zip(seen, seen[1:], rates, strict=False):
         assert rate == pytest.approx(min(then / 20, 1) if now < 20 else 1 - (now - 20) / 80, rel=1e-6)
-    resumed = learning_rates(recipe.resolved(), BatchSizes(recipe, 4, 16))
-    assert resumed[4:].tolist() == rates[4:]
+    resumed = recipe.resolved().schedule.rates(10, recipe.batch_sizes(4, 16))
+    assert torch.tensor(resumed[4:]).tolist() == rates[4:]
 
 
 def shards_of(recipe: Recipe, dtype=torch.float32) -> Shards:
-    return build_stages(recipe, Mesh(Plan(dp=1), CPU), dtype, KEY)[1]
+    plan = ResolvedPlan(dp=1)
+    return build_stages(replace(recipe.settings(plan, CPU), dtype=dtype), Mesh(plan, CPU), KEY)[1]
 
 
 def update_of(recipe: Recipe, dtype=torch.float32, share=1.0) -> Update:
-    return Update(shards_of(recipe, dtype), recipe, dtype, share)
+    rates = recipe.schedule.rates(recipe.steps, recipe.batch_sizes())
+    return Update(shards_of(recipe, dtype), recipe.optimizer, recipe.loss_scale, rates, dtype, share)
 
 
 def leave_gradients(shards: Shards, seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -146,7 +147,7 @@ def test_an_update_clips_by_the_global_norm_which_it_returns(recipe, clip, share
     norm = torch.cat([g.flatten().double() for g in gradients]).norm().item()
     factor = min(1.0, clip / norm) if clip else 1.0
     assert update.apply().item() == pytest.approx(norm, rel=1e-6) and update.inverse_scale() == 1.0
-    assert update.gradient_scale.item() == share and update.scaling() == {}
+    assert update.gradient_scale.item() == share and update.metrics() == {}
     for moment, g in zip(update.adamw.exp_avg, gradients, strict=True):
         torch.testing.assert_close(moment, 0.1 * factor * g, rtol=1e-5, atol=1e-7)
 
@@ -192,7 +193,7 @@ def test_an_fp16_step_that_overflows_is_skipped_and_does_not_count(recipe, value
     overflow(update, value)
     assert not update.apply().isfinite()
     assert all(map(torch.equal, state_of(update), before))
-    assert update.state()["updates"] == 1 and update.scaling() == {"loss_scale": 2.0**10, "skipped_steps": 1}
+    assert update.state()["updates"] == 1 and update.metrics() == {"loss_scale": 2.0**10, "skipped_steps": 1}
     assert update.lr.item() == pytest.approx(rate_of(1, recipe))
     leave_gradients(update.shards, 2, update.scaler.scale.item())
     assert update.apply().isfinite() and update.lr.item() == pytest.approx(rate_of(1, recipe))  # once more
@@ -237,7 +238,7 @@ def test_a_restored_update_goes_on_where_it_stopped(recipe):
     state = update.state()
     assert state["updates"] == 2
     other.restore(state)
-    assert other.state() == state and other.scaling() == update.scaling()
+    assert other.state() == state and other.metrics() == update.metrics()
     assert torch.equal(other.gradient_scale, update.gradient_scale)
     leave_gradients(other.shards, 3, other.scaler.scale.item())
     other.apply()
@@ -254,5 +255,8 @@ def test_a_state_of_another_precision_is_taken_as_far_as_it_goes(recipe):
 
 
 def test_accumulation_is_the_number_of_micro_batches_of_each_replica(recipe):
-    assert recipe.micro_batches(1) == 2 and recipe.micro_batches(2) == 1
-    assert replace(recipe, micro_batch_size=8).micro_batches(1) == 1
+    def micro_batches(recipe: Recipe, dp: int) -> int:
+        return recipe.settings(ResolvedPlan(dp=dp), CPU).micro_batches
+
+    assert micro_batches(recipe, 1) == 2 and micro_batches(recipe, 2) == 1
+    assert micro_batches(replace(recipe, micro_batch_size=8), 1) == 1

@@ -7,20 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan import SCHEDULES, Plan
+from dtgpt.config.plan import SCHEDULES, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.pipeline import EMBEDDING_COST
-from dtgpt.parallel.stages import balanced_cut, block_ranges, keep_stage
+from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
 from tests.bodies_shards import CPU, KEY, logits_of_stages
 from tests.ranks import pool
 
 TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
-PLANS = [Plan(dp=1, pp=pp, schedule=schedule) for pp in (2, 3, 4) for schedule in SCHEDULES.values()]
-PLANS += [Plan(dp=1, pp=2, blocks_per_stage=(9, 3)), Plan(dp=1, pp=2, schedule="Interleaved1F1B", stages_per_rank=6)]
+PLANS = [ResolvedPlan(dp=1, pp=pp, schedule=schedule) for pp in (2, 3, 4) for schedule in SCHEDULES.values()]
+PLANS += [
+    ResolvedPlan(dp=1, pp=2, blocks_per_stage=(9, 3)),
+    ResolvedPlan(dp=1, pp=2, schedule="Interleaved1F1B", stages_per_rank=6),
+]
 
 
 @functools.cache
@@ -78,7 +80,7 @@ def test_a_deep_model_is_cut_at_once():
 
 def test_stages_go_round_the_ranks_in_turn_or_like_the_letter_v():
     interleaved, zbv = (
-        Plan(dp=1, pp=4, schedule=schedule, stages_per_rank=lap)
+        ResolvedPlan(dp=1, pp=4, schedule=schedule, stages_per_rank=lap)
         for schedule, lap in (("Interleaved1F1B", 3), ("ZBVZeroBubble", 2))
     )
     assert [interleaved.stage_rank(s) for s in range(12)] == [0, 1, 2, 3] * 3
@@ -109,7 +111,7 @@ def test_stages_in_a_row_are_the_model():
     whole = build_model(config, CPU, torch.float32, KEY)
     keys = torch.arange(3 * config.num_sites * 2).reshape(3, config.num_sites, 2)
     x = tokens = torch.randint(257, (3, 16))
-    plan = Plan(dp=1, pp=4)
+    plan = ResolvedPlan(dp=1, pp=4)
     for stage in range(4):
         part = keep_stage(build_model(config, CPU, torch.float32, KEY), stage, plan)
         x = part(x, keys)

@@ -15,13 +15,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtgpt.config.overrides import apply_overrides
-from dtgpt.config.plan import SCHEDULES, Plan
+from dtgpt.config.plan import SCHEDULES, Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.parallel.tensor import make_table, style_of
 from dtgpt.util.errors import UserError
-from tests.bodies_mesh import refusal_of_build
+from tests.bodies_mesh import CPU, refusal_of_build
 from tests.ranks import pool
 
 MODEL = GPT2Config(num_layers=4, hidden_size=48, num_heads=4, seq_length=16, vocab_size=257)
@@ -57,15 +57,15 @@ def test_every_name_that_is_printed_parses_to_the_same_plan():
             schedule, stages = "1F1B", None
         elif schedule != "Interleaved1F1B":
             stages = None
-        plan = Plan(
+        plan = ResolvedPlan(
             dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, schedule=schedule, stages_per_rank=stages
         )
         assert parse_plan(plan.name).for_world(plan.world) == plan, plan.name
 
 
 def test_a_free_dp_fills_the_processes():
-    assert parse_plan("tp2_pp2").for_world(12) == Plan(dp=3, tp=2, pp=2)
-    assert parse_plan("dp").for_world(1) == Plan(dp=1)
+    assert parse_plan("tp2_pp2").for_world(12) == ResolvedPlan(dp=3, tp=2, pp=2)
+    assert parse_plan("dp").for_world(1) == ResolvedPlan(dp=1)
     plan = parse_plan("zero2_tp2").for_world(8)
     assert (plan.world, plan.replicate, plan.shard) == (8, 1, 4)
     plan = parse_plan("tp2").for_world(8)
@@ -191,7 +191,7 @@ def test_a_plan_that_cannot_be_run_is_one_sentence_whose_remedies_work(recipe, w
 
 def test_dp_counts_in_the_micro_batches_of_a_pipeline(recipe):
     recipe = replace(recipe, global_batch_size=8, plan="dp2_pp2")
-    assert recipe.micro_batches(recipe.plan_for(4).dp) == 2
+    assert recipe.settings(recipe.plan_for(4), CPU).micro_batches == 2
     with pytest.raises(UserError, match="= 1; use --micro_batch_size 1"):
         replace(recipe, global_batch_size=4).plan_for(4)
 
@@ -203,7 +203,7 @@ def test_a_table_that_names_no_matrix_is_refused_with_those_that_are():
         rule, _, remedy = str(error.value).partition("; ")
         assert repr(pattern) in rule
         names = remedy.removeprefix("use one of ").split(", ")
-        assert names == [f"blocks.*.{name}" for name in ("attn.proj", "attn.qkv", "mlp.fc", "mlp.proj")]
+        assert sorted(names) == [f"blocks.*.{name}" for name in ("attn.proj", "attn.qkv", "mlp.fc", "mlp.proj")]
         for name in names:
             make_table(MODEL, Plan(tp=2, table={name: ColwiseParallel()}))
 
@@ -211,15 +211,21 @@ def test_a_table_that_names_no_matrix_is_refused_with_those_that_are():
 def test_a_plans_own_entry_takes_the_place_of_the_default():
     style = ColwiseParallel()
     table = make_table(MODEL, Plan(tp=2, table={"blocks.*.mlp.fc": style, "blocks.*.mlp.proj": None}))
-    assert style_of("blocks.1.mlp.fc", table) is style and style_of("blocks.1.mlp.proj", table) is None
+    assert (
+        style_of("blocks.1.mlp.fc", table, MODEL.roles) is style
+        and style_of("blocks.1.mlp.proj", table, MODEL.roles) is None
+    )
     assert table.keys() == make_table(MODEL, Plan(tp=2)).keys()
 
 
 def test_a_plans_entry_for_one_block_counts_there_alone():
     table = make_table(MODEL, Plan(tp=2, table={"blocks.0.attn.qkv": None}))
-    assert style_of("blocks.0.attn.qkv", table) is None and style_of("blocks.0.attn.dropout", table) is None
-    assert isinstance(style_of("blocks.1.attn.qkv", table), ColwiseParallel)
-    assert style_of("blocks.1.attn.dropout", table) is not None
+    assert (
+        style_of("blocks.0.attn.qkv", table, MODEL.roles) is None
+        and style_of("blocks.0.attn.dropout", table, MODEL.roles) is None
+    )
+    assert isinstance(style_of("blocks.1.attn.qkv", table, MODEL.roles), ColwiseParallel)
+    assert style_of("blocks.1.attn.dropout", table, MODEL.roles) is not None
 
 
 FIXED = [
@@ -245,7 +251,7 @@ def test_zbv_is_not_compiled(recipe):
 
 @pytest.mark.parametrize("module", ["blocks.*.attn.qkv", "blocks.*.mlp.proj"])
 def test_a_parameter_without_a_style_is_refused_under_sequence_parallelism(module):
-    plan = Plan(dp=1, tp=2, sequence_parallel=True, table={module: None})
+    plan = ResolvedPlan(dp=1, tp=2, sequence_parallel=True, table={module: None})
     first, second = pool().run(2, refusal_of_build, MODEL, plan)
     assert first == second
     rule, _, remedy = first.partition("; ")

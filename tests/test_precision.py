@@ -48,7 +48,7 @@ def test_a_step_that_overflows_changes_no_weight_and_the_run_learns_in_the_end(r
         assert loss.isfinite() and all(same) == (not norm.isfinite()) and any(same) == all(same)
         skipped += all(same)
         curve.append(loss.item())
-        assert run.optimizer.scaling()["skipped_steps"] == skipped
+        assert run.optimizer.metrics()["skipped_steps"] == skipped
         updates = run.step - skipped - (not all(same))  # before this step
         assert run.optimizer.lr.item() == pytest.approx(rate_of(updates, recipe), rel=1e-6)
     assert 10 < skipped < 28 and run.optimizer.state()["updates"] == 30 - skipped
@@ -138,10 +138,10 @@ def test_bf16_weights_are_the_rounded_masters_after_every_step(recipe, micro_bat
 def gradients_by_hand(run: Trainer, count: int) -> list[list[torch.Tensor]]:
     """Of each shard, those of each micro-batch of the first step as backward makes them."""
     windows, ids, key = run.batches.take(0)
-    keys = dropout_keys(key, ids, run.recipe.model.num_sites)
+    keys = dropout_keys(key, ids, run.settings.model.num_sites)
     parameters, each = [shard.parameter for shard in run.shards], []
     for window, k in zip(windows.chunk(count), keys.chunk(count), strict=True):
-        each.append(torch.autograd.grad(run.passes.model(window[:, :-1], k, window[:, 1:]), parameters))
+        each.append(torch.autograd.grad(run.engine.model(window[:, :-1], k, window[:, 1:]), parameters))
     return [list(parts) for parts in zip(*each, strict=True)]
 
 
@@ -153,7 +153,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32(recipe, precision):
     run.gradients()
     for shard, parts in zip(run.shards, by_hand, strict=True):
         gradient = run.shards.gradient(shard)
-        assert gradient.dtype == torch.float32 and parts[0].dtype == run.dtype
+        assert gradient.dtype == torch.float32 and parts[0].dtype == run.settings.dtype
         largest = gradient.abs().max().item()
         torch.testing.assert_close(gradient, sum(part.float() for part in parts), rtol=1e-6, atol=1e-6 * largest)
         narrow = parts[0].clone()

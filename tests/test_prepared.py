@@ -13,6 +13,7 @@ from dtgpt.data.dataset import load_dataset
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.megatron.samples import load_samples
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.models.batch import Batch
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_dataset
@@ -61,7 +62,7 @@ def test_each_held_out_window_is_evaluated_once(recipe):
     index = load_samples(IndexedDataset(recipe.data.path), recipe.data.split, "valid", 16, None, recipe.seed, None)
     windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
     assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
-    losses = [whole.passes.mean_loss(w[None, :-1], w[None, 1:]).item() for w in windows]
+    losses = [whole.engine.mean_loss(Batch(w[None, :-1], targets=w[None, 1:])).item() for w in windows]
     assert whole.held_out_loss()[0] == pytest.approx(np.mean(losses), rel=1e-5)
     few = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 7)))
     assert torch.equal(few, windows[:7])
@@ -175,7 +176,7 @@ def test_a_run_ends_with_the_loss_of_the_test_part(recipe):
     run = training(change(recipe, data={"split": "90,5,5"}, log={"eval_samples": 8}))
     test, valid = (torch.cat(list(run.dataset.held_out(part, 16, 8, 8))) for part in ("test", "valid"))
     assert len(test) == 8 and not torch.equal(test, valid)
-    loss = run.passes.mean_loss(test[:, :-1].contiguous(), test[:, 1:].contiguous())
+    loss = run.engine.mean_loss(Batch(test[:, :-1].contiguous(), targets=test[:, 1:].contiguous()))
     assert run.held_out_loss("test")[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -197,10 +198,10 @@ def test_tokens_that_the_tokenizer_does_not_know_are_refused_before_a_run_begins
 
 
 def test_a_run_is_saved_before_its_test_loss_is_looked_at(recipe, monkeypatch):
-    def no_number(*arguments):
-        return (float("nan"), float("nan")) if arguments[-1] == "test" else (1.0, 1.0)
+    def no_number(self, part, interrupted):
+        return (float("nan"), float("nan")) if part == "test" else (1.0, 1.0)
 
-    monkeypatch.setattr("dtgpt.train.evaluate.held_out_loss", no_number)
+    monkeypatch.setattr(Trainer, "held_out_loss", no_number)
     with pytest.raises(UserError, match="test loss and bits/byte at step 2"):
         train(change(recipe, steps=2, data={"split": "90,5,5"}))
     assert (newest_run(recipe) / "checkpoints" / "step_00000002").is_dir()

@@ -10,6 +10,8 @@ from dtgpt.commands.help import help_text
 from dtgpt.config.checks import notes, value_of
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
+from dtgpt.data.checks import with_tokenizer
+from dtgpt.train.settle import check_run
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
 
@@ -182,18 +184,19 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
 )
 def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words):
     with pytest.raises(UserError) as error:
-        apply_overrides(recipe, arguments).validate()
+        check_run(apply_overrides(recipe, arguments))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_a_resolved_recipe_names_the_tokenizer_and_the_schedule(recipe):
-    auto = replace(recipe, data=replace(recipe.data, tokenizer="auto"))
-    assert auto.resolved().data.tokenizer == "bpe"
-    gpt2 = replace(auto, model=replace(auto.model, vocab_size=50304))
-    assert gpt2.resolved().data.tokenizer == "gpt2"
-    embedded = replace(gpt2, data=replace(gpt2.data, path=None))
-    assert embedded.resolved().data.tokenizer == "bpe"
-    assert recipe.resolved().data.tokenizer == "bytes"
+def test_the_tokenizer_that_auto_means_follows_from_data_and_vocabulary(recipe):
+    auto = replace(recipe.data, tokenizer="auto")
+    assert with_tokenizer(auto, 257).tokenizer == "bpe"
+    assert with_tokenizer(auto, 50304).tokenizer == "gpt2"
+    assert with_tokenizer(replace(auto, path=None), 50304).tokenizer == "bpe"
+    assert with_tokenizer(recipe.data, 50304).tokenizer == "bytes"
+
+
+def test_a_resolved_recipe_names_the_end_of_its_schedule(recipe):
     assert recipe.resolved().optimizer.decay_steps == recipe.steps
 
 

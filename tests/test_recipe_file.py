@@ -39,7 +39,7 @@ WRONG = {
         "return tiny(micro_batch_size=8.0)",
         "micro_batch_size=8.0: a whole number",
     ),
-    "no model": ("return tiny(model=None)", "model=None: GPT2Config(...)"),
+    "no model": ("return tiny(model=None)", "model=None: ModelConfig(...)"),
     "a dict": (
         "return tiny(optimizer={'lr': 1})",
         "optimizer={'lr': 1}: OptimizerConfig(...)",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.models import layers
 from dtgpt.ops.attention.core import causal_attention
-from dtgpt.parallel import build
 from dtgpt.train.compare import Record, record
 from tests.ranks import pool
 from tests.runs import change, training
@@ -70,6 +70,6 @@ def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
         calls.append(options)
         return causal_attention(*args, **options)
 
-    monkeypatch.setattr(build, "causal_attention", counted)
+    monkeypatch.setattr(layers, "causal_attention", counted)
     training(change(recipe, recompute=recompute, attention="explicit")).train_step()
     assert calls == [{"backend": "explicit", "spans": None}] * 2 * 2 * times  # blocks, micro-batches

@@ -177,7 +177,7 @@ def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkey
 
     def found(folder, path):
         monkeypatch.chdir(folder)
-        return run_to_resume(change(recipe, resume=path))
+        return run_to_resume(path, Path(recipe.runs), recipe.name)
 
     assert found(checkpoints, "..") == found(step, "../..") == (run, None)
     assert found(step, ".") == found(checkpoints / "notes", "../step_00000002") == (run, step)

@@ -8,7 +8,7 @@ import pytest
 import dtgpt.run.folder
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.run.folder import Claim
-from dtgpt.train.loop import train
+from dtgpt.train.loop import Loop, train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.bodies_train import train_while_the_folder_goes
@@ -71,19 +71,19 @@ def test_a_folder_that_goes_while_nothing_is_written_is_noticed_within_a_second(
 
 @pytest.mark.parametrize("when", ["the last checkpoint", "the end"])
 def test_a_folder_that_goes_at_the_end_is_no_success(recipe, monkeypatch, when):
-    save, sample = Trainer._save, Trainer.sample
+    save, sample = Loop._save, Trainer.sample
 
     def move_at_the_last(self, *arguments, **options):
-        if self.step == recipe.steps and when == "the last checkpoint":
+        if self.trainer.step == recipe.steps and when == "the last checkpoint":
             move(newest_run(recipe))
         return save(self, *arguments, **options)
 
-    def move_then_sample(self):
+    def move_then_sample(self, *arguments):
         if when == "the end":
             move(newest_run(recipe))
-        return sample(self)
+        return sample(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_save", move_at_the_last)
+    monkeypatch.setattr(Loop, "_save", move_at_the_last)
     monkeypatch.setattr(Trainer, "sample", move_then_sample)
     with pytest.raises(UserError, match="was moved, removed or replaced"):
         train(recipe)

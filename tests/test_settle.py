@@ -11,6 +11,7 @@ import torch
 from dtgpt.cli import main
 from dtgpt.config.overrides import leaves
 from dtgpt.config.plan import Plan
+from dtgpt.data.checks import with_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.open import open_source
 from dtgpt.run.folder import changes_since
@@ -40,7 +41,8 @@ def saved(recipe, changes=None, name="test-001") -> Path:
     """A run folder with this recipe and, for those who only look, a checkpoint."""
     run = Path(recipe.runs) / name
     (run / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (run / "recipe.json").write_text(json.dumps(asdict(recipe.with_tokenizer()) | (changes or {})))
+    resolved = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
+    (run / "recipe.json").write_text(json.dumps(asdict(resolved) | (changes or {})))
     return run
 
 
@@ -120,7 +122,7 @@ def test_an_older_run_has_what_it_lacks_from_the_file_and_decays_over_its_steps(
     (run / "recipe.json").write_text(json.dumps(values | {"left": {"over": 1}}))
     file = change(recipe, checkpoint={"background": False}, log={"prompt": "file"})
     found = settle(file, ["--resume", str(run), "--steps", "20"])
-    assert found == replace(file, steps=20, resume=str(run)) and found.decay_steps == 20
+    assert found == replace(file, steps=20, resume=str(run)) and found.schedule.end == 20
     out, err = capsys.readouterr()
     assert out == "" and "has left, which this dtgpt does not know" in err
 
@@ -139,7 +141,7 @@ def test_an_older_run_has_on_and_off_where_bools_are_now(recipe, capsys):
 
 def test_a_number_of_decay_steps_stays_as_it_was_given(recipe):
     run = saved(change(recipe, optimizer={"decay_steps": 10}))
-    assert settle(recipe, ["--resume", str(run), "--steps", "20"]).decay_steps == 10
+    assert settle(recipe, ["--resume", str(run), "--steps", "20"]).schedule.end == 10
 
 
 def test_a_tokenizer_file_and_large_vocabularies_can_be_resumed(recipe, tmp_path):

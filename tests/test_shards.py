@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtgpt.config.plan import Plan
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
@@ -44,7 +44,7 @@ def whole_weights(config: GPT2Config) -> dict[str, torch.Tensor]:
     return unique_parameters(build_model(config, CPU, torch.float32, KEY))
 
 
-def plan_of(name: str, world: int) -> Plan:
+def plan_of(name: str, world: int) -> ResolvedPlan:
     return parse_plan(name).for_world(world)
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import dtgpt.train
+import dtgpt.train.evaluate
+import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
+from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
 from dtgpt.run.sinks import read_records
@@ -76,7 +78,7 @@ def test_dropout_masks_change_with_step_and_sample(recipe):
     values = []
     for step, first in ((0, 0), (1, 0), (0, 0), (0, 4)):
         keys = dropout_keys(fold(run.dropout_key, step), ids + first, recipe.model.num_sites)
-        values.append(run.passes.gradients(1, windows, keys).item())
+        values.append(run.engine.gradients(1, Batch(windows[:, :-1], keys, windows[:, 1:])).item())
     assert values[0] == values[2] and len(set(values)) == 3
 
 
@@ -140,8 +142,8 @@ def test_an_interrupted_sample_is_not_kept(recipe, monkeypatch):
 
 
 def test_a_signal_before_the_first_step_makes_no_run_folder(recipe, monkeypatch):
-    build = dtgpt.train.build_stages
-    monkeypatch.setattr(dtgpt.train, "build_stages", lambda *a: os.kill(os.getpid(), 15) or build(*a))
+    build = dtgpt.train.trainer.build_stages
+    monkeypatch.setattr(dtgpt.train.trainer, "build_stages", lambda *a: os.kill(os.getpid(), 15) or build(*a))
     assert train(recipe) == 128 + 15
     assert not Path(recipe.runs).exists()
 

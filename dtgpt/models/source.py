@@ -1,4 +1,4 @@
-"""Weights of a whole Decoder on disk, whatever wrote them, read tensor by tensor.
+"""Weights of a whole model on disk, whatever wrote them, read tensor by tensor.
 
 Every format is a `Source`; whatever takes weights (training, inference, export to another format) takes a source. Names
 and shapes are those of `unique_parameters`: matrices `[out, in]`, the fused QKV in the order `[N, 3, D]`, the token

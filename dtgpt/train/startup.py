@@ -68,8 +68,12 @@ def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
     """Yield a trainer of the recipe at its first step, without a run folder: processes, data, model, optimizer."""
     with ExitStack() as stack:
         begun = start(recipe, stack)
-        dataset = read_on_every_node(begun.recipe, begun.mesh, begun.process)
-        yield Trainer(begun.recipe, begun.settings, begun.mesh, dataset)
+        recipe, mesh = begun.recipe, begun.mesh
+        dataset, given = read_on_every_node(recipe, mesh, begun.process), recipe.init_from
+        trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=given is None)
+        if given is not None:
+            load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh)
+        yield trainer
 
 
 def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Checkpoint | None]:
