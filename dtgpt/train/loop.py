@@ -15,7 +15,7 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
-from dtgpt.run.folder import Claim, changes_since, values_of
+from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
@@ -37,8 +37,8 @@ def train(recipe: Recipe) -> int:
     with ExitStack() as stack:
         begun = startup.start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
-        claim = stack.enter_context(Claim())
-        run, checkpoint = startup.find_run(recipe, mesh, claim)
+        lock = stack.enter_context(RunLock())
+        run, checkpoint = startup.find_run(recipe, mesh, lock)
         if run and checkpoint and is_over(run, checkpoint, recipe.steps, recipe.resume):
             return 0
         dataset = startup.read_on_every_node(recipe, mesh, begun.process)
@@ -47,7 +47,7 @@ def train(recipe: Recipe) -> int:
             return 0
         stack.enter_context(stop)
         trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not (checkpoint or recipe.init_from))
-        loop = Loop(recipe, trainer, claim, stop)
+        loop = Loop(recipe, trainer, lock, stop)
         if checkpoint:
             loop.resume(checkpoint)
         elif recipe.init_from is not None:
@@ -60,7 +60,7 @@ def train(recipe: Recipe) -> int:
             say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, values))]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
-            run = startup.new_run(recipe, mesh, claim)
+            run = startup.new_run(recipe, mesh, lock)
         return loop.run_to_end(run, left)
 
 
@@ -78,8 +78,8 @@ class Due(NamedTuple):
 class Loop:
     """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, claim: Claim, stop: StopRequest):
-        self.recipe, self.trainer, self.claim, self.stop = recipe, trainer, claim, stop
+    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest):
+        self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
@@ -95,7 +95,7 @@ class Loop:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 
     def run_to_end(self, run: Path, left: list[str] | None) -> int:
-        """Train, report into the folder `run`, which rank 0 has as its `claim`, and return the exit code of `train`.
+        """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
         recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
         checkpoints = run / "checkpoints"
@@ -175,7 +175,7 @@ class Loop:
         """Wait for the device, and return the loss of the step, the mean loss of the interval and the norm of the
         gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
-        loss, mean, lost = self.interval.read(result.loss, self.claim.lost(at_once=True))
+        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True))
         if lost:
             raise folder_lost(self.saver.checkpoints.parent, step)
         norm = result.norm.item()
@@ -244,12 +244,12 @@ class Loop:
 
     def _check_folder(self) -> None:
         """Raise UserError, on all ranks, where the run folder is gone."""
-        if self.mesh.any(self.claim.lost(at_once=True)):
+        if self.mesh.any(self.lock.lost(at_once=True)):
             raise folder_lost(self.saver.checkpoints.parent, self.trainer.step)
 
     def _must_end(self) -> bool:
         """Return whether this process has a reason to end after the step."""
-        return bool(self.stop) or self.claim.lost()
+        return bool(self.stop) or self.lock.lost()
 
     def interrupted(self) -> bool:
         """Return whether any process has a reason to end, the same on all."""

@@ -23,7 +23,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.run.folder import AUTO, Claim, create_run, run_to_resume, values_of
+from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.sinks import check_wandb
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
@@ -76,24 +76,24 @@ def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
         yield trainer
 
 
-def find_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> tuple[Path | None, Checkpoint | None]:
-    """Return the run folder to go on with, locked by `claim`, and its checkpoint, every file of which was verified;
+def find_run(recipe: Recipe, mesh: Mesh, lock: RunLock) -> tuple[Path | None, Checkpoint | None]:
+    """Return the run folder to go on with, locked by `lock`, and its checkpoint, every file of which was verified;
     None, None for a new run."""
     run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe.resume, Path(recipe.runs), recipe.name))
     if run is None:
         if recipe.resume == AUTO:
             say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
         return None, None
-    mesh.on_rank_0(lambda: claim.take(run))
+    mesh.on_rank_0(lambda: lock.take(run))
     checkpoint = find_checkpoint(mesh, run, chosen, check=check_interval)
     check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
     return run, checkpoint
 
 
-def new_run(recipe: Recipe, mesh: Mesh, claim: Claim) -> Path:
-    """Return a new run folder, locked by `claim`."""
+def new_run(recipe: Recipe, mesh: Mesh, lock: RunLock) -> Path:
+    """Return a new run folder, locked by `lock`."""
     run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
-    mesh.on_rank_0(lambda: claim.take(run))
+    mesh.on_rank_0(lambda: lock.take(run))
     return run
 
 
