@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, verify_file
+from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.models.architectures import ARCHITECTURES, FIRST
 from dtgpt.optim.loss_scale import check_state
 from dtgpt.parallel.mesh import Mesh
@@ -83,8 +83,8 @@ class Checkpoint:
         checks each `of`th file. `weights_alone`: skip the optimizer's files, which are twice as large."""
         mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
         with Threads(READERS) as pool:
-            found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
-        return next(filter(None, found), None)
+            found = list(pool.map(lambda item: find_damage(self.folder / item[0], item[1]), mine))
+        return next((str(damage) for damage in found if damage), None)
 
     def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
         """Return (file, piece, position in the file) of all that is saved of a tensor."""
@@ -114,21 +114,6 @@ class Checkpoint:
 
 def _kind(name: str) -> str:
     return name.partition("-")[0]
-
-
-def _problem(path: Path, expected: Written) -> str | None:
-    try:
-        verify_file(path, expected)
-    except Damaged as damage:
-        return str(damage)
-    return None
-
-
-def _state_text(state: dict[str, Any], files: dict[str, Written]) -> str:
-    """Return the text of `state.json`, which ends with the digest of all before it."""
-    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
-    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
-    return _text(whole | {"digest": _digest(whole)})
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -204,7 +189,9 @@ def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written])
     for name, file in files.items():  # what a rank of another attempt reports is not here
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
-    write_text(partial / STATE, _state_text(state, files))
+    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
+    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
+    write_text(partial / STATE, _text(whole | {"digest": _digest(whole)}))  # of all before it
 
 
 def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:

@@ -1,4 +1,4 @@
-"""Saving without stopping: copy to the host beside the next passes, write behind the following steps.
+"""Saving without stopping: copy to the host, on a GPU beside the next passes, and write during the following steps.
 
 Every rank copies what it alone has to write into memory of its own and goes on. A thread writes its files and leaves a
 report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks meet
@@ -70,7 +70,7 @@ class Saver:
         self._background = background
         self._files = list(files_of(shards, optimizer))
         self._stream = torch.cuda.Stream() if self.mesh.device.type == "cuda" else None
-        self._copied: torch.cuda.Event | threading.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._must = False
@@ -92,32 +92,26 @@ class Saver:
         if self.mesh.any(not wait_until_visible(partial)):
             raise UserError(f"{partial} is not seen by all nodes; let --runs name a folder that they share")
         self._failure, self._end = None, time.monotonic() + SHARE * self._timeout
+        work = partial, step, state
         if self._background:
-            self._copied = self._begin_copy()
-            work = partial, step, state, self._copied
+            self._copy()
             thread = threading.Thread(target=self._work, args=work, name="checkpoint")
-            try:
+            with suppress(RuntimeError):  # there can be no more threads
                 thread.start()
                 self._thread = thread
-            except RuntimeError:  # there can be no more threads
-                self._work(*work)
-        else:
-            self._work(partial, step, state, None)
+        if self._thread is None:
+            self._work(*work)
         if must:
             self.wait()
             self.mesh.on_rank_0(self._raise)
 
     def before_update(self) -> None:
-        """Let what comes next wait until the copies are made: on a GPU the stream waits, else this thread."""
-        if isinstance(self._copied, threading.Event):
-            self._copied.wait()
-        elif self._copied is not None:
+        """Let the stream of the run wait until the copies are made."""
+        if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-        self._copied = None
 
     def wait(self) -> None:
         """Wait until this rank has no more to do for the last checkpoint."""
-        self.before_update()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -148,17 +142,15 @@ class Saver:
             for file in self._files:
                 file.data = None
 
-    def _begin_copy(self) -> torch.cuda.Event | threading.Event:
-        """Queue the copies on a stream beside that of the run, on a GPU; on a CPU the thread makes them."""
-        if self._stream is None:
-            return threading.Event()
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def _copy(self) -> None:
+        """Copy to the host; on a GPU, queue the copies on a stream beside that of the run."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for file in self._files:
                 file.copy()
-            copied = torch.cuda.Event()
-            copied.record()
-        return copied
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
 
     def _make_folder(self, step: int) -> Path:
         try:
@@ -171,12 +163,10 @@ class Saver:
         sentence = f"no checkpoint of step {step} could be written to {self.checkpoints} ({str(error) or repr(error)})"
         return f"{sentence}; {advice}" if advice else sentence
 
-    def _work(
-        self, partial: Path, step: int, state: dict[str, Any], copied: torch.cuda.Event | threading.Event | None
-    ) -> None:
+    def _work(self, partial: Path, step: int, state: dict[str, Any]) -> None:
         """Run the thread: write this rank's files, then on rank 0 everything else. Whatever fails, training goes on."""
         try:
-            written = self._write(partial, copied)
+            written = self._write(partial)
             if self.mesh.rank == 0:
                 self._commit(partial, step, state, written)
             else:
@@ -188,17 +178,11 @@ class Saver:
             else:
                 self._post(partial, error)
 
-    def _write(self, partial: Path, copied: torch.cuda.Event | threading.Event | None) -> dict[str, Written]:
-        if copied is None:
+    def _write(self, partial: Path) -> dict[str, Written]:
+        if not self._background:
             return {file.name: file.write_at_once(partial) for file in self._files}
-        if isinstance(copied, threading.Event):
-            try:
-                for file in self._files:
-                    file.copy()
-            finally:
-                copied.set()
-        else:
-            copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         with Threads(WRITERS) as pool:
             written = pool.map(lambda file: file.write(partial), self._files)
             return {file.name: found for file, found in zip(self._files, written, strict=True)}

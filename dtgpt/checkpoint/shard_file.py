@@ -139,17 +139,18 @@ def _entry(name: str, entry: dict, where: dict, data: int, size: int) -> tuple[P
     return piece, data + begin
 
 
-def verify_file(path: Path, expected: Written) -> None:
-    """Raise Damaged where the file is not, byte for byte, the one that was written."""
+def find_damage(path: Path, expected: Written) -> Damaged | None:
+    """Return what is wrong with a file that is not, byte for byte, the one that was written."""
     try:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
-                raise Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
+                return Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise Damaged(path, error.strerror) from None
+        return Damaged(path, error.strerror)
     if found != expected.sha256:
-        raise Damaged(path, f"its sha256 is {found[:12]}..., {expected.sha256[:12]}... was written")
+        return Damaged(path, f"its sha256 is {found[:12]}..., {expected.sha256[:12]}... was written")
+    return None
 
 
 def copy_overlap(path: Path, piece: Piece, position: int, part: tuple[range, ...], target: Tensor) -> int:
