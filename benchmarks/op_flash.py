@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 
 LENGTH, WIDTH, P = 1024, 64, 0.1
@@ -50,18 +51,24 @@ class Inputs:
         self.flops = 2 * 2 * batch * heads * LENGTH * LENGTH * WIDTH / 2  # two products, half of them hidden
         self.size = self.qkv.nbytes
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return split_qkv(self.qkv.detach())
+
+    def flash(self, key: Tensor | None = None, p: float = 0.0, spans: Tensor | None = None) -> Tensor:
+        return flash.flash_attention(*split_qkv(self.qkv), key, p, spans=spans)
+
     def sdpa(self, p: float = 0.0) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in self.qkv.unbind(3))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p).transpose(1, 2)
 
     def forward(self, p: float) -> Work:
         key = self.key if p else None
-        return lambda: flash.launch_forward(self.qkv.detach(), key, p, 0, None)
+        return lambda: flash.launch_forward(*self.parts(), key, p, 0, None)
 
     def backward(self, p: float) -> Work:
-        key, qkv = self.key if p else None, self.qkv.detach()
-        out, sums = flash.launch_forward(qkv, key, p, 0, None)
-        return lambda: flash.launch_backward(self.grad, qkv, out, sums, key, p, 0, None)
+        key, parts = self.key if p else None, self.parts()
+        out, sums = flash.launch_forward(*parts, key, p, 0, None)
+        return lambda: flash.launch_backward(self.grad, *parts, out, sums, key, p, 0, None, True)
 
     def both(self, function: Callable[[], Tensor]) -> Work:
         return lambda: torch.autograd.grad(function(), self.qkv, self.grad)
@@ -73,10 +80,7 @@ def whole(batch: int, heads: int) -> list[Case]:
     forward |= {f"ours, {'dropout' if p else 'no dropout'}": x.forward(p) for p in (0.0, P)}
     backward = {f"ours, {'dropout' if p else 'no dropout'}": x.backward(p) for p in (0.0, P)}
     both = {"PyTorch, no dropout": x.both(x.sdpa), "PyTorch, dropout": x.both(lambda: x.sdpa(P))}
-    both |= {
-        f"ours, {'dropout' if p else 'no dropout'}": x.both(lambda p=p: flash.flash_attention(x.qkv, x.key, p))
-        for p in (0.0, P)
-    }
+    both |= {f"ours, {'dropout' if p else 'no dropout'}": x.both(lambda p=p: x.flash(x.key, p)) for p in (0.0, P)}
     return [
         Case(f"forward {x.name}", forward, x.size * 4 / 3, x.flops),
         Case(f"backward {x.name}", backward, x.size * 8 / 3, 2.5 * x.flops),
@@ -87,11 +91,12 @@ def whole(batch: int, heads: int) -> list[Case]:
 def parts(batch: int, heads: int) -> list[Case]:
     """Each kernel alone."""
     x = Inputs(batch, heads)
-    qkv = x.qkv.detach()
-    out, sums = flash.launch_forward(qkv, x.key, P, 0, None)
-    gradient, pairs, cases = torch.empty_like(qkv), sums.new_empty(*sums.shape, 2), []
-    call = flash._Call(qkv, x.key, P, 0, None)
-    masks, inputs, sizes = (*call.key, call.words, None), (out, x.grad, sums, pairs), (LENGTH, heads, *call.start)
+    qkv = x.parts()
+    out, sums = flash.launch_forward(*qkv, x.key, P, 0, None)
+    pairs, cases = sums.new_empty(*sums.shape, 2), []
+    dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
+    call = flash._Call(*qkv, x.key, P, 0, None)
+    masks, inputs, sizes = (*call.key, call.words, None), (out, x.grad, sums, pairs), (*call.sizes, *call.start)
     mask = {
         "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd, SPANS=False),
         "draw, one half at a time": lambda: call.kernels.draw_kernel[call.grid](
@@ -107,16 +112,16 @@ def parts(batch: int, heads: int) -> list[Case]:
     for work in mask.values():
         work()
     cases.append(Case(f"masks {x.name}", mask, call.words.nbytes / 2))
-    tensors = {"forward": (qkv, out, sums), "keys": (qkv, x.grad, pairs, gradient)}
-    tensors["queries"] = tensors["keys"]
+    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (x.grad, pairs, dq)}
+    made = {"forward": None, "keys": dk, "queries": dq}
     for name, share in (("forward", 1), ("keys", 2), ("queries", 1.5)):
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
         variants = {}
         for p in (0.0, P):
-            site = call if p else flash._Call(qkv, None, 0.0, 0, None)
+            site = call if p else flash._Call(*qkv, None, 0.0, 0, None)
 
             def work(site=site, name=name, scales=scales) -> None:
-                site.run(name, *tensors[name], scales=scales)
+                site.run(name, *tensors[name], made=made[name], scales=scales)
 
             for how in LAUNCHES[name]:
                 if not (p and how[1] != 64):
@@ -132,7 +137,7 @@ def apart(batch: int, heads: int, mean: int) -> Case:
     x = Inputs(batch, heads)
     torch.manual_seed(1)
     spans = document_bounds(torch.rand(batch, LENGTH) < 1 / mean).cuda()
-    starts, seen = spans[..., 0], ~flash.hidden_columns(spans)
+    starts, seen = spans[..., 0], ~flash.hidden_columns(LENGTH, LENGTH, spans.device, spans)
     blocks = create_block_mask(
         lambda b, _, q, column: (q >= column) & (starts[b, q] <= column), batch, None, LENGTH, LENGTH, "cuda"
     )
@@ -144,10 +149,10 @@ def apart(batch: int, heads: int, mean: int) -> Case:
     variants = {
         "PyTorch, a mask": lambda: F.scaled_dot_product_attention(*split(), attn_mask=seen).transpose(1, 2),
         "PyTorch, FlexAttention": lambda: flex(*split(), block_mask=blocks).transpose(1, 2),
-        "ours, no dropout": lambda: flash.flash_attention(x.qkv, spans=spans),
-        "ours, dropout": lambda: flash.flash_attention(x.qkv, x.key, P, spans=spans),
-        "ours, one document": lambda: flash.flash_attention(x.qkv),
-        "ours, one document, dropout": lambda: flash.flash_attention(x.qkv, x.key, P),
+        "ours, no dropout": lambda: x.flash(spans=spans),
+        "ours, dropout": lambda: x.flash(x.key, P, spans),
+        "ours, one document": x.flash,
+        "ours, one document, dropout": lambda: x.flash(x.key, P),
     }
     works = {name: x.both(function) for name, function in variants.items()}
     return Case(f"forward and backward {x.name}, documents of {mean}", works, x.size * 4, 3.5 * x.flops)

@@ -1,19 +1,35 @@
-"""Draw README's picture: loss curves of one recipe under several plans, and our training rate beside another one.
+"""Draw README's picture: losses of one recipe under several plans, and our step time beside nanoGPT's.
 
-    python benchmarks/picture.py docs/curves.png --runs single=runs/a-001 dp2=runs/a-002 tp2_sp=runs/a-003 \\
-        --rates "nanoGPT, torch.compile=188200" dtgpt=215900 --rates-title "345M, bf16, one H200"
+    options="--steps 300 --log.interval 2 --log.eval_interval 300 --optimizer.lr 1e-3 --model.dropout 0.1 --device cpu"
+    python recipes/gpt2_tiny.py $options --runs runs/single
+    for plan in dp2 zero3 tp2_sp; do
+        torchrun --nproc-per-node 2 recipes/gpt2_tiny.py $options --plan $plan --micro_batch_size 16 --runs runs/$plan
+    done
+    torchrun --nproc-per-node 2 recipes/gpt2_tiny.py $options --plan pp2 --micro_batch_size 8 --runs runs/pp2
+    python benchmarks/picture.py docs/curves.png --runs "one process=runs/single/gpt2_tiny-001" \\
+        dp2=runs/dp2/gpt2_tiny-001 zero3=runs/zero3/gpt2_tiny-001 tp2_sp=runs/tp2_sp/gpt2_tiny-001 \\
+        pp2=runs/pp2/gpt2_tiny-001
 
-The first run is the reference of the lower curves: how far the loss of each other plan is from it, in every record.
+The first run is the reference of the lower strip: how far every record of another plan is from it. Step times come from
+step_times.json, which names their machine and command.
 """
 
 import argparse
+import json
 from itertools import cycle
 from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 from dtgpt.run.plot import import_pyplot
 from dtgpt.run.sinks import read_records
 
-WIDTHS = (6.0, 4.5, 3.2, 2.0, 1.0)  # a thinner line on a thicker one: all of them are seen
+CONTEXT = 1024  # tokens of a sample in step_times.json
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of Okabe and Ito: told apart by the colour-blind
+WIDTHS = (8.0, 6.0, 4.2, 2.6, 1.2)  # a thinner line on a thicker one, so that all of them are seen
+MARKERS = ("", "o", "s", "^", "x")
+BARS = {"nanoGPT": "#9AA4B2", "dtgpt": "#0072B2"}
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -26,39 +42,52 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def draw_curves(upper: Any, lower: Any, curves: dict[str, dict[int, float]]) -> None:
+    """Draw the losses, and below them their distance from those of the first run."""
+    first, reference = next(iter(curves.items()))
+    for (label, curve), color, width, marker in zip(curves.items(), cycle(COLORS), cycle(WIDTHS), cycle(MARKERS)):
+        upper.plot(list(curve), list(curve.values()), linewidth=width, color=color, label=label)
+        if curve is not reference:
+            steps = sorted(reference.keys() & curve.keys())
+            apart = [abs(curve[step] - reference[step]) / reference[step] for step in steps]
+            lower.plot(steps, apart, marker, markersize=2.5, color=color)
+    upper.set(ylabel="training loss (nats per token)", title="gpt2_tiny, fp32, dropout 0.1: five plans, one curve")
+    upper.tick_params(labelbottom=False)
+    upper.legend(frameon=False)
+    lower.set(xlabel="optimizer step", ylabel=f"relative to\n{first}", yscale="log", ylim=(1e-9, 1e-4))
+    lower.set_yticks([1e-8, 1e-6, 1e-4])
+
+
+def draw_step_times(axes: Any, file: dict[str, Any]) -> None:
+    """Draw pairs of bars: milliseconds of a step, from the tokens per second that were measured."""
+    for offset, (name, color) in zip((-0.2, 0.2), BARS.items(), strict=True):
+        times = [m["samples"] * CONTEXT / m["tokens_per_second"][name] * 1e3 for m in file["measured"]]
+        bars = axes.bar([i + offset for i in range(len(times))], times, width=0.38, color=color, label=name)
+        axes.bar_label(bars, [f"{time:.0f}" for time in times])
+    axes.set_xticks(range(len(file["measured"])), [m["label"] for m in file["measured"]])
+    axes.set(ylabel="milliseconds (lower is better)", title=file["title"])
+    axes.margins(y=0.16)
+    axes.legend(frameon=False, ncols=2, loc="upper left")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--runs", type=pair, nargs="+", required=True, help="LABEL=RUN")
-    parser.add_argument("--runs-title", default="Loss under each plan")
-    parser.add_argument("--rates", type=pair, nargs="+", required=True, help="LABEL=TOKENS_PER_SECOND")
-    parser.add_argument("--rates-title", default="Training rate")
+    parser.add_argument("--step-times", type=Path, default=Path(__file__).with_name("step_times.json"))
     args = parser.parse_args()
-    curves = {label: losses(Path(run)) for label, run in args.runs}
-    reference = next(iter(curves.values()))
-
     pyplot = import_pyplot()
     figure, axes = pyplot.subplot_mosaic(
-        [["loss", "rate"], ["difference", "rate"]], figsize=(10, 4.6), layout="constrained",
-        height_ratios=[3, 1], width_ratios=[2.4, 1],
+        [["loss", "time"], ["apart", "time"]], figsize=(10, 4.2), layout="constrained",
+        height_ratios=[3, 1], width_ratios=[1.7, 1],
     )  # fmt: skip
-    for (label, curve), width in zip(curves.items(), cycle(WIDTHS)):
-        (line,) = axes["loss"].plot(list(curve), list(curve.values()), linewidth=width, label=label)
-        if curve is not reference:
-            apart = [abs(curve[step] - loss) / loss for step, loss in reference.items() if step in curve]
-            steps = [step for step in reference if step in curve]
-            axes["difference"].plot(steps, apart, ".", markersize=3, color=line.get_color())
-    axes["loss"].set(ylabel="loss (nats per token)", title=args.runs_title)
-    axes["loss"].legend()
-    first = args.runs[0][0]
-    axes["difference"].set(xlabel="optimizer step", ylabel=f"relative to\n{first}", yscale="log", ylim=(1e-8, 1e-3))
-    labels, rates = [label for label, _ in args.rates], [float(rate) for _, rate in args.rates]
-    bars = axes["rate"].bar(labels, rates, color=["#9aa4b2", "#2f6fde", "#9aa4b2", "#2f6fde"][: len(rates)])
-    axes["rate"].bar_label(bars, [f"{rate / 1e3:,.0f} k" for rate in rates])
-    axes["rate"].set(ylabel="tokens per second", title=args.rates_title)
-    for name in ("loss", "difference"):
-        axes[name].grid(alpha=0.3)
-    figure.savefig(args.output, dpi=120)
+    draw_curves(axes["loss"], axes["apart"], {label: losses(Path(run)) for label, run in args.runs})
+    draw_step_times(axes["time"], json.loads(args.step_times.read_text()))
+    for panel in axes.values():
+        panel.grid(alpha=0.25, axis="y")
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.output, dpi=160)
+    Image.open(args.output).convert("RGB").quantize(64).save(args.output, optimize=True)  # a third of the bytes
 
 
 if __name__ == "__main__":

@@ -25,7 +25,26 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
+# Files that are not part of `-m quick`. A file that is not listed is: where it is slow, the two minutes show it.
+SLOW = {
+    "test_batch_size", "test_benchmarks", "test_checkpoint_damage", "test_checkpoint_kill", "test_checkpoint_memory",
+    "test_checkpoint_save", "test_cli", "test_convert", "test_data", "test_foreign_files", "test_graphs",
+    "test_inference", "test_interop_huggingface", "test_last_step", "test_lost_peers", "test_megatron_own",
+    "test_optim", "test_parity", "test_pipeline", "test_plan_command", "test_precision", "test_prepare",
+    "test_prepare_command", "test_prepared", "test_ranks", "test_recipe_file", "test_recompute", "test_reshard",
+    "test_resume", "test_resume_plans", "test_run_folder", "test_settle", "test_shards", "test_signals",
+    "test_storage", "test_token_properties", "test_tokenizer_beside", "test_tokenizer_export",
+    "test_tokenizer_of_run", "test_train",
+}  # fmt: skip
+# Of those files, one plan of each kind against one process is part of it nevertheless.
+KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
+QUICK_IN_SLOW = {f"test_the_plan_follows_one_process[{kind}]" for kind in KINDS}
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem not in SLOW or item.name in QUICK_IN_SLOW:
+            item.add_marker(pytest.mark.quick)
     missing = {"compiler": why_no_compiler(torch.device("cpu"))}
     if not torch.cuda.is_available():
         missing["cuda"] = "needs a CUDA device"

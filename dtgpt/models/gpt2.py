@@ -27,6 +27,7 @@ from dtgpt.models.layers import (
     add,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.pointwise.gelu import bias_gelu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.field_types import Bounds
@@ -138,8 +139,8 @@ class Attention(nn.Module):
         self.proj = DeferredBiasLinear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, context: Context) -> Branch:
-        qkv = rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim)
-        heads = self.core(qkv, self.dropout.site(context.dropout_keys), context.document_bounds)
+        q, k, v = split_qkv(rearrange(self.qkv(x), "b t (n three d) -> b t n three d", three=3, d=self.head_dim))
+        heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
         return Branch(self.proj(heads.flatten(-2)), self.proj.bias)
 
 

@@ -71,9 +71,9 @@ class AttentionCore(nn.Module):
 
     backend: Backend = "auto"
 
-    def forward(self, qkv: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
-        """Return `[B, T, N, D]` from packed `[B, T, N, 3, D]`."""
-        return causal_attention(qkv, *site, spans=document_bounds, backend=self.backend)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
+        """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
+        return causal_attention(q, k, v, *site, spans=document_bounds, backend=self.backend)
 
 
 class Output(nn.Linear):

@@ -86,7 +86,7 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(f"blocks.0.{name}", config.roles)
     if isinstance(module, AttentionCore):
-        module.forward = lambda qkv, *_: _Core.apply(qkv)
+        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:
@@ -104,12 +104,12 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
 
 
 class _Core(torch.autograd.Function):
-    """An attention core that keeps its input and its output."""
+    """An attention core that keeps its inputs and its output."""
 
     @staticmethod
-    def forward(ctx, qkv: Tensor) -> Tensor:
-        out = qkv.new_empty(*qkv.shape[:3], qkv.shape[-1])
-        ctx.save_for_backward(qkv, out)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(q.shape)
+        ctx.save_for_backward(q, k, v, out)
         return out
 
     @staticmethod

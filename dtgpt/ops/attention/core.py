@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.attention.flash import LARGEST_HEAD, flash_attention, hidden_columns
+from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
 from dtgpt.ops.random.dropout import dropout
@@ -24,37 +24,45 @@ Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
 
 
 def causal_attention(
-    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     key: Tensor | None = None,
     p: float = 0.0,
     start: tuple[int, ...] = (0, 0, 0),
     spans: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return causal attention `[B, T, N, D]` of qkv `[B, T, N, 3, D]`.
+    """Return causal attention `[B, T, N, D]` of q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`.
 
-    key: int64 `[B, 2]` or None (no dropout). p: the probability of dropout. The mask's index within a sample is (head,
-    query, column); start: that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each
-    query's document, to which attention is restricted; None: one document.
+    N_kv divides N: each head of k and v serves N / N_kv heads of q (grouped-query attention, Ainslie et al. 2023). S >=
+    T: query i has the position i + S - T and attends to the columns up to it. key: int64 `[B, 2]` or None (no dropout).
+    p: the probability of dropout. The mask's index within a sample is (head, position of the query, column); start:
+    that of the shard's first element. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to which
+    attention is restricted, for S = T; None: one document. Raises ValueError where shapes do not fit.
     """
-    dropping = key is not None and p > 0
+    kept = key if p > 0 else None
     chosen = backend
     if backend == "auto":
-        kernels = has_triton(qkv) and qkv.dtype != torch.float32
-        chosen = choose(dropping, spans is not None, kernels, qkv.shape[-1])
+        kernels = has_triton(q) and q.dtype != torch.float32
+        chosen = choose(kept is not None, spans is not None, kernels, q.shape[-1])
     if chosen == "flash":
-        return flash_attention(qkv, key if dropping else None, p, start[0], spans)
-    hidden = None if spans is None else hidden_columns(spans)
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [B, N, T, D] each
-    if chosen == "sdpa" and not dropping:
+        return flash_attention(q, k, v, kept, p, start[0], spans)
+    check_inputs(q, k, v, key, spans)
+    queries, columns = q.shape[1], k.shape[1]
+    hidden = None if spans is None else hidden_columns(queries, columns, q.device, spans)
+    start = (start[0], start[1] + columns - queries, start[2])
+    q, k, v = by_heads(q, k, v)
+    if chosen == "sdpa" and kept is None:
+        if hidden is None and queries < columns:  # PyTorch's is_causal puts the first query at the first column
+            hidden = hidden_columns(queries, columns, q.device)
         seen = None if hidden is None else ~hidden
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
     elif chosen == "fused_softmax":
         scale, mask = 1 / math.sqrt(q.shape[-1]), "causal" if hidden is None else hidden
-        kept = key if dropping else None
         out = scaled_masked_softmax(q @ k.transpose(-2, -1), scale, mask, key=kept, p=p, start=start) @ v
     else:
-        out = explicit(q, k, v, key if dropping else None, p, start, hidden)
+        out = explicit(q, k, v, kept, p, start, hidden)
     return out.transpose(1, 2)
 
 
@@ -73,10 +81,13 @@ def choose(dropping: bool, masking: bool, kernels: bool, head_dim: int) -> Backe
 def explicit(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, start: tuple[int, ...], hidden: Tensor | None = None
 ) -> Tensor:
-    """Return attention `[B, N, T, D]` of q, k, v `[B, N, T, D]`; hidden: True where a query may not attend."""
+    """Return attention `[B, N, T, D]` of q `[B, N, T, D]` and k, v `[B, N, S, D]`.
+
+    hidden: True where a query may not attend; None: what causality hides.
+    """
     scores = (q @ k.transpose(-2, -1)).float() * (1 / math.sqrt(q.shape[-1]))
     if hidden is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = hidden_columns(q.shape[2], k.shape[2], q.device)
     probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype)
     return (probabilities if key is None else dropout(probabilities, key, p, start)) @ v
 

@@ -8,7 +8,7 @@ documents of their queries are skipped, so that time falls with the length of do
 
 Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
 Sharding rule: samples and heads may be sharded, each shard a plain tensor. A shard of the heads passes the global index
-of its first head as `head_start`.
+of its first head as `head_start`; it holds all heads of q that share its heads of k and v.
 """
 
 import math
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random.dropout import dropout, keep_mask, keep_scale, threshold
 
@@ -24,57 +25,79 @@ LOG2_E = 1 / math.log(2)
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
-def hidden_columns(spans: Tensor) -> Tensor:
-    """Return bool `[B, 1, T, T]`, True where a query may not attend: to columns after it or before its document.
+def hidden_columns(queries: int, columns: int, device: torch.device, spans: Tensor | None = None) -> Tensor:
+    """Return bool `[T, S]`, or `[B, 1, T, T]` with spans, True where a query may not attend: to columns after its
+    position, which is i + S - T for query i, or before its document. spans: as of `flash_attention`."""
+    column = torch.arange(columns, device=device)
+    future = column > torch.arange(columns - queries, columns, device=device)[:, None]
+    return future if spans is None else (future | (column < spans[:, :, :1]))[:, None]
 
-    spans: `[B, T, 2]`, as of `flash_attention`.
-    """
-    columns = torch.arange(spans.shape[1], device=spans.device)
-    return ((columns > columns[:, None]) | (columns < spans[:, :, :1]))[:, None]
+
+def by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v as `[B, N, T, D]` and twice `[B, N, S, D]`: heads of k and v are repeated for their queries."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
 
 
-def _scores(qkv: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (scaled scores `[B, N, T, T]`, -inf where hidden, q, k, v `[B, N, T, D]`), at least fp32."""
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    q, k, v = (part.transpose(1, 2).to(wide) for part in qkv.unbind(3))
+def _scores(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (scaled scores `[B, N, T, S]`, -inf where hidden, and what `by_heads` does), at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = by_heads(q.to(wide), k.to(wide), v.to(wide))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if spans is None:
-        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    else:
-        hidden = hidden_columns(spans)
-    return scores.masked_fill(hidden, -math.inf), q, k, v
+    return scores.masked_fill(hidden_columns(q.shape[2], k.shape[2], q.device, spans), -math.inf), q, k, v
 
 
-def reference(qkv: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, spans: Tensor | None = None
+) -> Tensor:
     """Return what `flash_attention` does, in plain torch: the test oracle."""
-    scores, _, _, v = _scores(qkv, spans)
+    scores, _, _, values = _scores(q, k, v, spans)
     probabilities = scores.softmax(dim=-1)
     if key is not None:
-        probabilities = dropout(probabilities, key, p, (head_start, 0, 0))
-    return (probabilities @ v).to(qkv.dtype).transpose(1, 2)
+        probabilities = dropout(probabilities, key, p, (head_start, k.shape[1] - q.shape[1], 0))
+    return (probabilities @ values).to(q.dtype).transpose(1, 2)
 
 
 def flash_attention(
-    qkv: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0, spans: Tensor | None = None
-) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v `[B, T, N, D]` of qkv `[B, T, N, 3, D]`, over the columns up to the query's.
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None = None, p: float = 0.0, head_start: int = 0,
+    spans: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return softmax(q k^T / sqrt(D)) v `[B, T, N, D]`, over the columns up to the query's position.
 
-    key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the probability of dropout. The mask's index
-    within a sample is (head, query, column); head_start: global index of the shard's first head. spans: int32
-    `[B, T, 2]`, bounds [first, end) of each query's document, to which attention is restricted; None: one document.
-    Saves qkv, the output and 4 bytes per head and query. Raises ValueError where a shape does not fit.
+    q: `[B, T, N, D]`; k, v: `[B, S, N_kv, D]`, where S >= T and N_kv divides N. Each head of k and v serves N / N_kv
+    heads of q (grouped-query attention, Ainslie et al. 2023), and query i has the position i + S - T. Views of one
+    packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
+    probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
+    global index of the shard's first head. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to
+    which attention is restricted, for S = T; None: one document. Saves q, k, v, the output and 4 bytes per head and
+    query. Raises ValueError where shapes do not fit.
     """
-    if qkv.dim() != 5 or qkv.shape[3] != 3:
-        raise ValueError(f"qkv has the shape {tuple(qkv.shape)}; it needs to be [B, T, N, 3, D]")
-    if key is not None and key.shape != (len(qkv), 2):
-        raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(qkv)} samples need [{len(qkv)}, 2]")
-    if spans is not None and (spans.shape != (*qkv.shape[:2], 2) or spans.dtype != torch.int32):
-        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
+    check_inputs(q, k, v, key, spans)
     if threshold(p) == 0:
         key = None
-    if has_triton(qkv) and qkv.shape[-1] <= LARGEST_HEAD:
-        return _forward(qkv.contiguous(), key, p, head_start, None if spans is None else spans.contiguous())[0]
-    return reference(qkv, key, p, head_start, spans)
+    if has_triton(q) and q.shape[-1] <= LARGEST_HEAD:
+        return _forward(q, k, v, key, p, head_start, spans)[0]
+    return reference(q, k, v, key, p, head_start, spans)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Tensor | None) -> None:
+    """Raise ValueError where shapes do not fit."""
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3] and _covers(q, k)):
+        raise ValueError(
+            f"q, k, v have the shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they need to be "
+            "[B, T, N, D] and twice [B, S, N_kv, D], where S >= T and N_kv divides N"
+        )
+    if key is not None and key.shape != (len(q), 2):
+        raise ValueError(f"keys have the shape {tuple(key.shape)}; {len(q)} samples need [{len(q)}, 2]")
+    if spans is not None and (spans.shape != (*q.shape[:2], 2) or spans.dtype != torch.int32):
+        raise ValueError(f"spans are {spans.dtype} {tuple(spans.shape)}; they need to be int32 [B, T, 2]")
+    if spans is not None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"spans need as many queries as columns of k, not {q.shape[1]} and {k.shape[1]}")
+
+
+def _covers(q: Tensor, k: Tensor) -> bool:
+    return k.shape[1] >= q.shape[1] and 0 < k.shape[2] <= q.shape[2] and q.shape[2] % k.shape[2] == 0
 
 
 class Launch(NamedTuple):
@@ -95,113 +118,157 @@ BAND = 32  # heads whose keys and values should fit in the L2 cache together
 class _Call:
     """The arguments that the kernels of one operation share."""
 
-    def __init__(self, qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+    ):
         from dtgpt.ops.attention import flash_kernels
 
         self.kernels = flash_kernels
+        self.inputs = _readable(q, k, v)
         self.key = (None, 0, 0) if key is None else (key, *key.stride())
-        self.batch, self.length, self.heads, _, self.size = qkv.shape
-        self.grid = (self.batch * self.heads, math.ceil(self.length / flash_kernels.WORD.value))
+        self.batch, self.length, self.heads, self.size = q.shape
+        self.columns, self.kv_heads = k.shape[1:3]
+        self.sizes = (self.length, self.columns - self.length or None, self.heads)
+        self.places = self.batch * self.heads
+        self.grid = (self.places, math.ceil(self.columns / flash_kernels.WORD.value))
         self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
         self.rescale = 1.0 if key is None else keep_scale(p)
         self.start = (head_start, threshold(p))
-        self.simd = qkv.is_cuda and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
-        self.words = None if key is None else qkv.new_empty(*self.grid, self.length, dtype=torch.int64)
-        self.spans = spans
-        self.launches = SINGLE if qkv.dtype == torch.float32 else NARROW if self.size <= 64 else WIDE
+        self.simd = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
+        self.spans = None if spans is None else spans.contiguous()
+        self.launches = SINGLE if q.dtype == torch.float32 else NARROW if self.size <= 64 else WIDE
 
-    def run(self, name: str, *tensors: Tensor, scales: tuple[float, ...] = ()) -> None:
-        """Launch the kernel `name` over tiles of keys or of queries."""
-        how = self.launches[name]
-        tiles = math.ceil(self.length / (how.BLOCK_N if name == "keys" else how.BLOCK_M))
-        getattr(self.kernels, f"{name}_kernel")[(tiles * self.grid[0],)](
-            *tensors, None if self.words is None else self.words.view(torch.int32), self.spans, self.length,
-            self.heads, self.grid[0], LOG2_E / math.sqrt(self.size), self.rescale, *scales, **self.shape,
-            **how._asdict(), BAND=BAND, BOUND=self.length % max(how.BLOCK_M, how.BLOCK_N) != 0,
-            DROP=self.words is not None, SPANS=self.spans is not None,
+    def run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scales: tuple[float, ...] = ()) -> None:
+        """Launch the kernel `name` over tiles of keys or of queries. made: the output with strides of its own."""
+        how, of_keys = self.launches[name], name == "keys"
+        tiles = math.ceil(self.columns / how.BLOCK_N) if of_keys else math.ceil(self.length / how.BLOCK_M)
+        places = self.batch * self.kv_heads if of_keys else self.places
+        q, k, _ = self.inputs
+        strided = (q, k) if made is None else (q, k, made)
+        largest = max(how.BLOCK_M, how.BLOCK_N)
+        getattr(self.kernels, f"{name}_kernel")[(tiles * places,)](
+            *self.inputs, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
+            *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, places,
+            LOG2_E / math.sqrt(self.size), self.rescale, *scales, **self.shape,
+            GROUP=self.heads // self.kv_heads, **how._asdict(), BAND=BAND,
+            BOUND=self.length % largest + self.columns % largest != 0, DROP=self.words is not None,
+            SPANS=self.spans is not None,
         )  # fmt: skip
 
 
+def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return q, k, v as kernels read them: copied unless their last dimension is dense and k and v share strides, and
+    None for a v that starts right after k."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    return q, k, None if v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() else v
+
+
 def launch_forward(
-    qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels of `_forward`."""
-    call = _Call(qkv, key, p, head_start, spans)
-    out = qkv.new_empty(call.batch, call.length, call.heads, call.size)
-    sums = qkv.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
+    call = _Call(q, k, v, key, p, head_start, spans)
+    out = q.new_empty(q.shape)
+    sums = q.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
     if key is not None:
         call.kernels.draw_kernel[call.grid](
-            *call.key, call.words, spans, call.length, call.heads, *call.start, SIMD=call.simd, SPANS=spans is not None
-        )
-    call.run("forward", qkv, out, sums)
+            *call.key, call.words, call.spans, *call.sizes, *call.start, SIMD=call.simd,
+            SPANS=spans is not None,
+        )  # fmt: skip
+    call.run("forward", out, sums)
     return out, sums
 
 
 def launch_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
-    spans: Tensor | None,
-) -> Tensor:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
+    head_start: int, spans: Tensor | None, packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of `_backward`."""
-    call = _Call(qkv, key, p, head_start, spans)
-    pairs, gradient = sums.new_empty(*sums.shape, 2), torch.empty_like(qkv)
+    call = _Call(q, k, v, key, p, head_start, spans)
+    pairs = sums.new_empty(*sums.shape, 2)
+    if packed:
+        gradient = q.new_empty(*q.shape[:3], 3, q.shape[3])
+        dq, dk, dv = gradient.unbind(3)
+    else:
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     call.kernels.prepare_kernel[call.grid](
-        *call.key, call.words, spans, out, grad, sums, pairs, call.length, call.heads, *call.start, call.rescale,
-        **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
+        *call.key, call.words, call.spans, out, grad, sums, pairs, *call.sizes, *call.start,
+        call.rescale, **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
     )  # fmt: skip
-    for name in ("keys", "queries"):
-        call.run(name, qkv, grad, pairs, gradient, scales=(1 / math.sqrt(call.size),))
-    return gradient
+    scales = (1 / math.sqrt(call.size),)
+    call.run("keys", grad, pairs, dk, dv, made=dk, scales=scales)
+    call.run("queries", grad, pairs, dq, made=dq, scales=scales)
+    return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)
 
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")
-def _forward(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`)."""
-    sums = _scores(qkv, spans)[0].logsumexp(dim=-1) * LOG2_E
-    return reference(qkv, key, p, head_start, spans).contiguous(), sums
+    sums = _scores(q, k, v, spans)[0].logsumexp(dim=-1) * LOG2_E
+    return reference(q, k, v, key, p, head_start, spans).contiguous(), sums
 
 
 _forward.register_kernel("cuda", launch_forward)
 
 
 @_forward.register_fake
-def _(qkv: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _, width = qkv.shape
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    return qkv.new_empty(batch, length, heads, width), qkv.new_empty(batch, heads, length, dtype=wide)
+def _(q, k, v, key, p, head_start, spans):
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("dtgpt::flash_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float, head_start: int,
-    spans: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of qkv, packed like qkv."""
-    scores, q, k, v = _scores(qkv, spans)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
+    head_start: int, spans: Tensor | None, packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) or, if `packed`, one buffer `[B, T, N, 3, D]` of all three and two empty tensors."""
+    scores, queries, keys, values = _scores(q, k, v, spans)
     grad, out = (x.transpose(1, 2).to(scores.dtype) for x in (grad, out))
     probabilities = torch.exp2(scores * LOG2_E - sums[..., None])
     kept = torch.ones_like(scores)
     if key is not None:
-        ranges = [range(head_start, head_start + q.shape[1]), range(q.shape[2]), range(q.shape[2])]
+        first, (heads, length, columns) = k.shape[1] - q.shape[1], scores.shape[1:]
+        ranges = [range(head_start, head_start + heads), range(first, first + length), range(columns)]
         kept = keep_mask(key, ranges, p).to(scores.dtype) * keep_scale(p)
-    d_probabilities = grad @ v.transpose(-2, -1) * kept
+    d_probabilities = grad @ values.transpose(-2, -1) * kept
     d_scores = probabilities * (d_probabilities - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    parts = [d_scores @ k, d_scores.transpose(-2, -1) @ q, (probabilities * kept).transpose(-2, -1) @ grad]
-    return torch.stack([part.transpose(1, 2) for part in parts], dim=3).to(qkv.dtype)
+    dk, dv = d_scores.transpose(-2, -1) @ queries, (probabilities * kept).transpose(-2, -1) @ grad
+    dk, dv = (t.unflatten(1, (k.shape[2], -1)).sum(2) for t in (dk, dv))  # over the queries' heads of a group
+    gradients = [t.transpose(1, 2).to(q.dtype) for t in (d_scores @ keys, dk, dv)]
+    if packed:
+        return torch.stack(gradients, dim=3), q.new_empty(0), q.new_empty(0)
+    dq, dk, dv = (t.contiguous() for t in gradients)
+    return dq, dk, dv
 
 
 _backward.register_kernel("cuda", launch_backward)
-_backward.register_fake(lambda grad, qkv, *_: qkv.new_empty(qkv.shape))
+
+
+@_backward.register_fake
+def _(grad, q, k, v, out, sums, key, p, head_start, spans, packed):
+    if packed:
+        return q.new_empty(*q.shape[:3], 3, q.shape[3]), q.new_empty(0), q.new_empty(0)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    qkv, key, ctx.p, ctx.head_start, spans = inputs
-    ctx.save_for_backward(qkv, *output, key, spans)
+    q, k, v, key, ctx.p, ctx.head_start, spans = inputs
+    ctx.packed = are_packed(q, k, v)
+    ctx.save_for_backward(q, k, v, *output, key, spans)
     ctx.set_materialize_grads(False)  # the sums have no gradient
 
 
 def _differentiate(ctx, grad: Tensor, _):
-    qkv, out, sums, key, spans = ctx.saved_tensors
-    return _backward(grad.contiguous(), qkv, out, sums, key, ctx.p, ctx.head_start, spans), *(None,) * 4
+    *saved, key, spans = ctx.saved_tensors
+    q, k, v, out, sums = saved
+    made = _backward(grad.contiguous(), q, k, v, out, sums, key, ctx.p, ctx.head_start, spans, ctx.packed)
+    return *(made[0].unbind(3) if ctx.packed else made), None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -6,9 +6,14 @@ on its side of the diagonal and compares indices only in those on the diagonal. 
 the tiles outside of its documents, and compares indices also in those on the edge of a document. No program adds to
 another's result, so that gradients are the same in every run.
 
+q is `[B, T, N, D]`, k and v are `[B, S, N / GROUP, D]` with common strides. The last dimension is dense; q_b, q_t, q_n
+and the like are strides of the others. v is None where it starts D elements after k, as in packed tensors: both then
+share their addresses. Query i has the position i + S - T; earlier is S - T, or None for 0. out and grad are contiguous.
+
 A tile has BLOCK_M queries or BLOCK_N keys; BLOCK_N is WORD where DROP, and in `keys_kernel` BLOCK_M divides BLOCK_N.
-The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T. spans: int32 `[B, T, 2]`,
-bounds [first, end) of the document of each position. rescale: the inverse of the share that dropout keeps.
+The D elements of a head are padded to WIDTH, a power of two. BOUND: tiles do not divide T or S. spans: int32
+`[B, T, 2]`, where S = T, bounds [first, end) of the document of each position. rescale: the inverse of the share that
+dropout keeps.
 """
 
 import triton
@@ -22,16 +27,16 @@ LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide a
 
 @triton.jit
 def _forward_tiles(
-    acc, total, top, q, kv, words, rows, starts, begin, end, stride, T, c,
+    acc, total, top, q, k_base, v_base, words, rows, starts, begin, end, stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if DIAGONAL:
-            scores = tl.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
+            scores = tl.where((rows + (S - T))[:, None] >= columns[None, :], scores, float("-inf"))
         if SPANS:
             scores = tl.where(starts[:, None] <= columns[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * c)
@@ -40,7 +45,7 @@ def _forward_tiles(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         top = higher
-        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
         p = p.to(v.dtype)
         if DROP:
             low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
@@ -51,22 +56,25 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_kernel(
-    qkv, out, lse, words, spans, T, N, places, c, rescale,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    q, k, v, out, lse, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, places, c, rescale,
+    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse, the binary logarithm of the sum of exponentials. Grid (ceil(T / BLOCK_M) B N)."""
+    S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = (tiles - 1 - tile) * BLOCK_M
-    middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
+    middle, end = (begin + S - T) // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T) + S - T
     rows = begin + tl.arange(0, BLOCK_M)
-    stride = 3 * N * D
-    kv = qkv + sample * T * stride + head * 3 * D
+    if v is None:
+        v = k + D
+    k += sample * k_b + head // GROUP * k_n
+    v += sample * k_b + head // GROUP * k_n
     if DROP:
-        words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
-    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
+        words += place.to(tl.int64) * tl.cdiv(S, WORD) * 2 * T
+    q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -76,15 +84,15 @@ def forward_kernel(
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
         acc, total, top = _forward_tiles(
-            acc, total, top, q, kv, words, rows, starts, first, clear, stride, T, c,
+            acc, total, top, q, k, v, words, rows, starts, first, clear, k_t, T, S, c,
             D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
         )  # fmt: skip
     acc, total, top = _forward_tiles(
-        acc, total, top, q, kv, words, rows, starts, clear, middle, stride, T, c,
+        acc, total, top, q, k, v, words, rows, starts, clear, middle, k_t, T, S, c,
         D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
     )  # fmt: skip
     acc, total, top = _forward_tiles(
-        acc, total, top, q, kv, words, rows, starts, middle, end, stride, T, c,
+        acc, total, top, q, k, v, words, rows, starts, middle, end, k_t, T, S, c,
         D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
     )  # fmt: skip
     tl.store(lse + place * T + rows, top + tl.math.log2(total), mask=rows < T)
@@ -93,21 +101,23 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["start", "drop"])
 def draw_kernel(
-    key, stride_sample, stride_word, words, spans, T, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
+    key, stride_sample, stride_word, words, spans, T, earlier, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
 ):
-    """Draw the keep decisions. Grid (B N, ceil(T / 64))."""
-    groups, place = tl.num_programs(1), tl.program_id(0)
-    draw(key, stride_sample, stride_word, words, spans, T, tl.program_id(1), groups, place, N, start, drop, SIMD, SPANS)
+    """Draw the keep decisions. Grid (B N, ceil(S / 64))."""
+    S = T if earlier is None else T + earlier
+    place, group = tl.program_id(0), tl.program_id(1)
+    draw(key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop, SIMD, SPANS)
 
 
 @triton.jit(do_not_specialize=["start", "drop"])
 def prepare_kernel(
-    key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, N, start, drop, rescale,
+    key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, earlier, N, start, drop, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Compute sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, without the factor `rescale` that backward
-    kernels omit from products with grad; draw the keep decisions. Grid (B N, ceil(T / 64)). The sums are bound by
+    kernels omit from products with grad; draw the keep decisions. Grid (B N, ceil(S / 64)). The sums are bound by
     memory and Philox by arithmetic, so that both together cost little more than the slower one."""
+    S = T if earlier is None else T + earlier
     place, group = tl.program_id(0), tl.program_id(1)
     rows = group * WORD + tl.arange(0, WORD)
     base = (place // N).to(tl.int64) * T * N * D + place % N * D
@@ -118,13 +128,12 @@ def prepare_kernel(
     tl.store(pairs, level, mask=rows < T)
     tl.store(pairs + 1, tl.sum(o * g, 1) / rescale, mask=rows < T)
     if DROP:
-        groups = tl.num_programs(1)
-        draw(key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop, SIMD, SPANS)
+        draw(key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop, SIMD, SPANS)
 
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, c,
+    dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
     SPANS: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +148,7 @@ def _key_tiles(
         dp = tl.dot(v, tl.trans(g), input_precision="ieee")
         p = tl.math.exp2(scores * c - level[None, :])
         if DIAGONAL:
-            p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
+            p = tl.where((rows + (S - T))[None, :] >= columns[:, None], p, 0.0)
         if SPANS:
             p = tl.where(rows[None, :] < ends[:, None], p, 0.0)
         survived = p
@@ -154,64 +163,74 @@ def _key_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def keys_kernel(
-    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    q, k, v, grad, sums, dk, dv, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
+    T, earlier, N, places, c, rescale, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv. Grid (ceil(T / BLOCK_N) B N)."""
-    tile, place = program_tile(tl.cdiv(T, BLOCK_N), places, BAND)
-    sample, head = (place // N).to(tl.int64), place % N
+    """Compute dk and dv, of strides d_b, d_t, d_n. Grid (ceil(S / BLOCK_N) B N / GROUP)."""
+    S = T if earlier is None else T + earlier
+    tile, place = program_tile(tl.cdiv(S, BLOCK_N), places, BAND)
+    sample, head = (place // (N // GROUP)).to(tl.int64), place % (N // GROUP)
     begin = tile * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)
-    stride, grad_stride = 3 * N * D, N * D
-    base = sample * T * stride + head * 3 * D
-    q_base, grad_base = qkv + base, grad + sample * T * grad_stride + head * D
-    if DROP:
-        words += (place.to(tl.int64) * tl.cdiv(T, WORD) + begin // WORD) * 2 * T
-    sums += place * 2 * T
-    k = load(q_base + D, columns, stride, T, D, WIDTH, BOUND)
-    v = load(q_base + 2 * D, columns, stride, T, D, WIDTH, BOUND)
-    dk = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    dv = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    middle = tl.minimum(begin + BLOCK_N, T)
+    grad_t = N * D
+    if v is None:
+        v = k + D
+    k_tile = load(k + sample * k_b + head * k_n, columns, k_t, S, D, WIDTH, BOUND)
+    v_tile = load(v + sample * k_b + head * k_n, columns, k_t, S, D, WIDTH, BOUND)
+    dk_tile = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    # Of the queries that see this tile, those up to `middle` may see a part of it.
+    first = tl.maximum(begin + T - S, 0) // BLOCK_M * BLOCK_M
+    after = tl.cdiv(tl.maximum(begin + BLOCK_N + T - S, 0), BLOCK_M) * BLOCK_M
+    middle = tl.minimum(after, T)
     clear, ends = T, columns
     if SPANS:
         spans += sample * 2 * T
         _, ends = load_pairs(spans, columns, T, BOUND)
-        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, begin + BLOCK_N)
-    dk, dv = _key_tiles(
-        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, middle, stride, grad_stride, T, c,
-        D, WIDTH, BLOCK_M, BLOCK_N, True, SPANS, BOUND, DROP,
-    )  # fmt: skip
-    dk, dv = _key_tiles(
-        dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin + BLOCK_N, clear, stride, grad_stride, T, c,
-        D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
-    )  # fmt: skip
-    if SPANS:
-        end = tl.load(spans + 2 * (middle - 1) + 1)
-        dk, dv = _key_tiles(
-            dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, clear, end, stride, grad_stride, T, c,
-            D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
+        clear = tl.maximum(tl.load(spans + 2 * begin + 1) // BLOCK_M * BLOCK_M, after)
+    for member in range(GROUP):
+        query_place = place * GROUP + member  # in B N
+        q_base = q + sample * q_b + (head * GROUP + member) * q_n
+        g_base = grad + sample * T * grad_t + (head * GROUP + member) * D
+        pairs = sums + query_place * 2 * T
+        bits = words
+        if DROP:
+            bits = words + (query_place.to(tl.int64) * tl.cdiv(S, WORD) + begin // WORD) * 2 * T
+        dk_tile, dv_tile = _key_tiles(
+            dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, first, middle, q_t, grad_t,
+            T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, True, SPANS, BOUND, DROP,
         )  # fmt: skip
-    store(dqkv + base + D, columns, stride, dk * (scale * rescale), T, D, WIDTH)
-    store(dqkv + base + 2 * D, columns, stride, dv * rescale, T, D, WIDTH)
+        dk_tile, dv_tile = _key_tiles(
+            dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, after, clear, q_t, grad_t,
+            T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, False, BOUND, DROP,
+        )  # fmt: skip
+        if SPANS:
+            end = tl.load(spans + 2 * (middle - 1) + 1)
+            dk_tile, dv_tile = _key_tiles(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, clear, end, q_t, grad_t,
+                T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, False, True, BOUND, DROP,
+            )  # fmt: skip
+    store(dk + sample * d_b + head * d_n, columns, d_t, dk_tile * (scale * rescale), S, D, WIDTH)
+    store(dv + sample * d_b + head * d_n, columns, d_t, dv_tile * rescale, S, D, WIDTH)
 
 
 @triton.jit
 def _query_tiles(
-    dq, q, g, kv, words, level, delta, rows, starts, begin, end, stride, T, c,
+    dq, q, g, k_base, v_base, words, level, delta, rows, starts, begin, end, stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, SPANS: tl.constexpr,
     BOUND: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     for first in range(begin, end, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
-        k = load(kv + D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
-        v = load(kv + 2 * D, columns, stride, T, D, WIDTH, BOUND and DIAGONAL)
+        k = load(k_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
+        v = load(v_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(g, tl.trans(v), input_precision="ieee")
         p = tl.math.exp2(scores * c - level[:, None])
         if DIAGONAL:
-            p = tl.where(rows[:, None] >= columns[None, :], p, 0.0)
+            p = tl.where((rows + (S - T))[:, None] >= columns[None, :], p, 0.0)
         if SPANS:
             p = tl.where(starts[:, None] <= columns[None, :], p, 0.0)
         if DROP:
@@ -224,41 +243,44 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def queries_kernel(
-    qkv, grad, sums, dqkv, words, spans, T, N, places, c, rescale, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
-    BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
+    q, k, v, grad, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
+    T, earlier, N, places, c, rescale, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute dq, of strides d_b, d_t, d_n. Grid (ceil(T / BLOCK_M) B N)."""
+    S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = (place // N).to(tl.int64), place % N
     begin = (tiles - 1 - tile) * BLOCK_M
-    middle, end = begin // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T)
+    middle, end = (begin + S - T) // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T) + S - T
     rows = begin + tl.arange(0, BLOCK_M)
-    stride = 3 * N * D
-    base = sample * T * stride + head * 3 * D
-    kv = qkv + base
+    if v is None:
+        v = k + D
+    k += sample * k_b + head // GROUP * k_n
+    v += sample * k_b + head // GROUP * k_n
     if DROP:
-        words += place.to(tl.int64) * tl.cdiv(T, WORD) * 2 * T
-    q = load(kv, rows, stride, T, D, WIDTH, BOUND)
+        words += place.to(tl.int64) * tl.cdiv(S, WORD) * 2 * T
+    q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     g = load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
     level, delta = load_pairs(sums + place * 2 * T, rows, T, BOUND)
-    dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     clear, starts = 0, rows
     if SPANS:
         spans += sample * 2 * T
         first, clear = seen_columns(spans, begin, middle, T, BLOCK_M, BLOCK_N)
         starts, _ = load_pairs(spans, rows, T, BOUND)
-        dq = _query_tiles(
-            dq, q, g, kv, words, level, delta, rows, starts, first, clear, stride, T, c,
+        total = _query_tiles(
+            total, q, g, k, v, words, level, delta, rows, starts, first, clear, k_t, T, S, c,
             D, WIDTH, BLOCK_N, False, True, BOUND, DROP,
         )  # fmt: skip
-    dq = _query_tiles(
-        dq, q, g, kv, words, level, delta, rows, starts, clear, middle, stride, T, c,
+    total = _query_tiles(
+        total, q, g, k, v, words, level, delta, rows, starts, clear, middle, k_t, T, S, c,
         D, WIDTH, BLOCK_N, False, False, BOUND, DROP,
     )  # fmt: skip
-    dq = _query_tiles(
-        dq, q, g, kv, words, level, delta, rows, starts, middle, end, stride, T, c,
+    total = _query_tiles(
+        total, q, g, k, v, words, level, delta, rows, starts, middle, end, k_t, T, S, c,
         D, WIDTH, BLOCK_N, True, SPANS, BOUND, DROP,
     )  # fmt: skip
-    store(dqkv + base, rows, stride, dq * (scale * rescale), T, D, WIDTH)
+    store(dq + sample * d_b + head * d_n, rows, d_t, total * (scale * rescale), T, D, WIDTH)

@@ -1,6 +1,6 @@
 """Keep decisions of attention dropout as bits: how `flash_kernels` draws and reads them. Needs Triton.
 
-They are stored in a temporary buffer, int64 `[B N, ceil(T / 64), T]`. Word (g, query) holds the decisions of a query
+They are stored in a temporary buffer, int64 `[B N, ceil(S / 64), T]`. Word (g, query) holds the decisions of a query
 for the columns 64 g to 64 g + 63, in the order of `kept`. One thread draws a whole word, so that all of Philox that
 depends on the column alone is scalar, and reading a decision costs at most a test and a select.
 """
@@ -35,7 +35,7 @@ def _decide(word, drop, SIMD: tl.constexpr):
 
 @triton.jit
 def _words(k0, k1, rows, group, head, drop, SIMD: tl.constexpr):
-    """Return int64 `[R]`: the keep decisions of the queries `rows [R]` for the 64 columns of a group."""
+    """Return int64 `[R]`: the keep decisions of the positions `rows [R]` of queries for the 64 columns of a group."""
     packed = tl.zeros(rows.shape, tl.uint64)
     for part in tl.static_range(2):
         bits = tl.zeros(rows.shape, tl.uint32)
@@ -92,7 +92,7 @@ def zero_dropped(p, low, high, lanes):
 
 @triton.jit
 def draw(
-    key, stride_sample, stride_word, words, spans, T, group, groups, place, N, start, drop,
+    key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop,
     SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Write the words of a group of columns for all queries of a head that see one of them."""
@@ -102,7 +102,7 @@ def draw(
     key += place // N * stride_sample
     k0 = tl.load(key).to(tl.uint32)
     k1 = tl.load(key + stride_word).to(tl.uint32)
-    words += (place.to(tl.int64) * groups + group) * T
-    for begin in range(group * WORD // DRAWN * DRAWN, end, DRAWN):
+    words += (place.to(tl.int64) * tl.cdiv(S, WORD) + group) * T
+    for begin in range(tl.maximum(group * WORD + T - S, 0) // DRAWN * DRAWN, end, DRAWN):
         rows = begin + tl.arange(0, DRAWN)
-        tl.store(words + rows, _words(k0, k1, rows, group, start + place % N, drop, SIMD), mask=rows < T)
+        tl.store(words + rows, _words(k0, k1, rows + (S - T), group, start + place % N, drop, SIMD), mask=rows < T)

@@ -1,0 +1,262 @@
+"""The program from outside: commands, exit codes, sentences, signals."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import dtgpt
+from dtgpt.cli import main
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "recipes" / "gpt2_tiny.py"
+SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
+
+
+def run(arguments, cwd, **options):
+    """The finished process and what it printed."""
+    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+
+
+def in_process(arguments, capsys) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run([*torchrun, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("pydoc_data.topics", "step 3/3", "held out", "sample at step 3", "runs/gpt2_tiny-001"):
+        assert words in done.stdout
+
+
+def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
+    done = run([sys.executable, TINY, "--help"], tmp_path)
+    assert done.returncode == 0
+    assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate [0.003]" in done.stdout
+    assert "2 CPU cores" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--data.path", "missing.txt"], ["missing.txt does not exist", "leave data.path out"]),
+        (["--data.path", "empty.txt"], ["empty.txt holds no text"]),
+        (["--data.path", "short.txt", "--data.tokenizer", "bytes"], ["training text has", "seq_length=64"]),
+        (["--data.path", "short.txt", "--data.bpe_vocab_size", "99"], ["bpe_vocab_size=99", "257"]),
+        (["--model.vocab_size", "512"], ["bpe_vocab_size=1024", "model.vocab_size=512"]),
+        (["--model.seq_length", "1000000"], ["training text has", "seq_length=1000000"]),
+        (["--optimizer.lrr", "1"], ["did you mean --optimizer.lr?"]),
+        (
+            ["--data.tokenizer", "bytes", "--model.vocab_size", "256"],
+            ["model.vocab_size=256", "257 tokens", "--data.tokenizer"],
+        ),
+        (["--steps", "ten"], ["--steps ten", "whole number"]),
+        (["--steps", "-3"], ["steps=-3", "1 or more"]),
+        (["--model.num_heads", "5"], ["num_heads=5"]),
+        (["--global_batch_size", "33"], ["global_batch_size=33", "--global_batch_size 32"]),
+        (["--resume", "runs/none"], ["runs/none does not exist", "give a run folder"]),
+        (["--runs", "short.txt/runs"], ["short.txt/runs", "--runs"]),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_leaves_nothing(here, capsys, options, words):
+    (here / "empty.txt").write_text("")
+    (here / "short.txt").write_text("too short\n")
+    before = sorted(here.iterdir())
+    code, out, err = in_process(["train", TINY, *options], capsys)
+    assert code == 2 and out == ""
+    assert err.startswith("dtgpt: ") and err.count("\n") == 1 and all(word in err for word in words), err
+    assert sorted(here.iterdir()) == before
+
+
+def test_wrong_use_from_a_shell_shows_no_traceback(tmp_path):
+    done = run([sys.executable, TINY, "--data.path", "missing.txt"], tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4, but not RANK", "torchrun"]),
+        ({"WORLD_SIZE": "4", "RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, ["RANK=4 of WORLD_SIZE=4"]),
+        ({"WORLD_SIZE": "four"}, ["WORLD_SIZE=four", "torchrun"]),
+        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1", "torchrun"]),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = in_process(["train", TINY, "--device", "cpu", "--micro_batch_size", "8"], capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1 and all(word in err for word in words), err
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["trian", "x"], ["'trian'", "did you mean dtgpt train?"]),
+        (["Plan", "x"], ["'Plan'", "did you mean dtgpt plan?"]),
+        (["eval", "x"], ["'eval'; use one of prepare, tokenizer, train, plan, compare, generate, convert"]),
+        (["recrod"], ["'recrod'; use one of prepare"]),
+        (["\udcff" * 100], ["use one of prepare"]),
+        (["train"], ["needs a recipe file"]),
+        (["train", "nothing.py"], ["no recipe file nothing.py"]),
+        (["train", str(ROOT / "dtgpt" / "util" / "errors.py")], ["defines no function recipe()"]),
+        (["plot"], ["dtgpt plot needs RUN ..., such as"]),
+        (["plot", "nothing"], ["nothing has no losses to draw"]),
+        (["plot", "nothing", "--output"], ["--output needs a value"]),
+        (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png is not a file name for the picture"]),
+        (["plot", "nothing", "--output", "x.jpg"], ["x.jpg is not a file name for the picture"]),
+        (["plot", "--size", "3"], ["no option --size"]),
+        (["generate", "."], [". holds no model that dtgpt knows", "run folder"]),
+        (["generate", "x" * 300], ["File name too long", "shorter"]),
+        (["generate"], ["dtgpt generate needs"]),
+        (["generate", "nothing"], ["nothing does not exist; give a run folder"]),
+        (["generate", "one", "two"], ["'two' is not an option, and dtgpt generate takes RUN only"]),
+        (["generate", "nothing", "--top_k", "-1"], ["--top-k=-1 is out of range; use 0 or more"]),
+        (["prepare"], ["dtgpt prepare needs INPUT ... --output-prefix PREFIX, such as"]),
+        (["plan", TINY, "--world", "0"], ["--world=0 is out of range; use 1 or more"]),
+        (["plan", TINY, "--wrld", "2"], ["no option --wrld; did you mean --world?"]),
+        (["compare", TINY, "--plans", "dp2", "--tolerance", "-1"], ["--tolerance=-1.0 is out of range"]),
+        (["compare", TINY, "--plan", "dp2"], ["dtgpt compare does not take --plan; use --plans"]),
+        (["compare", TINY, "--plans", "dp2", "--resume", "auto"], ["does not take --resume", "leave --resume out"]),
+    ],
+)
+def test_wrong_commands_are_one_sentence(here, capsys, arguments, words):
+    code, _, err = in_process(arguments, capsys)
+    assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--help"], ["generate", "x", "--help"], ["plot", "-h"], ["train", "-h"]]
+)
+def test_every_command_explains_itself(capsys, words):
+    code, out, _ = in_process(words, capsys)
+    assert code == 0 and "usage: dtgpt" in out
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "convert", "generate", "plot", "prepare", "inspect"])
+def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    own = {
+        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "plot": "--output",
+        "generate": "--top-k", "prepare": "--append-eod", "inspect": "--digest",
+    }  # fmt: skip
+    code, out, _ = in_process([command, "--help"], capsys)
+    assert code == 0 and f"usage: dtgpt {command} " in out and max(map(len, out.splitlines())) <= 80
+    for name, option in own.items():
+        assert (f"{option} " in out) == (name == command or (name == "train" and command in ("plan", "compare")))
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare"])
+def test_help_with_a_recipe_shows_its_values(capsys, command):
+    code, out, _ = in_process([command, TINY, "--help"], capsys)
+    assert code == 0 and "peak learning rate [0.003]" in out and "\nmodel:\n" in out
+
+
+def test_the_general_usage_fits_80_columns(capsys):
+    code, out, _ = in_process(["--help"], capsys)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+
+
+def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
+    code, out, _ = in_process(["--version"], capsys)
+    assert code == 0 and out == f"dtgpt {dtgpt.__version__}\n"
+    done = run([sys.executable, "-m", "dtgpt", "--version"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, out)
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):
+    command = shlex.join([sys.executable, str(TINY), *SMALL, "--steps", "20", "--log.interval", "1"])
+    done = run(["bash", "-c", f"{command} | head -2"], tmp_path)
+    assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 2
+    assert (tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints" / "step_00000020").is_dir()
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["--help"]])
+def test_usage_is_printed(capsys, words):
+    code, out, _ = in_process(words, capsys)
+    assert code == 0 and "dtgpt train RECIPE.py" in out
+
+
+def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
+    code, _, _ = in_process(["train", TINY, *SMALL, "--steps", 2, "--log.sample_tokens", 0], capsys)
+    assert code == 0
+    texts = []
+    for seed in (0, 0, 1):
+        code, out, _ = in_process(
+            ["generate", "runs/gpt2_tiny-001", "--prompt", "The ünicode", "--tokens", 9, "--seed", seed], capsys
+        )
+        assert code == 0 and out.startswith("The ünicode")
+        texts.append(out)
+    assert texts[0] == texts[1] != texts[2]
+    code, _, err = in_process(["generate", "runs/gpt2_tiny-001", "--tokens", "-1"], capsys)
+    assert code == 2 and "tokens=-1" in err
+    assert in_process(["plot", "runs/gpt2_tiny-001", "--output", "both.png"], capsys)[0] == 0
+    assert (here / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("launcher, number", [("torchrun", signal.SIGTERM), ("python", signal.SIGINT)])
+def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher, number):
+    program = [sys.executable] + (["-m", "torch.distributed.run", "--standalone"] if launcher == "torchrun" else [])
+    command = [*program, str(TINY), *SMALL, "--steps", "100000", "--log.interval", "5", "--checkpoint.interval", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 10:
+                break
+        process.send_signal(number)
+        out, err = process.communicate()
+    finally:
+        watchdog.cancel()
+        process.kill()
+    assert process.returncode != 0 and "stopped at step" in out, out + err
+    if launcher == "python":
+        assert process.returncode == 128 + number and "Traceback" not in err
+    folder = tmp_path / "runs" / "gpt2_tiny-001"
+    (checkpoint,) = (folder / "checkpoints").glob("step_*")
+    stopped = int(checkpoint.name.removeprefix("step_"))
+    resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(stopped + 2), "--log.sample_tokens", "0"]
+    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    assert done.returncode == 0 and f"from step {stopped}" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path):
+    """SIGKILL at an arbitrary moment, with a checkpoint at every step: the newest one resumes."""
+    command = [sys.executable, str(TINY), *SMALL, "--steps", "100000", "--checkpoint.interval", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (checkpoints.exists() and len(list(checkpoints.glob("step_*"))) >= 2):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    newest = int(max(checkpoints.glob("step_*")).name.removeprefix("step_"))
+    resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(newest + 1), "--log.sample_tokens", "0"]
+    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_of_compare_has_each_option_once_and_none_that_it_refuses(capsys):
+    code, out, _ = in_process(["compare", TINY, "--help"], capsys)
+    options = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
+    assert code == 0 and len(options) == len(set(options)) and "--plans" in options
+    assert not {"--plan", "--resume"} & set(options)

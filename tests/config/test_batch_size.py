@@ -1,0 +1,137 @@
+"""The batch ramps up as Megatron-LM's does, and every plan follows the same ramp."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from dtgpt.planning.report import describe_plan
+from dtgpt.run.sinks import read_records
+from dtgpt.train.compare import compare
+from dtgpt.train.loop import train
+from dtgpt.train.settle import override
+from dtgpt.util.errors import UserError
+from tests.support.ranks import pool
+from tests.support.runs import change, losses, newest_run
+
+RAMP = "4 4 40"
+
+
+@pytest.fixture
+def recipe(recipe):
+    """4 samples a step up to 13 samples, 8 up to 26, 12 up to 40, then 16."""
+    return change(recipe, micro_batch_size=2, global_batch_size=16, rampup_batch_size=RAMP, steps=8)
+
+
+def naive(consumed: int, start: int, increment: int, samples: int, whole: int) -> int:
+    """By megatron/microbatches.py of July 2023."""
+    if consumed > samples:
+        return whole
+    per_increment = samples / ((whole - start) / increment)
+    return start + int(consumed / per_increment) * increment
+
+
+@pytest.mark.parametrize("ramp, whole", [((4, 4, 40), 16), ((32, 32, 65536), 512), ((1, 1, 7), 3), ((16, 16, 1), 64)])
+def test_sizes_are_megatrons(recipe, ramp, whole):
+    recipe = replace(recipe, global_batch_size=whole, micro_batch_size=1, rampup_batch_size=" ".join(map(str, ramp)))
+    sizes, consumed = recipe.batch_sizes(), 0
+    for step in range(600):
+        expected = naive(consumed, *ramp, whole)
+        assert sizes.after(consumed) == expected == sizes.at(step) and sizes.before(step) == consumed
+        consumed += expected
+
+
+def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(recipe):
+    whole = recipe.batch_sizes()
+    for first in range(12):
+        resumed = recipe.batch_sizes(first, whole.before(first))
+        assert [(resumed.at(s), resumed.before(s)) for s in range(first, 20)] == [
+            (whole.at(s), whole.before(s)) for s in range(first, 20)
+        ]
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2_zero2", "tp2", "pp2", "pp2_gpipe"])
+def test_every_plan_follows_the_ramp_of_one_process(recipe, plan):
+    recipe = replace(recipe, micro_batch_size=1)
+    train(replace(recipe, plan="single"))
+    whole = losses(newest_run(recipe))
+    parted = replace(recipe, plan=plan, runs=f"{recipe.runs}-{plan}")
+    assert pool().run(2, train, parted) == [0, 0]
+    assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_progress_tells_the_batch_while_it_grows(recipe, capsys):
+    train(change(recipe, log={"interval": 1}))
+    told = [r["batch_size"] for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r]
+    assert told == [4, 4, 4, 4, 8, 8, 12, 16]
+    assert "step 5/8  batch 8  loss" in capsys.readouterr().out
+    plain = change(recipe, rampup_batch_size=None, steps=1)
+    train(plain)
+    assert "batch_size" not in (newest_run(plain) / "metrics.jsonl").read_text()
+
+
+def test_the_micro_batch_does_not_matter(recipe):
+    train(recipe)
+    whole = losses(newest_run(recipe))
+    train(replace(recipe, micro_batch_size=4))
+    assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_run_resumed_amid_the_ramp_is_the_same_bitwise(recipe, tmp_path):
+    recipe = change(recipe, optimizer={"decay_steps": 8})
+    train(recipe)
+    whole = newest_run(recipe)
+    halves = replace(recipe, runs=str(tmp_path / "halves"))
+    train(replace(halves, steps=3))
+    train(replace(halves, resume="auto"))
+    assert losses(newest_run(halves)) == losses(whole)
+    state = json.loads((whole / "checkpoints" / "step_00000008" / "state.json").read_text())
+    assert state["consumed_samples"] == recipe.batch_sizes().before(8) == 4 * 4 + 8 * 2 + 12 + 16
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"rampup_batch_size": "4 4"}, ["START INCREMENT SAMPLES"]),
+        ({"rampup_batch_size": "4 5 40"}, ["does not lead to global_batch_size=16"]),
+        ({"rampup_batch_size": "16 4 40"}, ["does not lead to global_batch_size=16"]),
+        ({"rampup_batch_size": "3 1 40"}, ["passes 3 samples a step", "micro_batch_size=2", "another START"]),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused(recipe, changes, words):
+    with pytest.raises(UserError) as error:
+        train(change(recipe, **changes))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "ramp, world, plan, micro, remedies",
+    [
+        ("3 1 40", 1, "single", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 2 40'"]),
+        ("2 2 40", 2, "dp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '4 4 40'"]),
+        ("4 4 40", 4, "dp2_pp2", 2, ["--micro_batch_size 1", "--rampup_batch_size '8 4 40'"]),
+        ("8 8 40", 2, "dp2", 8, ["--micro_batch_size 4"]),
+        ("3 1 40", 2, "dp2", 1, ["--rampup_batch_size '4 2 40'"]),
+        ("3 1 40", 8, "dp8", 2, ["--rampup_batch_size none"]),
+    ],
+)
+def test_remedies_of_a_ramp_that_a_plan_cannot_split_work(recipe, ramp, world, plan, micro, remedies):
+    recipe = change(recipe, plan=plan, rampup_batch_size=ramp, micro_batch_size=micro)
+    recipe.validate()
+    with pytest.raises(UserError, match=r"passes \d samples a step") as error:
+        recipe.plan_for(world)
+    assert "--global_batch_size" not in str(error.value)
+    assert re.findall(r"--\w+ (?:'[^']*'|\w+)", str(error.value)) == remedies
+    for remedy in remedies:
+        override(recipe, shlex.split(remedy)).plan_for(world)
+
+
+def test_plan_and_compare_refuse_a_ramp_before_they_begin(recipe, monkeypatch):
+    recipe = change(recipe, rampup_batch_size="2 2 40")
+    monkeypatch.setattr("dtgpt.train.compare.run_plan", None)
+    with pytest.raises(UserError, match="passes 2 samples a step"):
+        describe_plan(replace(recipe, plan="dp2"), 2, None)
+    with pytest.raises(UserError, match="plan dp2: rampup_batch_size='2 2 40' passes 2 samples"):
+        compare(recipe, None, ["dp2"], 2, None, [])

@@ -1,0 +1,106 @@
+"""Options of Megatron-LM's pretrain_gpt.py: each is explained, and the table in the docs is the one that explains."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dtgpt.config.megatron_options import ENTRIES, OPTIONS, explain, fill
+from dtgpt.config.overrides import leaves, read_words, take
+from dtgpt.train.settle import override
+from dtgpt.util.errors import UserError
+
+DOCS = Path(__file__).parents[2] / "docs" / "megatron.md"
+# Of examples/pretrain_gpt.sh and examples/gpt3/train_gpt3_175b_distributed.sh, those of 2023 and of 2026.
+SCRIPTS = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024
+--max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000 --save DIR --load DIR --data-path PREFIX
+--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl
+--lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
+--checkpoint-activations --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
+--sequence-parallel --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --adam-beta1 0.9 --adam-beta2 0.95
+--init-method-std 0.006 --tensorboard-dir DIR --attention-backend auto --use-distributed-optimizer --bf16
+--rampup-batch-size=16 --lr-warmup-iters 100 --lr-warmup-samples 100 --lr-decay-samples 100 --train-samples 1000
+--no-query-key-layer-scaling --attention-softmax-in-fp32 --loss-scale 1024 --initial-loss-scale 65536
+--recompute-activations --recompute-granularity full --num-layers-per-virtual-pipeline-stage 2 --use-flash-attn
+--swiglu --normalization RMSNorm --context-parallel-size 2 --position-embedding-type rope
+--untie-embeddings-and-output-weights --exit-duration-in-mins 230 --finetune --no-load-optim --ffn-hidden-size 4096
+--transformer-impl transformer_engine
+--tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
+"""
+
+SAME = ("--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
+
+
+def table() -> str:
+    """The tables of docs/megatron.md. To write them anew, put what this returns behind the line `<!-- table -->`."""
+    lines = []
+    for section, entries in OPTIONS.items():
+        lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
+        for key, answer in entries.items():
+            word = key.partition(" ")[2]
+            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", fill(answer, word, ""))
+            lines.append(f"| `--{key}` | {here} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_in_the_docs_is_the_one_that_explains():
+    assert DOCS.read_text().partition("<!-- table -->\n")[2] == table()
+
+
+@pytest.mark.parametrize("words", re.split(r"\s+(?=--)", SCRIPTS.strip()))
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
+    option, _, value = words.partition(" ")
+    typed = "--" + option[2:].replace("-", dash)
+    if option.partition("=")[0] in SAME:
+        override(recipe, [typed, *value.split()])
+        return
+    with pytest.raises(UserError, match=rf"^{typed}( \w+)? of Megatron-LM does not exist here: ") as error:
+        override(recipe, [typed, *value.split()])
+    assert "did you mean" not in str(error.value) and "{" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--num-layers 24", "use --model.num_layers 24"),
+        ("--num_layers=24", "use --model.num_layers 24"),
+        ("--load ckpt", "use --resume RUN to resume a run, or --init_from ckpt to start"),
+        ("--save-interval 10", "use --checkpoint.interval 10"),
+        ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
+        ("--distributed-timeout-minutes 20", "use --timeout 1200"),
+        ("--distributed-timeout-minutes", "use --timeout 60 x N"),
+        ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
+        ("--lr-decay-style linear", "use --optimizer.schedule linear"),
+        ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),
+        ("--normalization RMSNorm", "RMSNorm is not available"),
+        ("--tensor-model-parallel-size 8", "use --plan tp8; parts"),
+        ("--fp16", "use --precision fp16"),
+    ],
+)
+def test_values_are_translated(recipe, words, told):
+    with pytest.raises(UserError) as error:
+        override(recipe, words.split())
+    assert told in str(error.value)
+
+
+def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
+    known = {name: type_ for name, type_, *_ in leaves(recipe)}
+    for key, answer in ENTRIES.items():
+        word = key.partition(" ")[2]
+        for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer):
+            if name not in ("nproc", "nnodes", "node", "master"):  # of torchrun
+                assert name in known, (key, name)
+        told = fill(answer, word, "1" if word.isupper() else word)
+        given = re.match(r"--([a-z_.0-9]+) ([a-z0-9_.]+)$", told)
+        if given and word not in ("STYLE", "KIND"):
+            take(recipe, read_words([f"--{given[1]}", given[2]], recipe)[1])
+
+
+def test_no_answer_is_hidden_by_an_earlier_one():
+    for key, answer in ENTRIES.items():
+        name, _, word = key.partition(" ")
+        value = "7" if word.isupper() or not word else word
+        told = explain(name.replace("*", "x"), value)
+        assert told.endswith(fill(answer, word, value)), (key, told)

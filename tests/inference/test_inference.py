@@ -1,0 +1,246 @@
+"""`dtgpt.load`: under every plan each rank gets the logits and the samples of the whole model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import dtgpt
+from dtgpt.commands.generate import GenerateOptions, generate_from
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.inference.generate import Sampling, generate, logits_of, tokenizer_of
+from dtgpt.interop.open import open_source
+from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.models.source import load_model
+from dtgpt.ops.random.philox import root_key
+from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
+from tests.support import bodies_inference as bodies
+from tests.support.ranks import pool
+from tests.support.runs import change, newest_run
+from tests.support.sources import TOLERANCE
+from tests.interop.test_interop_huggingface import scatter
+
+CPU = torch.device("cpu")
+LENGTH, VOCABULARY, PROMPT = 16, 1030, [5, 900, 17]
+WORLDS = {"single": 1, "tp2": 2, "tp4": 4, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_pp2": 4}
+WORLDS |= {"tp2_pp2_sp": 4, "dp2_zero3": 2, "dp2_tp2": 4, None: 2}
+
+
+def inputs():
+    """Batches of 1 and 3, shorter than the model and as long."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, 1), (3, 1), (3, 10), (1, LENGTH), (3, LENGTH)]
+    return [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
+
+
+def their_model(vocab_size):
+    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 4, "n_head": 4, "layer_norm_epsilon": 1e-4}
+    return scatter(GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **sizes)))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return their_model(VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "gpt2"
+    theirs.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def far(ours, theirs, tokens):
+    """Largest difference from their logits, of the largest logit."""
+    expected = theirs(tokens).logits
+    assert ours.shape == expected.shape and expected.std() > 0.5
+    return ((ours.float() - expected).abs().max() / expected.abs().max()).item()
+
+
+@torch.no_grad()
+def greedy(theirs, prompt, new_tokens):
+    ids = list(prompt)
+    for _ in range(new_tokens):
+        ids.append(int(theirs(torch.tensor([ids[-LENGTH:]])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def sampled(path, **words):
+    """By the whole model in this process."""
+    model, key, prompt = load_model(open_source(path), CPU), root_key(words.pop("seed")), words.pop("prompt")
+    return generate(logits_of(model), model.config, prompt, Sampling(**words), key)
+
+
+ASKED = [
+    {"prompt": PROMPT, "new_tokens": LENGTH - 1, "temperature": 0},
+    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 1},
+    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 2},
+    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 1, "top_k": 4},
+    {"prompt": list(range(LENGTH + 9)), "new_tokens": 2, "temperature": 2.0, "seed": 1},
+]
+
+
+@pytest.mark.parametrize("plan", WORLDS)
+def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
+    within = torch.tensor([PROMPT]), LENGTH - len(PROMPT)
+    ids = theirs.generate(within[0], max_new_tokens=within[1], do_sample=False, pad_token_id=0)[0].tolist()
+    samples = [greedy(theirs, PROMPT, LENGTH - 1), *(sampled(folder, **words) for words in ASKED[1:])]
+    assert samples[0][: within[1]] == ids[len(PROMPT) :]
+    assert len({tuple(s[:5]) for s in samples}) == len(samples)
+    for logits, ours in pool().run(WORLDS[plan], bodies.logits_and_samples, folder, plan, inputs(), ASKED):
+        assert [far(x, theirs, tokens) < TOLERANCE for x, tokens in zip(logits, inputs(), strict=True)] == [True] * 5
+        assert {x.dtype for x in logits} == {torch.float32}
+        assert ours == samples
+
+
+@pytest.mark.parametrize("plan", ["single", "tp2"])
+def test_a_model_of_few_tokens_is_loaded(tmp_path, plan):
+    small = their_model(131)
+    small.save_pretrained(tmp_path / "gpt2")
+    tokens = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(1))
+    for logits in pool().run(WORLDS[plan], bodies.logits, tmp_path / "gpt2", plan, tokens):
+        assert far(logits, small, tokens) < TOLERANCE
+
+
+@pytest.fixture
+def recipe(recipe):
+    """Of a run whose tokenizer has fewer tokens than the model."""
+    quiet = {"sample_tokens": 0, "eval_samples": 1}
+    shape = {"num_layers": 4, "num_heads": 4, "vocab_size": VOCABULARY}
+    return change(recipe, model=shape, micro_batch_size=2, steps=2, checkpoint={"interval": 1}, log=quiet)
+
+
+@pytest.mark.parametrize("written, plan", [("single", "tp4"), ("tp2", "pp2"), ("dp2_zero3", "tp2")])
+def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, written, plan):
+    pool().run(WORLDS[written], train, change(recipe, plan=written))
+    run, tokens = newest_run(recipe), torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    first = run / "checkpoints" / "step_00000001"
+    expected = {}
+    for path in (run, first):
+        expected[path] = load_model(open_source(path), CPU)(tokens)[..., :VOCABULARY]
+        for logits in pool().run(WORLDS[plan], bodies.logits, path, plan, tokens):
+            assert logits.shape == (3, 9, VOCABULARY)
+            assert (logits - expected[path]).abs().max() < TOLERANCE * expected[path].abs().max()
+    assert (expected[run] - expected[first]).abs().max() > 100 * TOLERANCE * expected[run].abs().max()
+
+
+@pytest.mark.parametrize("plan", ["single", "tp4_sp", "tp2_pp2", "dp2_zero3", "pp2_zbv"])
+def test_in_bf16_logits_are_roughly_the_same_and_weights_have_no_masters(theirs, folder, plan):
+    tokens = inputs()[2]
+    for logits, dtypes, masters, _ in pool().run(WORLDS[plan], bodies.held, folder, plan, "bf16", tokens):
+        assert logits.dtype == torch.bfloat16 and 1e-4 < far(logits, theirs, tokens) < 0.05
+        assert dtypes == {torch.bfloat16} and not masters
+
+
+@pytest.mark.parametrize("plan, share", [("tp4", 0.3), ("tp2_pp2", 0.45), ("dp2_zero3", 0.51)])
+def test_a_rank_holds_its_own_part_alone(folder, plan, share):
+    whole = open_source(folder).config.num_parameters
+    counts = [count for *_, count in pool().run(WORLDS[plan], bodies.held, folder, plan, "fp32", inputs()[0])]
+    assert max(counts) < share * whole and sum(counts) >= whole
+
+
+PROGRAM = """
+import sys, torch, dtgpt
+model = dtgpt.load(sys.argv[1], plan=dtgpt.Plan(tp=2), device="cpu")
+torch.save(model(torch.arange(5)[None]), f"{model.mesh.rank}.pt")
+"""
+
+
+def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(theirs, folder, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, "program.py", folder], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert far(torch.load(tmp_path / f"{rank}.pt"), theirs, torch.arange(5)[None]) < TOLERANCE
+
+
+def test_a_process_alone_loads_without_any_group(theirs, folder):
+    model = dtgpt.load(str(folder), device="cpu", precision="fp32")
+    assert far(model(inputs()[2]), theirs, inputs()[2]) < TOLERANCE and model.mesh.plan == ResolvedPlan()
+    assert not torch.distributed.is_initialized()
+
+
+def check_sentence(said, *words):
+    assert "\n" not in said and all(word in said for word in words), said
+    assert ";" in said or ": " in said, said  # a remedy
+
+
+@pytest.mark.parametrize("plan", ["single", "tp2_pp2", "tp4_sp"])
+def test_inputs_that_the_model_cannot_see_are_refused_on_every_rank(folder, plan):
+    wrong = [torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, LENGTH + 1, dtype=torch.int64)]
+    for empty, long in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, wrong, []):
+        check_sentence(empty, "0 tokens", f"1 to {LENGTH}")
+        check_sentence(long, f"{LENGTH + 1} tokens", f"1 to {LENGTH}")
+
+
+@pytest.mark.parametrize("plan", ["single", "tp2"])
+def test_an_empty_prompt_is_refused(folder, plan):
+    for (said,) in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, [], [{"prompt": [], "new_tokens": 1}]):
+        check_sentence(said, "prompt")
+
+
+@pytest.mark.parametrize(
+    "world, plan, words",
+    [
+        (1, "tp2", ["tp2", "1 was started"]),
+        (2, "tp4", ["tp4", "2 were started"]),
+        (2, "single", ["single", "2 were started"]),
+        (4, "dp2_pp4", ["needs dp=2 x pp=4 = 8 processes", "4 were started"]),
+        (3, "tp3", ["num_heads=4", "tp=3"]),
+        (3, None, ["num_heads=4", "tp=3"]),
+        (2, "pp2_interleaved4", ["num_layers=4", "8 stages"]),
+        (2, "dp2_sp", ["sequence parallelism"]),
+        (1, "tq2", ["'tq2'", "did you mean tp2?"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(folder, world, plan, words):
+    for said in pool().run(world, bodies.refusal, folder, plan):
+        check_sentence(said, *words)
+
+
+@pytest.mark.parametrize("plan", ["single", "tp2"])
+def test_a_path_without_a_model_is_one_sentence_on_every_rank(tmp_path, plan):
+    (tmp_path / "notes.txt").write_text("no model")
+    for name, words in (("nothing", "does not exist"), ("", "holds no model"), ("notes.txt", "holds no model")):
+        for said in pool().run(WORLDS[plan], bodies.refusal, tmp_path / name, plan):
+            check_sentence(said, f"{tmp_path / name} {words}")
+
+
+def test_a_damaged_checkpoint_is_named_on_every_rank(recipe):
+    train(recipe)
+    (file,) = (newest_run(recipe) / "checkpoints" / "step_00000002").glob("weights*")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    for said in pool().run(2, bodies.refusal, file.parent, "tp2"):
+        check_sentence(said, f"{file} is damaged")
+
+
+@pytest.mark.parametrize("setting", [{"device": "tpu"}, {"precision": "fp8"}])
+def test_a_device_or_precision_that_there_is_not_is_refused(folder, setting):
+    ((name, value),) = setting.items()
+    check_sentence(bodies.sentence(lambda: bodies.load(folder, None, **setting)), name, value)
+
+
+def test_a_run_and_its_checkpoints_have_the_tokenizer_of_the_run(recipe):
+    train(recipe)
+    run = newest_run(recipe)
+    for path in (run, run / "checkpoints" / "step_00000002"):
+        assert tokenizer_of(path, recipe.model).ranks == [bytes([b]) for b in range(256)]
+    assert generate_from(run, GenerateOptions(prompt="7 and", tokens=3)).startswith("7 and")
+
+
+def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(folder, monkeypatch):
+    gpt2, made = ByteLevel("gpt2", "x", [b"x"]), []
+    monkeypatch.setattr("dtgpt.inference.generate.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
+    assert tokenizer_of(folder, GPT2_124M) is gpt2 and made == ["gpt2"]
+
+
+def test_a_model_whose_tokenizer_nothing_tells_is_refused(folder):
+    with pytest.raises(UserError) as error:
+        generate_from(folder, GenerateOptions(prompt="7 and"))
+    check_sentence(str(error.value), str(folder), f"{VOCABULARY} tokens", "give a run folder")

@@ -1,0 +1,273 @@
+"""The tokenizer of an exported model: transformers gives the ids and the text that dtgpt gives."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.commands.generate import GenerateOptions, generate_from
+from dtgpt.data.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
+from dtgpt.data.tokenizers.char import Char, Ids
+from dtgpt.data.tokenizers.export import export_note, first_token, transformers_files
+from dtgpt.data.tokenizers.libraries import SentencePiece
+from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.tokenizer import tokenizer_beside
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.random.philox import root_key
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import write_json
+from tests.interop.test_interop_huggingface import InMemory
+from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
+from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+
+transformers = pytest.importorskip("transformers")
+CL100K = "|".join((
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+", r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]",
+    r"\s+(?!\S)|\s",
+))  # fmt: skip
+KINDS = (
+    "files", "gpt2 of tiktoken", "trained", "bytes", "tokenizer.json", "with a begin", "normalized", "cl100k",
+    "whole words", "sentencepiece", "unigram", "llama 2",
+)  # fmt: skip
+
+
+def make(kind, folder):
+    if kind in ("files", "gpt2 of tiktoken"):
+        vocab, merges = gpt2_files(folder)
+        known = open_tokenizer(vocab_file=str(vocab), merge_file=str(merges))
+        return known if kind == "files" else ByteLevel("gpt2", PATTERNS[1], known.ranks, known.specials)
+    if kind == "trained":
+        return make_tokenizer("bpe", ["Grüße, the quick brown fox don't 12345 " * 99, HELLO * 9], 400)
+    if kind == "bytes":
+        return make_tokenizer("bytes", [], 0)
+    if kind == "cl100k":  # every pair of bytes is a token, so that ids tell where a text is cut
+        ranks = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+        specials = {"<|endoftext|>": 70_000, "<|fim prefix|>": 70_001}
+        return ByteLevel("cl100k_base", CL100K, ranks, specials)
+    if kind == "whole words":  # "abcd" is no union of others, so only the word alone is this token
+        ranks = [bytes([a]) for a in range(256)] + [b"abcd", b"ab", b"bc", b"aaa", b"aa"]
+        return ByteLevel("own", PATTERN, ranks)
+    if kind in ("sentencepiece", "llama 2"):
+        return open_tokenizer(str(sentencepiece_model(folder)), begin=kind == "llama 2")
+    if kind == "unigram":
+        import sentencepiece
+
+        (folder / "u.txt").write_text("".join(f"the quick brown fox number {i} jumps\n" for i in range(300)))
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "u.txt"), model_prefix=str(folder / "u"), vocab_size=80, minloglevel=2,
+            hard_vocab_limit=False, normalization_rule_name="identity",
+        )  # fmt: skip
+        return open_tokenizer(str(folder / "u.model"))
+    if kind == "normalized":
+        return open_tokenizer(str(save_tokenizer_json(folder, gpt2_files(folder), normalizer={"type": "NFC"})))
+    return open_tokenizer(str(tokenizer_json(folder, bos=kind == "with a begin")))
+
+
+def exported(tokenizer, folder):
+    """As transformers opens it beside a model of GPT-2's kind."""
+    folder.mkdir()
+    for name, content in transformers_files(tokenizer, 64).items():
+        write_json(folder / name, content)
+    write_json(folder / "config.json", {"model_type": "gpt2", "vocab_size": tokenizer.vocab_size})
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
+    known = make(kind, tmp_path)
+    theirs = exported(known, tmp_path / "out")
+    opening = known.encode("") if isinstance(known, SentencePiece) else []
+    joined = isinstance(known, SentencePiece) and export_note(known)
+
+    def check(text):
+        if joined:  # see export_note
+            text = "".join(c for c in text if c.isascii() or c in "Grüße世界🎈äöéñ日本한국어")
+        ids = known.encode(text)
+        assert theirs(text, split_special_tokens=True).input_ids == ids
+        assert theirs.decode(ids[len(opening) :]) == known.decode(ids)
+
+    for text in ["", HELLO, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(300)]:
+        check(text)
+    settings(max_examples=150, deadline=None, database=None)(given(st.text())(check))()
+    assert theirs.eos_token_id == known.end_of_text
+    assert theirs.bos_token_id == first_token(known) == (known.encode("") or [known.end_of_text])[0]
+    assert theirs.model_max_length == 64 and len(theirs) > 256 - 200 * (kind == "unigram")
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, CL100K])
+def test_every_character_is_cut_alike(tmp_path, pattern):
+    ranks = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+    known = ByteLevel("pairs", pattern, ranks)
+    theirs = exported(known, tmp_path / "out").backend_tokenizer
+    characters = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000]
+    texts = [
+        "".join(f"a{c}b {c}{c} 1{c}2 {c}x '{c}s\n{c}" for c in characters[i : i + 64]) for i in range(0, 0x2F000, 64)
+    ]
+    for ours, encoding in zip(known.encode_batch(texts), theirs.encode_batch(texts), strict=True):
+        assert ours.tolist() == encoding.ids
+
+
+@pytest.mark.parametrize("kind", ["words", "lost byte", "pattern"])
+def test_what_transformers_cannot_do_is_said(tmp_path, kind):
+    if kind == "words":
+        import sentencepiece
+
+        (tmp_path / "w.txt").write_text("the quick brown fox\n" * 99)
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "w.txt"), model_prefix=str(tmp_path / "w"), vocab_size=8, model_type="word",
+            minloglevel=2, hard_vocab_limit=False,
+        )  # fmt: skip
+        known = open_tokenizer(str(tmp_path / "w.model"))
+    elif kind == "lost byte":
+        known = ByteLevel("t", PATTERN, [bytes([b]) for b in range(256) if b != ord("e")])
+    else:  # these letters are others in the other library
+        known = ByteLevel("t", r"[a-z&&[^aeiou]]+|\h+|(?s:.)", [bytes([b]) for b in range(256)] + [b"ll", b"ab"])
+    with pytest.raises(UserError) as error:
+        transformers_files(known, 16)
+    assert "tokenizer" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer_gives_no_empty_one(tmp_path):
+    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=2, seq_length=8, vocab_size=300)
+    model = build_model(config, torch.device("cpu"), torch.float32, root_key(0))
+    save_huggingface(InMemory(model), tmp_path / "hf")
+    with pytest.raises(ValueError, match="tokenizer"):
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model with a trained BPE, as a checkpoint of weights with its tokenizer."""
+    config = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=16, vocab_size=320, init_std=0.5)
+    model = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
+    folder = tmp_path_factory.mktemp("run") / "weights"
+    save_weights(InMemory(model), folder, "here", make_tokenizer("bpe", ["the quick brown fox " * 99], 300))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "prompt", ["the quick", "", "a prompt that is longer than what this model can see at once, by far"]
+)
+def test_a_pipeline_continues_a_text_offline(run, tmp_path, capsys, prompt):
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
+    assert capsys.readouterr().err == ""
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
+    long = len(prompt) > 20
+    (found,) = pipeline(prompt, **({"truncation": True, "max_new_tokens": 1} if long else {}))
+    assert found["generated_text"].startswith("a prompt" if long else prompt)
+    known = tokenizer_beside(run)
+    for name in ("config.json", "generation_config.json"):
+        saved = json.loads((tmp_path / "hf" / name).read_text())
+        assert saved["eos_token_id"] == saved["bos_token_id"] == known.end_of_text == 299 - (300 - known.vocab_size)
+
+
+def test_greedy_texts_of_transformers_and_dtgpt_agree(run, tmp_path):
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
+    ours = generate_from(tmp_path / "hf", GenerateOptions(prompt="the quick", tokens=6, temperature=0))
+    assert ours == generate_from(run, GenerateOptions(prompt="the quick", tokens=6, temperature=0))
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
+    (theirs,) = pipeline("the quick", max_new_tokens=6, do_sample=False)
+    assert theirs["generated_text"] == ours
+
+
+def test_files_have_the_mode_of_the_umask(run, tmp_path):
+    for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
+        before = os.umask(umask)
+        try:
+            convert(run, tmp_path / oct(umask), ConvertOptions(to="hf"))
+            convert(run, tmp_path / f"ours{umask}", ConvertOptions())
+        finally:
+            os.umask(before)
+        for folder in (tmp_path / oct(umask), tmp_path / f"ours{umask}"):
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
+def test_a_tokenizer_goes_along_through_all_formats(run, tmp_path):
+    convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
+    convert(tmp_path / "hf", tmp_path / "ours", ConvertOptions())
+    convert(tmp_path / "ours", tmp_path / "again", ConvertOptions(to="hf"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "hf" / name).read_text() == (tmp_path / "again" / name).read_text(), name
+    known = tokenizer_beside(run)
+    assert tokenizer_beside(tmp_path / "ours").ranks == known.ranks
+
+
+def test_a_tokenizer_is_named_for_a_model_that_has_none(run, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
+    for path in run.iterdir():
+        if path.name != "tokenizer.json":
+            (tmp_path / "bare" / path.name).symlink_to(path)
+    convert(tmp_path / "bare", tmp_path / "none", ConvertOptions(to="hf"))
+    assert "no tokenizer is saved with" in (said := capsys.readouterr().out) and "--tokenizer" in said
+    named = ConvertOptions(to="hf", tokenizer=str(run / "tokenizer.json"))
+    convert(tmp_path / "bare", tmp_path / "hf", named)
+    assert capsys.readouterr().err == "" and (tmp_path / "hf" / "tokenizer.json").is_file()
+    with pytest.raises(UserError, match="a Megatron-LM tree cannot hold the tokenizer"):
+        convert(tmp_path / "bare", tmp_path / "tree", replace(named, to="megatron"))
+    vocab, merges = gpt2_files(tmp_path)
+    with pytest.raises(UserError, match="has 50257 tokens, the model 320"):
+        convert(
+            tmp_path / "bare", tmp_path / "x", ConvertOptions(to="hf", vocab_file=str(vocab), merge_file=str(merges))
+        )
+    assert not (tmp_path / "x").exists()
+
+
+def save_with(tokenizer, folder):
+    config = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=16, vocab_size=64)
+    save_weights(InMemory(build_model(config, torch.device("cpu"), torch.float32, root_key(1))), folder, "", tokenizer)
+
+
+CHARACTERS = "\n\r \t\x00'abcdefghijZé\u0301日🎈▁\ufeff\ufffd\u2028"
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_characters_are_exported_and_come_back(tmp_path, capsys, unused):
+    known = Char([*CHARACTERS[:5], *[""] * unused, *CHARACTERS[5:]])
+    save_with(known, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf"))
+    assert capsys.readouterr().err == ""
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ["", "a", "\r\n\n\n  \r", *(CHARACTERS[i:] + CHARACTERS[:i] * 9 for i in range(len(CHARACTERS)))]:
+        assert theirs(text).input_ids == known.encode(text) and theirs.decode(known.encode(text)) == text
+        assert theirs.decode(known.encode(text), skip_special_tokens=True) == text
+    with pytest.raises(Exception, match="UNK"):
+        theirs("X")
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
+    for prompt in ("a b", ""):
+        (found,) = pipeline(prompt, max_new_tokens=4, do_sample=False)
+        assert found["generated_text"].startswith(prompt)
+    assert generate_from(tmp_path / "hf", GenerateOptions(tokens=4)) == generate_from(
+        tmp_path / "ours", GenerateOptions(tokens=4)
+    )
+    back = tokenizer_beside(tmp_path / "hf")
+    assert isinstance(back, Char) and back.is_same(known)
+    settings = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, None)
+    with pytest.raises(UserError, match="does not know the character 'X'"):
+        generate_from(tmp_path / "hf", GenerateOptions(prompt="X", tokens=1))
+
+
+def test_ids_alone_are_no_tokenizer_and_that_is_said(tmp_path, capsys):
+    save_with(Ids(64), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf"))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "token ids alone" in said and "written without a tokenizer" in said
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    with pytest.raises(ValueError, match="tokenizer"):
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+
+
+def test_what_a_foreign_tokenizer_cannot_encode_is_one_sentence(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    write_json(tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})
+    with pytest.raises(UserError, match=r"cannot encode 'xy' \(.*UNK.*; use other characters"):
+        open_tokenizer(str(tmp_path)).encode("xy")

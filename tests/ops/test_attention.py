@@ -1,0 +1,167 @@
+"""One attention, several back ends: what is chosen, and that they agree, masks included."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.core import Backend, causal_attention, check_backend, choose
+from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.util.errors import UserError
+from tests.support.runs import change, constant, training
+
+DROPPING = ["explicit", "fused_softmax", "flash", "auto"]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # ||a - b|| / ||b||
+
+
+def packed(attention):
+    """An attention of a packed tensor and more arguments."""
+    return lambda qkv, *args, **options: attention(*split_qkv(qkv), *args, **options)
+
+
+attend, reference = packed(causal_attention), packed(flash.reference)
+
+
+def make_input(dtype=torch.float32, shape=(3, 37, 4, 3, 8)) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    keys = fold(root_key(3), torch.arange(shape[0]))
+    return torch.randn(shape, generator=generator).to(dtype), keys
+
+
+def value_and_gradient(attention, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = qkv.detach().clone().requires_grad_()
+    y = attention(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    (y * weights).sum().backward()
+    return y.detach(), x.grad
+
+
+def check(found, expected, tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("backend", DROPPING)
+def test_back_ends_drop_the_same_with_the_same_key(backend, p, dtype):
+    """Held against float64, whose mask comes from the same key."""
+    qkv, keys = make_input(dtype)
+    exact = value_and_gradient(lambda x: reference(x, keys, p), qkv.double())
+    found = value_and_gradient(lambda x: attend(x, keys, p, backend=backend), qkv)
+    check(found, exact, TOLERANCE[dtype])
+    others = value_and_gradient(lambda x: attend(x, keys + 1, p, backend=backend), qkv)
+    assert (others[0] - found[0]).norm() > 0.1 * found[0].norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_back_ends_agree_where_nothing_drops(backend, dtype):
+    """Also where a key comes with the probability 0."""
+    qkv, keys = make_input(dtype)
+    exact = value_and_gradient(lambda x: reference(x, None, 0.0), qkv.double())
+    for key in (None, keys):
+        found = value_and_gradient(lambda x, key=key: attend(x, key, 0.0, backend=backend), qkv)
+        check(found, exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", DROPPING)
+def test_a_shard_of_the_heads_has_the_values_of_the_whole(backend):
+    qkv, keys = make_input()
+    whole = value_and_gradient(lambda x: attend(x, keys, 0.3, backend=backend), qkv)
+    y = attend(qkv[:, :, 2:], keys, 0.3, (2, 0, 0), backend=backend)
+    torch.testing.assert_close(y, whole[0][:, :, 2:], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(attend(qkv[:, :, 2:], keys, 0.3, backend=backend), y)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_groups_of_heads_share_keys_and_values(backend, p):
+    """As if k and v were repeated for each head of q."""
+    (q, k, v), keys = make_input(torch.float64)[0].unbind(3), make_input()[1]
+    k, v = k[:, :, :2], v[:, :, :2]
+    options = {"key": keys, "p": p, "backend": backend}
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    found = causal_attention(*inputs, **options)
+    repeated = [x.detach().clone().requires_grad_() for x in (q, *(x.repeat_interleave(2, dim=2) for x in (k, v)))]
+    expected = causal_attention(*repeated, **options)
+    torch.testing.assert_close(found, expected)
+    (dq, dk, dv), (eq, *grouped) = (torch.autograd.grad(y, x, q) for y, x in ((found, inputs), (expected, repeated)))
+    torch.testing.assert_close([dq, dk, dv], [eq, *(g.unflatten(2, (2, 2)).sum(3) for g in grouped)])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_the_last_queries_have_the_values_of_the_whole(backend, p):
+    """With fewer queries than columns, masks of dropout included; views of a packed tensor are not changed."""
+    qkv, keys = make_input(torch.float64)
+    before, (q, k, v) = qkv.clone(), split_qkv(qkv)
+    options = {"key": keys, "p": p, "backend": backend}
+    whole = causal_attention(q, k, v, **options)
+    for queries in (1, 5, 36):
+        torch.testing.assert_close(causal_attention(q[:, -queries:], k, v, **options), whole[:, -queries:])
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_shapes_that_do_not_fit_are_refused(backend):
+    q = torch.zeros(2, 5, 4, 8)
+    for k in (q[:, :4], q[:, :, :3], q[:1], q[..., :4]):
+        with pytest.raises(ValueError, match="N_kv divides N"):
+            causal_attention(q, k, k, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "dropping, masking, kernels, head_dim, backend",
+    [
+        (False, False, False, 64, "sdpa"),
+        (False, False, True, 64, "flash"),
+        (False, False, True, 128, "sdpa"),
+        (False, True, True, 128, "flash"),
+        (False, True, False, 64, "sdpa"),
+        (True, False, False, 64, "explicit"),
+        (True, False, True, 128, "flash"),
+    ],
+)
+def test_the_fastest_back_end_is_chosen(dropping, masking, kernels, head_dim, backend):
+    """PyTorch's own never where something drops: it draws masks from a generator."""
+    assert choose(dropping, masking, kernels, head_dim) == backend
+
+
+def test_pytorchs_own_never_draws_a_mask():
+    """A model that was trained without dropout may be evaluated with keys at hand."""
+    qkv, keys = make_input()
+    expected = attend(qkv, keys, 0.3, backend="explicit")
+    assert torch.equal(attend(qkv, keys, 0.3, backend="sdpa"), expected)
+
+
+def test_pytorchs_own_is_refused_under_dropout():
+    for backend in get_args(Backend):
+        check_backend(backend, 0.0, 128)
+        if backend != "sdpa":
+            check_backend(backend, 0.1, 128)
+    with pytest.raises(UserError) as error:
+        check_backend("sdpa", 0.1, 64)
+    rule, _, remedy = str(error.value).partition("; ")
+    assert "attention=sdpa" in rule and "model.dropout=0.1" in rule and "\n" not in str(error.value)
+    assert remedy == "use --attention auto, flash or fused_softmax, or --model.dropout 0"
+
+
+def test_training_has_the_same_curve_on_every_back_end(recipe):
+    curves = {}
+    for backend in DROPPING:
+        run = training(change(recipe, attention=backend, optimizer=constant(1e-3)))
+        curves[backend] = [run.train_step().loss.item() for _ in range(3)]
+    assert curves["auto"] == curves["explicit"]
+    for curve in curves.values():
+        assert curve == pytest.approx(curves["explicit"], rel=1e-6)
+
+
+def test_heads_that_the_kernel_cannot_hold_are_refused():
+    with pytest.raises(UserError, match="heads of up to 128, but hidden_size / num_heads is 160; use --attention"):
+        check_backend("flash", 0.1, 160)
+    check_backend("auto", 0.1, 160)
+    assert choose(True, False, True, 160) == "explicit" and choose(False, True, True, 160) == "sdpa"

@@ -1,0 +1,275 @@
+"""Attention in tiles, with dropout by global index, against the definition in float64."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from dtgpt.data.document_masks import document_bounds
+from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.packed import are_packed, split_qkv
+from dtgpt.ops.random.dropout import keep_mask
+from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_has_the_values_of_the_definition(dtype, p):
+    _, qkv = inputs((2, 19, 3, 8), dtype)
+    key = keys_of(2) if p else None
+    assert error(flash.flash_attention(*qkv, key, p, 4), truth(*qkv, key, p, 4)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("documents", [0.0, 0.2])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_the_definition(dtype, p, documents):
+    check((2, 19, 3, 8), dtype, p, 4, documents=documents)
+
+
+@pytest.mark.parametrize("kv_heads, columns", [(2, 0), (1, 0), (0, 31), (2, 31)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_groups_of_heads_and_earlier_columns_have_the_values_and_gradients_of_the_definition(p, kv_heads, columns):
+    check((2, 19, 4, 8), torch.float64, p, 4, kv_heads=kv_heads, columns=columns)
+    _, qkv = inputs((2, 19, 4, 8), torch.float64, kv_heads=kv_heads, columns=columns)
+    key = keys_of(2) if p else None
+    assert error(flash.flash_attention(*qkv, key, p, 4), truth(*qkv, key, p, 4)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_shard_of_the_heads_draws_its_part_of_the_mask(kv_heads):
+    _, (q, k, v) = inputs((2, 9, 4, 8), torch.float32, kv_heads=kv_heads)
+    kv = [x[:, :, kv_heads // 2 :] for x in (k, v)]
+    part = flash.flash_attention(q[:, :, 2:], *kv, keys_of(2), 0.4, head_start=2)
+    torch.testing.assert_close(part, flash.flash_attention(q, k, v, keys_of(2), 0.4)[:, :, 2:])
+
+
+def test_a_probability_that_rounds_to_nothing_drops_nothing():
+    _, qkv = inputs((1, 9, 2, 8), torch.float32)
+    assert torch.equal(flash.flash_attention(*qkv, keys_of(1), 1e-6), flash.flash_attention(*qkv))
+
+
+@pytest.mark.parametrize("spans", [torch.zeros(2, 9, 2), torch.zeros(2, 8, 2).int(), torch.zeros(2, 9).int()])
+def test_wrong_spans_are_an_error(spans):
+    with pytest.raises(ValueError, match="int32"):
+        flash.flash_attention(*inputs((2, 9, 2, 8), torch.float32)[1], spans=spans)
+
+
+def test_documents_of_fewer_queries_than_columns_are_an_error():
+    _, qkv = inputs((2, 9, 2, 8), torch.float32, columns=10)
+    with pytest.raises(ValueError, match="as many queries"):
+        flash.flash_attention(*qkv, spans=torch.zeros(2, 9, 2).int())
+
+
+@pytest.mark.parametrize(
+    "q, k, v, keys",
+    [
+        ((2, 9, 8), (2, 9, 8), (2, 9, 8), 2),
+        ((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 1, 8), 2),
+        ((2, 9, 2, 8), (2, 9, 2, 4), (2, 9, 2, 4), 2),
+        ((2, 9, 2, 8), (2, 8, 2, 8), (2, 8, 2, 8), 2),  # more queries than columns
+        ((2, 9, 3, 8), (2, 9, 2, 8), (2, 9, 2, 8), 2),
+        ((2, 9, 2, 8), (2, 9, 4, 8), (2, 9, 4, 8), 2),
+        ((2, 9, 2, 8), (2, 9, 2, 8), (2, 9, 2, 8), 3),
+    ],
+)
+def test_a_wrong_shape_is_an_error(q, k, v, keys):
+    with pytest.raises(ValueError, match="shape"):
+        flash.flash_attention(*map(torch.randn, (q, k, v)), keys_of(keys), 0.1)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_the_ops_keep_the_contract_of_custom_ops(kv_heads):
+    _, qkv = inputs((2, 5, 2, 4), torch.float32, kv_heads=kv_heads)
+    spans = document_bounds(torch.eye(5, dtype=torch.bool)[:2])
+    qkv = [t.detach().requires_grad_() for t in qkv]
+    opcheck(flash._forward, (*qkv, keys_of(2), 0.3, 1, None))
+    opcheck(flash._forward, (*qkv, None, 0.0, 0, spans))
+    qkv = [t.detach() for t in qkv]
+    out, sums = flash._forward(*qkv, keys_of(2), 0.3, 1, spans)
+    for packed in [False] if kv_heads else [False, True]:
+        opcheck(flash._backward, (torch.randn_like(out), *qkv, out, sums, keys_of(2), 0.3, 1, spans, packed))
+
+
+def test_backward_saves_the_output_and_a_number_per_query():
+    (_, qkv), key, sizes = inputs((2, 9, 2, 8), torch.float32), keys_of(2), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        out, sums = flash._forward(*qkv, key, 0.3, 0, None)
+    assert sorted(sizes) == sorted(t.nbytes for t in (*qkv, out, sums, key))
+
+
+def test_views_of_a_packed_tensor_are_read_and_their_gradient_is_returned_without_a_copy(monkeypatch):
+    (qkv,), views = inputs((2, 9, 2, 8), torch.float32)
+    assert are_packed(*views) and all(view.data_ptr() == qkv[..., i, :].data_ptr() for i, view in enumerate(views))
+    assert not are_packed(*(view.contiguous() for view in views)) and not are_packed(*reversed(views))
+    made = []
+    original = flash._backward
+    monkeypatch.setattr(flash, "_backward", lambda *args: made.append(original(*args)) or made[-1])
+    (found,) = torch.autograd.grad(flash._forward(*views, None, 0.0, 0, None)[0].sum(), qkv)
+    assert found.data_ptr() == made[0][0].data_ptr() and found.shape == qkv.shape
+
+
+def test_gradients_of_other_shapes_are_stacked():
+    (qkv,), views = inputs((2, 9, 2, 8), torch.float64)
+    cotangents = [torch.randn_like(view) for view in views]
+    (found,) = torch.autograd.grad(views, qkv, cotangents)
+    assert torch.equal(found, torch.stack(cotangents, dim=3))
+    (qkv,), views = inputs((2, 9, 2, 8), torch.float64)
+    cotangents = torch.randn(3, *qkv.shape, dtype=torch.float64)[1].unbind(3)  # packed, in a larger buffer
+    (found,) = torch.autograd.grad(views, qkv, cotangents)
+    assert torch.equal(found, torch.stack(cotangents, dim=3))
+    (qkv,), views = inputs((2, 9, 2, 8), torch.float64)
+    (found,) = torch.autograd.grad(views[1].sum(), qkv)
+    assert torch.equal(found[..., 1, :], torch.ones_like(views[1])) and not found[..., ::2, :].any()
+
+
+def attend_twice(x, key):
+    out, _ = flash._forward(*split_qkv(x * 2), key, 0.3, 0, None)
+    return out + flash.flash_attention(*split_qkv(x), key, 0.3)
+
+
+def recomputed(x, key):
+    return checkpoint(lambda *args: flash._forward(*args)[0], *split_qkv(x * 2), key, 0.3, 0, None, use_reentrant=False)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("layer", [attend_twice, recomputed])
+def test_compiled_equals_eager(layer):
+    (qkv,), key = inputs((2, 9, 2, 8), torch.float32)[0], keys_of(2)
+    eager, compiled = (f(qkv, key) for f in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*(torch.autograd.grad(out, qkv, torch.ones_like(out)) for out in (compiled, eager)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_compiled_backward_copies_no_packed_gradient(packed):
+    called = []
+
+    def keep(graph, example):
+        called.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    (qkv,), key = inputs((2, 9, 2, 8), torch.float32)[0], keys_of(2)
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep)
+    layer = (
+        recomputed if packed else lambda x, key: flash._forward(*map(torch.clone, split_qkv(x)), key, 0.3, 0, None)[0]
+    )
+    torch.autograd.grad(torch.compile(layer, backend=backend, fullgraph=True)(qkv, key).sum(), qkv)
+    copies = [target for target in called[0] if target in (torch.ops.aten.cat.default, torch.ops.aten.stack.default)]
+    assert torch.ops.dtgpt.flash_backward.default in called[0] and bool(copies) is not packed
+
+
+@needs_triton
+def test_the_kernels_in_the_interpreter():
+    cases = "((2, 70, 2, 16), f, 0.3, 3), ((1, 128, 1, 24), f, 0.0), ((1, 1, 1, 16), f, 0.5)"
+    cases += ", ((2, 150, 1, 16), f, 0.3, 0, 'cpu', 0.02), ((1, 128, 2, 16), f, 0.0, 0, 'cpu', 0.2)"
+    cases += ", ((2, 70, 4, 16), f, 0.3, 3, 'cpu', 0.0, 2), ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.0, 1, 150)"
+    cases += ", ((1, 64, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 128), ((2, 1, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 77)"
+    cases += ", ((1, 100, 4, 16), f, 0.3, 0, 'cpu', 0.05, 2), ((1, 70, 2, 16), f, 0.0, 0, 'cpu', 0.0, 2)"
+    code = f"from torch import float32 as f; from tests.support.bodies_flash import interpret; interpret({cases})"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def poison():
+    """New memory is full of NaN and of the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [((2, 1024, 3, 64), BF16, 0.1), ((1, 1024, 2, 64), BF16, 0.0), ((2, 1, 2, 64), BF16, 0.5)]
+SHAPES += [((1, length, 2, 64), BF16, 0.2) for length in (31, 77, 129, 1000, 4095)]
+SHAPES += [((1, 200, 5, 80), BF16, 0.1), ((2, 256, 2, 128), FP16, 0.1), ((1, 100, 2, 16), FP16, 0.0)]
+SHAPES += [((2, 70, 2, 64), FP32, 0.3)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape, dtype, p", SHAPES, ids=str)
+def test_the_kernels_have_the_values_and_gradients_of_float64(shape, dtype, p, poison):
+    check(shape, dtype, p, 3, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kv_heads, columns", [(1, 0), (2, 0), (0, 1500), (2, 1024)])
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("length, width", [(1, 64), (777, 64), (1024, 128)])
+def test_the_kernels_serve_groups_of_heads_and_earlier_columns(length, width, p, kv_heads, columns, poison):
+    check((2, length, 4, width), BF16, p, 3, "cuda", kv_heads=kv_heads, columns=columns)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("documents", [0.003, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize("shape, dtype, p", [case for case in SHAPES if case[0][1] < 4000], ids=str)
+def test_the_kernels_keep_documents_apart(shape, dtype, p, documents, poison):
+    check(shape, dtype, p, 3, "cuda", documents)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_forward_and_backward_draw_the_mask_of_the_reference(p):
+    """With equal scores a query's probabilities are equal; unit vectors as values and gradients show them singly."""
+    length, width, key = 192, 64, keys_of(2)
+    expected = keep_mask(key, [range(7, 10), range(length), range(length)], p).tril()  # [B, N, query, column]
+    for first in range(0, length, width):
+        chosen = torch.eye(length, device="cuda", dtype=BF16)[:, first : first + width]
+        qkv = torch.zeros(2, length, 3, 3, width, device="cuda", dtype=BF16)
+        qkv[..., 2, :] = chosen[None, :, None]
+        out, _ = flash._forward(*split_qkv(qkv.requires_grad_()), key.cuda(), p, 7, None)
+        columns = expected[..., first : first + width].transpose(1, 2)
+        assert torch.equal(out.detach().cpu() != 0, columns)
+        _, _, dv = gradients(out, [qkv], chosen[None, :, None].expand(out.shape))
+        queries = expected[..., first : first + width, :].permute(0, 3, 1, 2)
+        assert torch.equal(dv.cpu() != 0, queries)
+
+
+@pytest.mark.cuda
+def test_large_scores_do_not_overflow():
+    qkv = (100 * torch.randn(1, 300, 2, 3, 64, device="cuda")).to(BF16).requires_grad_()
+    out = flash.flash_attention(*split_qkv(qkv), keys_of(1).cuda(), 0.1)
+    assert error(out, truth(*split_qkv(qkv), keys_of(1).cuda(), 0.1)) < TOLERANCE[BF16]
+    assert torch.autograd.grad(out, qkv, torch.ones_like(out))[0].isfinite().all()
+
+
+@pytest.mark.cuda
+def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys():
+    qkv = torch.randn(2, 256, 4, 3, 64, device="cuda").to(BF16).requires_grad_()
+    keys, others = (keys_of(2, seed).cuda() for seed in (1, 2))
+
+    def attend(qkv, key):
+        return flash.flash_attention(*split_qkv(qkv), key, 0.1)
+
+    def run(key, function=attend):
+        out = function(qkv, key)
+        return out.detach(), *torch.autograd.grad(out, qkv, torch.ones_like(out))
+
+    static = keys.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first, second = run(keys), run(others)
+        compiled = run(keys, torch.compile(attend, fullgraph=True, dynamic=False))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = run(static)
+    for key, expected in ((keys, first), (others, second)):
+        static.copy_(key)
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(compiled, first, strict=True))
+    assert not torch.equal(first[0], second[0])

@@ -1,0 +1,165 @@
+"""How a model is cut into stages, and what comes out of them in a row."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.config.plan import SCHEDULES, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT3_175B, TABLE, GPT2Config
+from dtgpt.parallel.coordinates import RankCoordinates, chunk
+from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, keep_stage
+from tests.support.bodies_shards import CPU, KEY, logits_of_stages
+from tests.support.ranks import pool
+
+TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
+WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
+PLANS = [ResolvedPlan(dp=1, pp=pp, schedule=schedule) for pp in (2, 3, 4) for schedule in SCHEDULES.values()]
+PLANS += [
+    ResolvedPlan(dp=1, pp=2, blocks_per_stage=(9, 3)),
+    ResolvedPlan(dp=1, pp=2, schedule="Interleaved1F1B", stages_per_rank=6),
+]
+
+
+@functools.cache
+def head_cost(config: GPT2Config) -> float:
+    """In blocks, counted from the FLOPs of the named parts."""
+    with torch.device("meta"):
+        block = sum(p.numel() for p in Decoder(replace(config, num_layers=1)).blocks.parameters() if p.dim() > 1)
+    block = 6 * block + 12 * config.hidden_size * config.seq_length
+    return 6 * config.padded_vocab_size * config.hidden_size / block
+
+
+def costs(config: GPT2Config, cut: tuple[int, ...]) -> list[float]:
+    """Of each stage, in blocks."""
+    stages = [float(blocks) for blocks in cut]
+    stages[0] += EMBEDDING_COST
+    stages[-1] += head_cost(replace(config, num_layers=1))
+    return stages
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_stages_have_every_block_once_in_order(plan):
+    config = replace(TINY, num_layers=12)
+    ranges = block_ranges(config, plan)
+    assert len(ranges) == plan.num_stages and all(ranges)
+    assert [block for r in ranges for block in r] == list(range(12))
+    if plan.blocks_per_stage:
+        assert tuple(map(len, ranges)) == plan.blocks_per_stage
+
+
+@pytest.mark.parametrize("config", [TINY, WIDE, GPT2_345M, GPT3_175B], ids=lambda c: f"{c.hidden_size}")
+def test_the_costliest_stage_is_as_cheap_as_can_be(config):
+    for layers, stages in itertools.product(range(1, 9), range(1, 6)):
+        if stages > layers:
+            continue
+        small = replace(config, num_layers=layers)
+        cut = balanced_cut(small, stages)
+        assert len(cut) == stages and sum(cut) == layers and min(cut) >= 1
+        every = [c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers]
+        best = min((max(costs(small, c)), sum(x * x for x in costs(small, c))) for c in every)
+        assert max(costs(small, cut)) == pytest.approx(best[0])
+        assert sum(x * x for x in costs(small, cut)) == pytest.approx(best[1])
+
+
+def test_the_head_of_345m_costs_as_much_as_three_and_a_half_blocks():
+    assert costs(GPT2_345M, (12, 12))[1] - 12 == pytest.approx(3.5, abs=0.1)
+    assert balanced_cut(GPT2_345M, 2) == (14, 10)
+    assert balanced_cut(GPT2_345M, 4) == (7, 7, 7, 3)
+    assert balanced_cut(GPT2_345M, 1) == (24,)
+
+
+def test_a_deep_model_is_cut_at_once():
+    cut = balanced_cut(GPT3_175B, 48)
+    assert sum(cut) == 96 and max(cut) <= 3
+
+
+def test_stages_go_round_the_ranks_in_turn_or_like_the_letter_v():
+    interleaved, zbv = (
+        ResolvedPlan(dp=1, pp=4, schedule=schedule, stages_per_rank=lap)
+        for schedule, lap in (("Interleaved1F1B", 3), ("ZBVZeroBubble", 2))
+    )
+    assert [interleaved.stage_rank(s) for s in range(12)] == [0, 1, 2, 3] * 3
+    assert [zbv.stage_rank(s) for s in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [RankCoordinates(zbv, rank).stages for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [RankCoordinates(interleaved, rank).stages for rank in (0, 3)] == [[0, 4, 8], [3, 7, 11]]
+
+
+@pytest.mark.parametrize("plan", PLANS[:8], ids=lambda plan: plan.name)
+def test_the_parameters_of_all_stages_are_those_of_the_model_by_name(plan):
+    config = replace(TINY, num_layers=8)
+    with torch.device("meta"):
+        whole = {name: p.shape for name, p in unique_parameters(Decoder(config)).items()}
+        parts = [unique_parameters(keep_stage(Decoder(config), stage, plan)) for stage in range(plan.num_stages)]
+    names = [name for part in parts for name in part]
+    assert sorted(names) == sorted([*whole, TABLE])  # the table is on the first and on the last stage
+    assert TABLE in parts[0] and TABLE in parts[-1]
+    assert all(p.shape == whole[name] for part in parts for name, p in part.items())
+    for blocks, part in zip(block_ranges(config, plan), parts, strict=True):
+        held = {int(name.split(".")[1]) for name in part if name.startswith("blocks.")}
+        assert held == set(blocks)
+    assert "embedding.wpe.weight" in parts[0] and "head.ln_f.weight" in parts[-1]
+
+
+def test_stages_in_a_row_are_the_model():
+    """With the dropout keys of the whole model, of which a stage takes those of its blocks."""
+    config = replace(TINY, dropout=0.2)
+    whole = build_model(config, CPU, torch.float32, KEY)
+    keys = torch.arange(3 * config.num_sites * 2).reshape(3, config.num_sites, 2)
+    x = tokens = torch.randint(257, (3, 16))
+    plan = ResolvedPlan(dp=1, pp=4)
+    for stage in range(4):
+        part = keep_stage(build_model(config, CPU, torch.float32, KEY), stage, plan)
+        x = part(x, keys)
+    assert torch.equal(x, whole(tokens, keys))
+    assert not torch.equal(x, whole(tokens))
+
+
+@functools.cache
+def whole_logits(config: GPT2Config, tokens: bytes) -> torch.Tensor:
+    model = build_model(config, CPU, torch.float32, KEY)
+    with torch.no_grad():
+        return model(torch.frombuffer(bytearray(tokens), dtype=torch.int64).reshape(-1, config.seq_length))
+
+
+@pytest.mark.parametrize(
+    "name, world",
+    [
+        ("pp2", 2),
+        ("pp2_gpipe", 2),
+        ("pp2_interleaved", 2),
+        ("pp2_interleaved4", 2),
+        ("pp2_zbv", 2),
+        ("tp2", 2),
+        ("tp2_sp", 2),
+        ("dp2_zero3", 2),
+        ("pp3_zbv", 3),
+        ("tp2_sp_pp2_zbv", 4),
+    ],
+)
+def test_every_layout_of_stages_has_the_logits_of_the_whole_model(recipe, name, world):
+    """Batches of another size than a micro-batch too, as the last one of an evaluation is."""
+    plan = parse_plan(name).for_world(world)
+    config = replace(TINY, num_layers=8)
+    recipe = replace(recipe, model=config, micro_batch_size=2, global_batch_size=2 * 4 * plan.dp)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(257, (size, 16), generator=generator) for size in (2, 3, 1)]
+    answers = pool().run(world, logits_of_stages, recipe, plan, batches)
+    for index, tokens in enumerate(batches):
+        expected = whole_logits(config, tokens.numpy().tobytes())
+        holders = 0
+        for rank, answer in enumerate(answers):
+            place, (logits, row) = RankCoordinates(plan, rank), answer[index]
+            torch.testing.assert_close(row, expected[0, -1], rtol=1e-4, atol=1e-6)
+            assert torch.equal(row, answers[0][index][1])  # bitwise: ranks choose the same token
+            if logits is None:
+                continue
+            holders += 1
+            columns = chunk(range(config.padded_vocab_size), plan.tp, place.tp)
+            part = expected[..., columns.start : columns.stop]
+            torch.testing.assert_close(logits, part, rtol=1e-4, atol=1e-6)
+        assert holders == plan.dp * plan.tp

@@ -1,0 +1,184 @@
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.layers import Context
+from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.planning.activations import block_activations
+from dtgpt.planning.memory import memory_of, stages_in_flight
+from dtgpt.planning.report import describe_plan
+from dtgpt.planning.traffic import bubble, collectives_of
+from dtgpt.train.settle import load_recipe
+from dtgpt.util.errors import UserError
+from tests.support import bodies_dryrun
+from tests.support.ranks import pool
+
+CPU = torch.device("cpu")
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def planned(recipe, plan: str):
+    return replace(recipe, plan=plan, global_batch_size=8, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, recompute):
+    """Every byte but the statistics of the LayerNorms and the weights, which are counted elsewhere."""
+    config = GPT2Config(num_layers=1, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257, dropout=dropout)
+    recipe = replace(recipe, model=config, micro_batch_size=4, recompute=recompute)
+    plan, kept = ResolvedPlan(dp=1), {}
+    settings = replace(recipe.settings(plan, CPU), dtype=dtype)
+    block = build_stages(settings, Mesh(plan, CPU), root_key(1))[0][0].blocks["0"]
+    shapes = {shape for p in block.parameters() for shape in (p.shape, p.t().shape)}
+    keys = fold(root_key(1), torch.arange(4)[:, None], torch.arange(3)) if dropout else None
+    x = torch.randn(4, 128, 64, dtype=dtype, requires_grad=True)
+
+    def keep(tensor):
+        if tensor.shape not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block(x, Context(keys))
+    seen = sum(storage.nbytes() for storage in kept.values())
+    assert settings.attention_backend == ("explicit" if dropout else "sdpa")
+    assert y.requires_grad
+    assert seen == pytest.approx(block_activations(settings), rel=0.06)
+
+
+MESSAGES = ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp", "dp2_tp2_sp_zero2", "tp2_sp_pp2"]
+MESSAGES += ["dp2_pp2", "dp2_pp2_zero3", "dp2_pp2_zbv_zero1", "dp2_pp2_interleaved_zero1"]
+
+
+@pytest.mark.parametrize("plan", MESSAGES)
+def test_the_messages_are_those_that_are_sent(recipe, plan):
+    recipe = replace(planned(recipe, plan), model=replace(recipe.model, num_layers=4))
+    known = parse_plan(plan)
+    known = known.for_world(known.world)
+    seen = pool().run(known.world, bodies_dryrun.messages, recipe)
+    for rank in range(known.world):
+        expected: dict[str, int] = {}
+        for c in collectives_of(recipe.settings(known, CPU), rank):
+            if c.kind != "send":
+                kind = c.kind.replace("-", "_")
+                expected[kind] = expected.get(kind, 0) + c.count
+        assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
+
+
+@pytest.mark.parametrize("plan", ["dp2_zero3", "tp2", "pp2"])
+def test_the_weights_on_each_rank_are_what_the_plan_says(recipe, plan):
+    recipe = planned(recipe, plan)
+    seen = pool().run(2, bodies_dryrun.memory_of_weights, recipe)
+    settings = recipe.settings(parse_plan(plan).for_world(2), CPU)
+    assert seen == [memory_of(settings, rank).weights for rank in range(2)]
+
+
+def test_activations_in_flight_grow_towards_the_first_stage():
+    plan = parse_plan("pp4")
+    assert [stages_in_flight(plan, 8, pp) for pp in range(4)] == [4, 3, 2, 1]
+    assert [stages_in_flight(plan, 2, pp) for pp in range(4)] == [2, 2, 2, 1]
+    assert stages_in_flight(parse_plan("pp4_gpipe"), 8, 3) == 8
+    assert stages_in_flight(parse_plan("pp4_zbv"), 8, 0) == stages_in_flight(parse_plan("pp4_zbv"), 8, 3) == 8
+
+
+def test_more_micro_batches_and_more_stages_per_rank_shrink_the_bubble():
+    assert bubble(parse_plan("pp4"), 4) == 3 / 7 and bubble(parse_plan("pp4"), 12) == 3 / 15
+    assert bubble(parse_plan("pp4_interleaved"), 12) == 3 / 27
+    assert bubble(parse_plan("pp4_zbv"), 12) == 0 and bubble(parse_plan("pp4_zbv"), 6) is None
+
+
+def test_the_175b_layout_is_planned_in_seconds_and_little_memory():
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", MEASURED, str(RECIPES / "gpt3_175b.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - begin < 30  # 10 on a machine of one's own
+    assert "128 ranks = pp 16 x dp 1 x tp 8" in done.stdout and "fits" in done.stdout
+    assert int(done.stderr.split()[-1]) < 2 * 2**20  # KiB
+
+
+MEASURED = """
+import resource, sys
+from dtgpt.cli import main
+try:
+    main(["plan", sys.argv[1], "--world", "128", "--gpu", "H200"])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+def test_a_model_that_is_too_large_does_not_fit(recipe):
+    report = describe_plan(planned(recipe, "single"), None, "0.0001")
+    assert "DOES NOT FIT" in report
+
+
+@pytest.mark.parametrize(
+    "gpu, words",
+    [
+        ("3090", "did you mean RTX3090? use one of B200, "),
+        ("4090", "did you mean RTX4090?"),
+        ("1025", "GiB, up to 1024, such as --gpu 80"),
+        ("H20O", "did you mean H200?"),
+        ("80TB", "use one of B200, "),
+        *((gpu, "use one of B200, ") for gpu in ("-1", "nan", "inf", "", "0", "?", "9" * 1000)),
+    ],
+)
+def test_an_unknown_gpu_is_refused(recipe, gpu, words):
+    with pytest.raises(UserError) as error:
+        describe_plan(planned(recipe, "single"), None, gpu)
+    assert words in str(error.value) and str(error.value).startswith("--gpu ") and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "gpu, words",
+    [
+        ("80", "the device has 80.00 GiB"),
+        ("80GiB", "the device has 80.00 GiB"),
+        ("0.5 gib", "the device has 512.0 MiB"),
+        ("85.89934592GB", "the device has 80.00 GiB"),
+        ("RTX 3090", "RTX3090 has 23.60 GiB"),
+        ("nvidia geforce rtx-3090", "RTX3090 has 23.60 GiB"),
+        ("a100-40gb", "A100-40GB has 39.40 GiB"),
+    ],
+)
+def test_a_gpu_is_a_name_or_a_size(recipe, gpu, words):
+    assert describe_plan(planned(recipe, "single"), None, gpu).endswith(words)
+
+
+@pytest.mark.parametrize(
+    "plan, world, words",
+    [
+        ("tp2", 3, ["needs tp=2 = 2 processes for each replica, but --world is 3", "use --world 2 or 4"]),
+        ("dp2_tp2", 3, ["= 4 processes, but --world is 3; use --world 4"]),
+        ("dp1", 2, ["= 1 process, but --world is 2; use --world 1, or use dp2 with 2"]),
+    ],
+)
+def test_a_plan_for_another_world_speaks_of_the_option(recipe, plan, world, words):
+    with pytest.raises(UserError) as error:
+        describe_plan(replace(recipe, plan=plan), world, None)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "started" not in str(error.value) and "torchrun" not in str(error.value)
+
+
+@pytest.mark.parametrize("plan, world", [("tp8_pp16_sp", 128), ("dp16_tp8_pp16_sp_zero1", 2048)])
+def test_the_report_fits_80_columns(monkeypatch, plan, world):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = replace(load_recipe(RECIPES / "gpt3_175b.py", []), plan=plan, rampup_batch_size=None)
+    lines = describe_plan(recipe, world, "H200").splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith("ranks ") for line in lines)
+
+
+def test_small_models_are_counted_exactly(recipe):
+    report = describe_plan(planned(recipe, "single"), None, "H200")
+    assert f" {recipe.model.num_parameters:,} " in report and " 0.0 M" not in report

@@ -1,0 +1,222 @@
+"""The benchmarks of whole steps, at sizes at which nothing is worth measuring: they run, and they count right."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
+from tests.support.ranks import pool
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = str(ROOT / "benchmarks")
+SMALL = [
+    "--model", "tiny", "--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16",
+    "--device", "cpu", "--micro_batch_size", "2", "--steps", "4", "--warmup", "1",
+]  # fmt: skip
+NANOGPT = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(config.vocab_size, 8), nn.Linear(8, config.vocab_size))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+
+    def forward(self, x, targets):
+        logits = self.body(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.fixture
+def small(text, monkeypatch):
+    """Arguments of a tiny run; the scripts can be imported."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return [*SMALL, "--data.path", str(text), "--data.tokenizer", "bytes"]
+
+
+def call(main, name: str, arguments: list[str], monkeypatch) -> int:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return main()
+
+
+def test_one_command_compares_plans(small, tmp_path, monkeypatch, capfd):
+    import train_step
+
+    file = tmp_path / "results.json"
+    plans = ["--plans", "single", "dp2", "--micro_batches", "2", "--dropout", "0.1", "--json", str(file)]
+    code = call(train_step.main, "train_step.py", [*small, *plans], monkeypatch)
+    printed = capfd.readouterr()
+    assert code == 0, printed.err
+    single, dp2 = json.loads(file.read_text())
+    assert [single["plan"], dp2["plan"]] == ["single", "dp2"]
+    assert [single["batch"], dp2["batch"]] == [[1, 2, 2], [2, 2, 2]]
+    assert single["recipe"]["model"]["dropout"] == 0.1
+    for r, gpus in ((single, 1), (dp2, 2)):
+        assert r["gpus"] == gpus and r["host"] > 0 and r["allocated"] > 0 and r["loss"] > 0
+        assert r["tokens_per_second"] == pytest.approx(gpus * 2 * 2 * 16 / r["step"])
+        assert r["per_gpu"] == pytest.approx(r["tokens_per_second"] / gpus)
+    row = next(line for line in printed.out.splitlines() if line.startswith("dp2"))
+    assert f"{dp2['per_gpu'] / single['per_gpu']:.1%}" in row
+
+
+def test_settings_take_turns_and_operators_are_listed(small, monkeypatch, capsys):
+    import train_step
+
+    steps = ["--steps", "8", "--profile", "--against", "--micro_batch_size 4 --global_batch_size 4"]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", *small, *steps])
+    results = train_step.work("single", *train_step.parse())
+    assert [r["plan"] for r in results] == ["single", "single --micro_batch_size 4 --global_batch_size 4"]
+    assert [r["batch"] for r in results] == [[1, 1, 2], [1, 1, 4]]
+    assert all(len(r["rounds"]) == 8 // train_step.ROUND for r in results)
+    assert "aten::mm" in capsys.readouterr().out
+    assert "single" in train_step.table(results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--plan", "tp3"], "model.num_heads=2 cannot be split over tp=3; use 1 or 2"),
+        (["--bogus", "3"], "there is no option --bogus; see --help for the list"),
+    ],
+)
+def test_what_cannot_run_is_told_before_anything_starts(small, arguments, sentence, monkeypatch, capsys):
+    import train_step
+
+    assert call(train_step.main, "train_step.py", [*small, *arguments], monkeypatch) == 2
+    assert capsys.readouterr().err.strip() == sentence
+
+
+def test_the_floor_adds_up(small, monkeypatch, capsys):
+    import train_step
+
+    parts = train_step.floor(GPT2_345M, samples=16)
+    assert sum(parts.values()) == pytest.approx(66.4e-3, rel=1e-3)
+    assert sum(train_step.FORWARD.values()) == 17 and sum(train_step.BACKWARD.values()) == 27
+    twice = train_step.floor(GPT2_345M, samples=32)
+    assert [twice[name] / parts[name] for name in parts] == pytest.approx([2, 2, 2, 2, 1])
+    weights = GPT2_124M.num_parameters - GPT2_124M.seq_length * GPT2_124M.hidden_size
+    products = train_step.floor(GPT2_124M, samples=1)["matrix products"] * train_step.MATRIX_RATE
+    assert products == pytest.approx(6 * weights * GPT2_124M.seq_length, rel=2e-3)  # but for biases and LayerNorms
+    arguments = ["--model", str(ROOT / "recipes" / "gpt2_345m.py"), "--floor"]
+    assert call(train_step.main, "train_step.py", arguments, monkeypatch) == 0
+    assert "246,7" in capsys.readouterr().out
+
+
+def test_nanogpt_takes_turns_with_ours(small, tmp_path, monkeypatch, capsys):
+    import against_nanogpt
+
+    (tmp_path / "model.py").write_text(NANOGPT)
+    arguments = [*small, "--micro_batches", "2", "--nanogpt", str(tmp_path)]
+    assert call(against_nanogpt.main, "against_nanogpt.py", arguments, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "nanoGPT" in printed and "x as fast" in printed
+    arguments[-1] = str(tmp_path / "nowhere")
+    assert call(against_nanogpt.main, "against_nanogpt.py", arguments, monkeypatch) == 2
+    assert "has no model.py" in capsys.readouterr().err
+
+
+def tensor_parallel(arguments: list[str]) -> int:
+    sys.path.insert(0, BENCHMARKS)
+    sys.argv = ["tensor_parallel.py", *arguments]
+    from tensor_parallel import main
+
+    return main()
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+def test_tensor_parallelism_by_hand_has_the_gradients_of_dtensor(small, dropout):
+    assert pool().run(2, tensor_parallel, [*small, "--dropout", dropout]) == [0, 0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize("bound, within", [("32", True), ("-1", False)])
+def test_what_random_samples_keep_in_memory_is_bounded(monkeypatch, capsys, bound, within):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import mapped_memory
+
+    small = ["--gib", "0.07", "--windows", "1500", "--batch", "2", "--bound_mib", bound]
+    assert call(mapped_memory.main, "mapped_memory.py", small, monkeypatch) == (0 if within else 1)
+    assert (f"within {bound} MiB" if within else f"ABOVE {bound} MiB") in capsys.readouterr().out
+
+
+def plans(arguments: list[str]) -> list[tuple]:
+    sys.path.insert(0, BENCHMARKS)
+    sys.argv = ["plans.py", *arguments]
+    from plans import main
+
+    return [(r["plan"], r["batch"], r["gpus"], r["step"] > 0, r["loss"]) for r in main()]
+
+
+def test_several_plans_are_measured_in_one_process_group(small):
+    wanted = ["--plans", "dp2", "tp2_sp", "--micro_batches", "2", "--dropout", "0"]
+    for found in pool().run(2, plans, [*small, *wanted]):
+        (dp, *dp_sizes, _), (tp, *tp_sizes, _) = found
+        assert (dp, *dp_sizes) == ("dp2", [2, 2, 2], 2, True) and (tp, *tp_sizes) == ("tp2_sp", [1, 2, 2], 2, True)
+
+
+def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
+    import curve
+
+    small = [*small[: small.index("--warmup")], *small[small.index("--warmup") + 2 :]]
+    call(curve.main, "curve.py", small, monkeypatch)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" against")[0].strip() for line in printed[:2]] == ["captured", "uncaptured again"]
+    assert all("largest 0.0e+00" in line for line in printed[:2])  # on a CPU all three are the same run
+    first, last = printed[2].removeprefix("losses ").split(",")[0].split(" -> ")
+    assert float(last) < float(first)
+
+
+@pytest.mark.parametrize("changes", [[], ["--at_once"]])
+def test_the_stall_of_a_save_is_told_beside_its_whole_time(small, tmp_path, monkeypatch, capsys, changes):
+    import checkpoint
+
+    small = [*small[: small.index("--steps")], *small[small.index("--warmup") :]]
+    words = [*small, "--rounds", "1", "--folder", str(tmp_path / "saved"), *changes]
+    call(checkpoint.main, "checkpoint.py", words, monkeypatch)
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert printed[0].split()[:3] == ["stall", "total", "load"]
+    rows = {line[:20].strip(): [float(word) for word in line[20:].split()[:3]] for line in printed[1:5]}
+    assert list(rows) == ["dtgpt, background", "torch.save, sync", "DCP, sync", "DCP, async thread"]
+    assert all(stall == total for name, (stall, total, _) in rows.items() if name.endswith("sync"))
+    assert all(stall <= total for stall, total, _ in rows.values())
+    assert printed[5].startswith("dtgpt, background against DCP, async thread: stall ")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_save_is_measured_until_the_weights_may_change(monkeypatch):
+    """The copy takes 0.4 s, in which a pass of 0.1 s is done, then the files 0.2 s more."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from types import SimpleNamespace
+
+    import checkpoint
+
+    begin = time.monotonic()
+
+    def until(seconds: float) -> None:
+        time.sleep(max(0.0, begin + seconds - time.monotonic()))
+
+    training = SimpleNamespace(
+        gradients=lambda: until(0.1), mesh=SimpleNamespace(device=torch.device("cpu"), gather=lambda _: None)
+    )
+    way = checkpoint.Way(lambda: None, lambda: until(0.4), lambda: until(0.6))
+    times = checkpoint.stall_and_total(training, way, at_once=False)
+    assert 0.15 < times["stall"] < 0.35 and 0.58 < times["total"] < 1.5

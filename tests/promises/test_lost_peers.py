@@ -1,0 +1,168 @@
+"""A process that dies at any point from the meeting of the ranks on: the others end in one sentence."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 2  # seconds, of the run
+# What a rank is in when it dies.
+POINTS = {
+    "the agreement": "dtgpt.parallel.launch.code_digests",
+    "making the mesh": "dtgpt.parallel.mesh.init_device_mesh",
+    "verifying the checkpoint": "dtgpt.checkpoint.manifest.Checkpoint.problem",
+    "reading the data": "dtgpt.train.startup.read_dataset",
+    "building the model": "dtgpt.train.trainer.build_stages",
+    "loading the checkpoint": "dtgpt.train.loop.load_training",
+    "the first step": "dtgpt.train.trainer.Trainer.train_step",
+    "the second step": "dtgpt.optim.update.Update.apply",
+}
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_to_meet_and_die(*_, **__):
+    """Rank 0 opens the place where all meet, then dies."""
+    import torch.distributed as dist
+
+    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=True, wait_for_workers=False)
+    time.sleep(1)
+    die()
+
+
+def hang(*_, **__):
+    time.sleep(600)
+
+
+# By name: what each rank calls in place of a function; a rank that is None never starts.
+CASES = {f"rank {r} dies in {what}": {r: (point, die)} for what, point in POINTS.items() for r in (0, 1)}
+CASES["rank 0 never starts"] = {0: None}
+CASES["rank 1 never starts"] = {1: None}
+CASES["rank 0 dies before the others join"] = {0: ("torch.distributed.init_process_group", begin_to_meet_and_die)}
+CASES["rank 0 never comes to torchrun's store"] = {0: None}
+CASES["rank 1 dies in the first step of a pipeline"] = CASES["rank 1 dies in the first step"]
+CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the first step"]
+CASES["rank 1 hangs"] = {1: ("dtgpt.train.trainer.Trainer.train_step", hang)}
+
+
+def rank(index: int, folder: Path, port: int, words: list[str], change: tuple | None, store: bool) -> int:
+    """Fork one rank; returns its id. `store`: the place to meet is that of torchrun."""
+    child = os.fork()
+    if child:
+        return child
+    with suppress(BaseException):
+        os.chdir(folder)
+        log = os.open(f"log-{index}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if store:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        from dtgpt.cli import main
+
+        with mock.patch(*change) if change else nullcontext():
+            try:
+                main(["train", str(ROOT / "recipes" / "gpt2_tiny.py"), *words])
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(end.code or 0)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+    os._exit(99)
+
+
+def outcome(folder: Path, words: list[str], case: dict) -> dict:
+    """Exit codes and outputs of the ranks that did not die of the case, and the seconds until all have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = "torchrun" in str(folder)
+    if store:
+        import torch.distributed as dist
+
+        kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # noqa: F841
+    begin = time.monotonic()
+    started = [i for i in range(2) if case.get(i, ()) is not None]
+    pids = {i: rank(i, folder, port, words, case.get(i), store) for i in started}
+    codes = {}
+    while set(codes) < set(pids) - ({1} if "rank 1 hangs" in str(folder) else set()):
+        pid, status = os.wait()
+        index = next(i for i, theirs in pids.items() if theirs == pid)
+        codes[index] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() - begin > 60:
+            break
+    seconds = time.monotonic() - begin
+    for index in set(pids) - set(codes):
+        os.kill(pids[index], signal.SIGKILL)
+        os.waitpid(pids[index], 0)
+    return {i: {"code": codes[i], "out": (folder / f"log-{i}").read_text()} for i in codes if i not in case} | {
+        "seconds": seconds
+    }
+
+
+def drive(root: Path) -> None:
+    """All cases, a line of JSON for each."""
+    options = {
+        "data.tokenizer": "bytes", "model.num_layers": 2, "model.hidden_size": 16, "model.num_heads": 2,
+        "model.seq_length": 16, "steps": 4, "global_batch_size": 2, "micro_batch_size": 1, "device": "cpu",
+        "log.sample_tokens": 0, "log.eval_interval": 0, "checkpoint.interval": 0, "plan": "tp2", "timeout": TIMEOUT,
+    }  # fmt: skip
+    words = [w for k, v in options.items() for w in (f"--{k}", str(v))]
+    first = root / "first"
+    first.mkdir()
+    outcome(first, [*words, "--steps", "1"], {})
+    for number, (name, case) in enumerate(CASES.items()):
+        folder = root / f"{number} {name}"
+        folder.mkdir()
+        subprocess.run(["cp", "-r", str(first / "runs"), str(folder)], check=True)
+        more = ["--resume", "auto"] if "checkpoint" in name else []
+        more += ["--plan", "pp2"] if "pipeline" in name else ["--plan", "zero3"] if "zero3" in name else []
+        print(json.dumps({"name": name, **outcome(folder, [*words, *more], case)}))
+
+
+def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
+    command = [sys.executable, "-m", "tests.promises.test_lost_peers", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() == CASES.keys()
+    for name, line in found.items():
+        seconds = line.pop("seconds")
+        ((_, left),) = line.items()
+        assert left["code"] == 2 and "Traceback" not in left["out"], name + left["out"]
+        last = left["out"].splitlines()[-1]
+        if "starts" in name or "comes" in name or "join" in name:
+            words = ["the processes did not find each other"]
+        elif "hangs" in name:
+            words = [f"another process of the run did not answer within timeout={TIMEOUT} s"]
+        elif name.startswith("rank 0 dies in the agreement"):
+            words = ["process"]  # the other has perhaps not met it yet
+        else:
+            words = ["another process of the run ended; see what it says, and start the run again"]
+        assert last.startswith("dtgpt: ") and all(word in last for word in words), name + left["out"]
+        assert seconds < 3 * TIMEOUT + 5, name
+
+
+if __name__ == "__main__":
+    import torch
+    import torch._dynamo
+
+    import dtgpt.cli
+    import dtgpt.train.loop
+
+    torch.set_num_threads(1)
+    dtgpt.cli.RANK_0_FIRST = 0
+    sys.stdout.reconfigure(line_buffering=True)
+    drive(Path(sys.argv[1]))

@@ -1,0 +1,192 @@
+"""What a run leaves on the disk, and going on from it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+import dtgpt.checkpoint.staging
+from dtgpt.checkpoint.manifest import list_checkpoints
+from dtgpt.run.folder import RunLock, run_to_resume
+from dtgpt.train.loop import train
+from dtgpt.util.errors import UserError
+from tests.support.bodies_checkpoint import change_state
+from tests.support.runs import change, losses, newest_run
+
+
+def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
+    recipe = change(recipe, optimizer={"decay_steps": 10})
+    train(recipe)
+    whole = newest_run(recipe)
+    train(change(recipe, steps=5, runs=str(tmp_path / "halves")))
+    half = tmp_path / "halves" / "test-001"
+    assert list(losses(half)) == [1, 2, 3, 4, 5]
+    train(change(recipe, resume=str(half)))
+    assert losses(half) == losses(whole)
+    for name in ("weights", "optimizer"):
+        file = f"checkpoints/step_00000010/{name}-00000-000.safetensors"
+        assert (half / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_resume_goes_on_with_the_next_sample_under_another_batch_size(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    train(change(recipe, steps=6, global_batch_size=16, resume=str(run)))
+    state = json.loads((run / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["consumed_samples"] == 5 * 8 + 16
+
+
+def test_checkpoints_are_kept_as_told(recipe):
+    train(change(recipe, checkpoint={"interval": 2, "keep_last": 3}))
+    names = [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")]
+    assert names == ["step_00000006", "step_00000008", "step_00000010"]
+
+
+def test_a_full_disk_costs_a_checkpoint_not_the_run(recipe, monkeypatch, capsys):
+    write = dtgpt.checkpoint.staging.write_file
+
+    def sometimes_full(path, pieces, data):
+        if "step_00000006" in str(path) and "optimizer" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, pieces, data)
+
+    monkeypatch.setattr(dtgpt.checkpoint.staging, "write_file", sometimes_full)
+    assert train(change(recipe, checkpoint={"interval": 3, "keep_last": 0})) == 0
+    folder = newest_run(recipe) / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000003", "step_00000009", "step_00000010"]
+    assert (folder / "latest").read_text() == "step_00000010\n"
+    err = capsys.readouterr().err
+    assert "no checkpoint of step 6" in err and "No space left on device" in err and "training goes on" in err
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    monkeypatch.setattr(dtgpt.checkpoint.staging, "write_file", full)
+    with pytest.raises(
+        UserError, match=r"no checkpoint of step 10.*No space left.*free space there; to go on, add --resume"
+    ):
+        train(change(recipe, resume=str(run)))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_00000005"]
+
+
+def test_a_run_belongs_to_one_process(recipe):
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    with RunLock() as lock, pytest.raises(UserError, match="being trained by another process"):
+        lock.take(run)
+        train(change(recipe, resume=str(run)))
+    assert train(change(recipe, resume=str(run))) == 0
+
+
+def test_a_resume_says_what_has_changed(recipe, capsys):
+    train(change(recipe, steps=5))
+    capsys.readouterr()
+    train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
+    out = capsys.readouterr().out
+    assert "resuming; optimizer.decay_steps 5 -> 6; steps 5 -> 6; seed 1234 -> 7\n" in out
+
+
+@pytest.mark.parametrize("held_out, told", [(0.05, False), (0.06, True)])
+def test_a_run_of_an_older_version_goes_on_with_its_text(recipe, text, held_out, told, capsys):
+    """Whose digest of a text was that of its settings and documents, and not that of its tokens."""
+    recipe = change(recipe, steps=5, data={"held_out": 0.05})
+    train(recipe)
+    run = newest_run(recipe)
+    settings = {"format": 1, "tokenizer": "bytes", "bpe_vocab_size": recipe.data.bpe_vocab_size, "held_out": held_out}
+    former = hashlib.sha256(json.dumps([settings, [text.read_text()]]).encode()).hexdigest()
+    change_state(run / "checkpoints" / "step_00000005", {"data_digest": former})
+    train(change(recipe, steps=6, resume=str(run)))
+    assert ("is not the one that" in capsys.readouterr().err) is told
+
+
+def test_a_file_system_without_locks_is_no_obstacle(recipe, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert train(change(recipe, steps=2)) == 0
+    assert "cannot be locked" in capsys.readouterr().err
+
+
+def test_only_our_own_checkpoints_are_read_and_removed(recipe):
+    train(change(recipe, steps=2, checkpoint={"interval": 1}))
+    run = newest_run(recipe)
+    folder = run / "checkpoints"
+    (folder / "step_00000001").rename(folder / "step_00000001-mine")
+    (folder / ".partial-step_00000009-1").mkdir()
+    (folder / "step_99").write_text("a file")
+    assert train(change(recipe, resume=str(run), checkpoint={"interval": 1, "keep_last": 1})) == 0
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"step_00000001-mine", "step_99", "step_00000010", "latest"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[]", "5", '{"model": 5}', '{"model": {}}', '{"step": "x"}', '{"step": -1}', '{"data_digest": null}'],
+)
+def test_a_state_that_is_no_state_is_refused(recipe, content):
+    """Also where its digest is right."""
+    train(change(recipe, steps=2))
+    run = newest_run(recipe)
+    folder = run / "checkpoints" / "step_00000002"
+    if content.startswith('{"'):
+        change_state(folder, json.loads(content))
+    else:
+        (folder / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"step_00000002/state\.json is damaged .*no other checkpoint is left"):
+        train(change(recipe, resume=str(run)))
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "groups, damage, words",
+    [
+        ({"resume": "nowhere"}, None, ["nowhere does not exist"]),
+        ({"model": {"num_layers": 3}}, None, ["another model", "num_layers 2 there, 3 here"]),
+        ({"data": {"tokenizer": "bpe", "bpe_vocab_size": 257}}, None, ["another tokenizer"]),
+        ({"steps": 3}, None, ["already done 5 steps", "--steps"]),
+        ({}, "weights-00000-000.safetensors", ["weights-00000-000.safetensors is damaged", "bytes", "no other"]),
+        ({}, "state.json", ["state.json is damaged", "JSON", "no other checkpoint is left"]),
+    ],
+)
+def test_a_resume_that_cannot_work_is_refused_and_changes_nothing(recipe, text, groups, damage, words):
+    text.write_text(text.read_text() + "éé" * 200)  # so that a BPE differs from bytes
+    train(change(recipe, steps=5))
+    run = newest_run(recipe)
+    if damage:
+        halve(run / "checkpoints" / "step_00000005" / damage)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UserError) as error:
+        train(change(recipe, **{"resume": str(run), **groups}))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_resume_from_within_a_run_takes_the_path_for_what_it_is(recipe, monkeypatch):
+    train(change(recipe, steps=2))
+    run = newest_run(recipe).resolve()
+    checkpoints, step = run / "checkpoints", run / "checkpoints" / "step_00000002"
+    (checkpoints / "notes").mkdir()
+
+    def found(folder, path):
+        monkeypatch.chdir(folder)
+        return run_to_resume(path, Path(recipe.runs), recipe.name)
+
+    assert found(checkpoints, "..") == found(step, "../..") == (run, None)
+    assert found(step, ".") == found(checkpoints / "notes", "../step_00000002") == (run, step)
+    for folder, path in ((step, ".."), (checkpoints, "."), (run, ".."), (run, "checkpoints/..//..")):
+        with pytest.raises(UserError, match=r"is not a run folder \(it has no recipe.json\)"):
+            found(folder, path)
+    for folder, path in ((checkpoints / "notes", "."), (run, "checkpoints/notes")):
+        with pytest.raises(
+            UserError, match=r"notes is neither a run nor a checkpoint; give .*, or one of step_00000002$"
+        ):
+            found(folder, path)

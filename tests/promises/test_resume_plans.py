@@ -1,0 +1,82 @@
+"""A run that one plan began goes on under another."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dtgpt
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import CheckpointConfig
+from dtgpt.run.sinks import read_records
+from dtgpt.train.loop import train
+from tests.support.bodies_train import train_until
+from tests.support.ranks import pool
+from tests.support.runs import change, losses, newest_run
+
+
+@pytest.fixture
+def recipe(recipe):
+    shape = {"num_layers": 4, "num_heads": 4}
+    return change(recipe, model=shape, micro_batch_size=2, steps=6, log={"eval_interval": 6, "eval_samples": 7})
+
+
+def world_of(plan: str) -> int:
+    return parse_plan(plan).world
+
+
+PAIRS = [
+    ("dp2_zero3", "tp2_pp2"),
+    ("pp2_zbv", "dp4_zero1"),
+    ("single", "pp2_zbv"),  # both ends of the model, which share a weight, are on one rank
+    ("tp4_sp", "single"),
+    ("dp4", "pp2_interleaved_dp2_zero2"),
+    ("dp2_pp2_zbv_zero2", "dp2_pp2_zbv_zero2"),
+]
+
+
+@pytest.mark.parametrize("before, after", PAIRS)
+def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, tmp_path, before, after):
+    """A signal to one rank stops all of them, at the same step. Held-out loss and sample are those of one process."""
+    train(replace(recipe, plan="single"))
+    whole = newest_run(recipe)
+    recipe = replace(recipe, runs=str(tmp_path / "parted"), plan=before)
+    world = world_of(before)
+    assert pool().run(world, train_until, recipe, 3, world - 1) == [128 + 15] * world
+    run = newest_run(recipe)
+    assert list(losses(run)) == [1, 2, 3]
+    assert pool().run(world_of(after), train, replace(recipe, plan=after, resume=str(run))) == [0] * world_of(after)
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
+    assert list(losses(run).values()) == pytest.approx(list(losses(whole).values()), rel=1e-5)
+    held_out = [[r["valid_loss"] for r in read_records(r / "metrics.jsonl") if "valid_loss" in r] for r in (run, whole)]
+    assert len(held_out[0]) == 1 and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+    samples = [(r / "samples" / "step_00000006.txt").read_bytes() for r in (run, whole)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("plan, world", [("zero1", 1), ("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
+def test_zero_with_one_replica_is_the_plan_without_it(recipe, tmp_path, capsys, plan, world):
+    """And goes on under it, from its own checkpoint."""
+    train(replace(recipe, plan="single"))
+    whole = losses(newest_run(recipe))
+    recipe = replace(recipe, runs=str(tmp_path / "zero"), plan=plan, checkpoint=CheckpointConfig(interval=3))
+    capsys.readouterr()
+    for part in (replace(recipe, steps=3, optimizer=replace(recipe.optimizer, decay_steps=6)), recipe):
+        part = replace(part, resume="auto" if part is recipe else None)
+        codes = [train(part)] if world == 1 else pool().run(world, train, part)
+        assert codes == [0] * world
+    assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
+    if world == 1:
+        told = capsys.readouterr()
+        assert told.err.count(f"ZeRO-{plan[-1]} shards over replicas, and there is only one") == 2
+        assert "plan    single\n" in told.out
+
+
+@pytest.mark.parametrize("plan", ["zero3", Plan(zero=2)])
+def test_a_model_is_loaded_under_zero_on_one_process(recipe, capsys, plan):
+    train(replace(recipe, steps=1))
+    tokens = torch.arange(8).view(1, 8)
+    logits = dtgpt.load(newest_run(recipe), plan=plan, device="cpu")(tokens)
+    assert torch.equal(logits, dtgpt.load(newest_run(recipe), device="cpu")(tokens))
+    assert "there is only one" in capsys.readouterr().err

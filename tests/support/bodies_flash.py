@@ -1,0 +1,110 @@
+"""What tests of flash attention do in Triton's interpreter and on a GPU."""
+
+import torch
+from torch import Tensor
+
+from dtgpt.data.document_masks import document_bounds
+from dtgpt.ops.attention import flash
+from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.random.dropout import LEVELS, keep_mask, threshold
+from dtgpt.ops.random.philox import fold, root_key
+
+# ‖out - ref‖ / ‖ref‖: the probabilities are rounded to the dtype once, gradients twice.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def keys_of(samples: int, seed: int = 5, device: str = "cpu") -> Tensor:
+    """Keys `[B, 2]` as the model has them: a slice of those of many sites."""
+    return fold(root_key(seed), torch.arange(samples)[:, None], torch.arange(3)).to(device)[:, 1]
+
+
+def inputs(
+    shape: tuple, dtype: torch.dtype, device: str = "cpu", kv_heads: int = 0, columns: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(leaves, q, k, v) for a q of `shape` (B, T, N, D): views of one packed leaf, or three leaves where k and v have
+    `kv_heads` or `columns` of their own."""
+    batch, length, heads, size = shape
+    if not kv_heads and not columns:
+        qkv = torch.randn(batch, length, heads, 3, size).to(dtype).to(device).requires_grad_()
+        return [qkv], list(split_qkv(qkv))
+    other = batch, columns or length, kv_heads or heads, size
+    leaves = [torch.randn(s).to(dtype).to(device).requires_grad_() for s in (shape, other, other)]
+    return leaves, leaves
+
+
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int = 0, ends: Tensor | None = None
+) -> Tensor:
+    """In float64, head by head and from the definition. ends: bool `[B, T]`, the last tokens of documents."""
+    (batch, length, heads, width), columns = q.shape, k.shape[1]
+    group, first, out = heads // k.shape[2], columns - length, []
+    for sample in range(batch):
+        causal = torch.ones(columns, columns, dtype=torch.float64, device=q.device).tril()
+        if ends is not None:
+            for last in ends[sample].nonzero().flatten().tolist():
+                causal[last + 1 :, : last + 1] = 0
+        for head in range(heads):
+            keys, values = (x[sample, :, head // group].double() for x in (k, v))
+            scores = (q[sample, :, head].double() @ keys.T / width**0.5).masked_fill(causal[first:] == 0, float("-inf"))
+            weights = torch.exp(scores - scores.amax(1, keepdim=True))
+            weights = weights / weights.sum(1, keepdim=True)
+            if key is not None:
+                ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
+                kept = keep_mask(key[sample], ranges, p)[0]
+                weights = weights * kept * LEVELS / (LEVELS - threshold(p))
+            out.append(weights @ values)
+    return torch.stack(out).unflatten(0, (batch, heads)).transpose(1, 2)
+
+
+def gradients(out: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """dq, dk, dv; leaves: as of `inputs`."""
+    found = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+    assert all(t.shape == leaf.shape and t.is_contiguous() for t, leaf in zip(found, leaves, strict=True))
+    return list(found if len(found) == 3 else found[0].unbind(3))
+
+
+def error(found: Tensor, true: Tensor) -> float:
+    assert not found.isnan().any()
+    return ((found - true).norm() / true.norm().clamp(min=1e-300)).item()
+
+
+def check(
+    shape: tuple, dtype: torch.dtype, p: float, head_start: int = 0, device: str = "cpu", documents: float = 0.0,
+    kv_heads: int = 0, columns: int = 0,
+) -> None:  # fmt: skip
+    """`flash._forward` and its gradients; shape, kv_heads, columns: as of `inputs`. documents: the share of tokens that
+    end one."""
+    batch, length, *_ = shape
+    leaves, qkv = inputs(shape, dtype, device, kv_heads, columns)
+    cotangent = torch.randn(shape).to(dtype).to(device)
+    key = keys_of(batch, device=device) if p else None
+    ends = torch.rand(batch, length, device=device) < documents if documents else None
+    out, _ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
+    assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
+    found = gradients(out, leaves, cotangent)
+    wide = [t.detach().double().requires_grad_() for t in qkv]
+    true = truth(*wide, key, p, head_start, ends)
+    assert error(out, true) < TOLERANCE[dtype]
+    for name, one, other in zip("qkv", found, torch.autograd.grad(true, wide, cotangent.double()), strict=True):
+        assert one.dtype == dtype
+        if name == "v" or ((columns or length) > 1 and documents < 1):  # one column has the probability 1
+            assert error(one, other) < TOLERANCE[dtype], name
+        else:
+            assert one.abs().max() < 0.05
+
+
+def interpret(*cases: tuple) -> None:
+    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor, scope):  # numpy 2.4 makes no number of an array of one element, as the interpreter expects
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index
+    for op in (flash._forward, flash._backward):
+        op._backend_fns["cpu"] = op._backend_fns["cuda"]
+    for case in cases:
+        check(*case)

@@ -1,0 +1,134 @@
+"""What the ranks of tests of shards and pipelines do: functions importable by name."""
+
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtgpt.models.decoder
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.recipe import Recipe
+from dtgpt.models.batch import Batch
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import TABLE, GPT2Config
+from dtgpt.ops.random.philox import fold, root_key, row_chunks
+from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.engine import gather_logits
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Part, Shards, slices
+from dtgpt.planning.parameters import LocalParameter, parameters_of
+
+CPU = torch.device("cpu")
+KEY = root_key(11)
+
+
+@dataclass
+class Piece:
+    """A shard as the parent gets it."""
+
+    name: str
+    part: Part
+    copies: int
+    second: bool
+    keeper: bool
+    local: Tensor
+
+
+def build(config: GPT2Config, plan: ResolvedPlan) -> tuple[list[Decoder], Shards, Mesh]:
+    mesh = Mesh(plan, CPU)
+    return *build_stages(settings_of(config, plan), mesh, KEY), mesh
+
+
+def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Of a parameter, the same wherever it is asked for."""
+    seed = fold(KEY, name).sum().item() % 2**31
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shards_of(
+    config: GPT2Config, plan: ResolvedPlan
+) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
+    """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
+    _, shards, mesh = build(config, plan)
+    pieces = [Piece(s.name, s.part, s.copies, s.second, s.keeper, s.local.detach().clone()) for s in shards]
+    return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
+
+
+def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
+    """The norm of a gradient of which each rank's modules are given their part, as backward does: half by each end of
+    the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
+    _, shards, _ = build(config, plan)
+    for shard in shards:
+        part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.part)].contiguous()
+        if shard.name == TABLE and plan.num_stages > 1:
+            part = part / 2
+        if shard.partial:
+            part = part * (2 * (shards.mesh.place.tp + 1) / (plan.tp * (plan.tp + 1)))
+        like = shard.parameter
+        if isinstance(like, DTensor):
+            options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+            part = DTensor.from_local(part, like.device_mesh, like.placements, **options)
+        like.grad = part
+    shards.take_gradients()
+    return shards.norm().item()
+
+
+def settings_of(config: GPT2Config, plan: ResolvedPlan) -> Settings:
+    """Return settings with this model and plan, in fp32 on the CPU; the rest counts for nothing here."""
+    return Settings(
+        model=config, plan=plan, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=plan.dp
+    )
+
+
+class LargestMade(TorchDispatchMode):
+    """Watches the largest tensor in real memory that any operation makes: its elements, and by which operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.by, self.operations = 0, "", 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.device.type == "meta":
+                continue
+            self.operations += 1
+            if tensor.untyped_storage().size() > self.elements:
+                self.elements, self.by = tensor.untyped_storage().size(), str(function)
+        return output
+
+
+def largest_made(config: GPT2Config, plan: ResolvedPlan, chunk: int) -> tuple[int, str, int, int]:
+    """While the model is built: (bytes of the largest memory made, by which operation, operations seen, bytes of this
+    rank's largest shard). Initial weights are drawn `chunk` elements at a time."""
+    mesh = Mesh(plan, CPU)
+    with (
+        mock.patch.object(dtgpt.models.decoder, "row_chunks", partial(row_chunks, elements=chunk)),
+        LargestMade() as watch,
+    ):
+        _, shards = build_stages(settings_of(config, plan), mesh, KEY)
+    return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
+
+
+def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
+    """For each batch of tokens: (this rank's columns of the logits, the row of the last position on every rank).
+    Gradients in between, whose messages must not be taken for one another's."""
+    mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
+    stages, shards = build_stages(settings, mesh, KEY)
+    engine, results = make_engine(stages, shards, settings, Graphs(False)), []
+    for tokens in batches:
+        with torch.no_grad():
+            logits = engine.logits(tokens)
+            results.append((logits, gather_logits(logits, tokens.shape[1] - 1, config, mesh)))
+        count = settings.micro_batches
+        windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
+        windows = windows.reshape(-1, config.seq_length + 1)
+        engine.gradients(count, Batch(windows[:, :-1], targets=windows[:, 1:]))
+        shards.drop_gradients()
+    return results

@@ -1,0 +1,72 @@
+"""Whole runs as the ranks of a plan: functions importable by name."""
+
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dtgpt.config.recipe import Recipe
+from dtgpt.train.loop import train
+from dtgpt.train.startup import open_trainer
+from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
+
+
+def train_until(recipe: Recipe, step: int, rank: int) -> int:
+    """The exit code of a run in which `rank` alone gets SIGTERM while it is at `step`."""
+    done = Trainer.train_step
+
+    def step_then_signal(self):
+        result = done(self)
+        if self.step == step and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with mock.patch.object(Trainer, "train_step", step_then_signal):
+        return train(recipe)
+
+
+def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list[bool], int]:
+    """Three fp16 steps; in the second one number on rank 1 alone is infinite. What is told of the loss scale after
+    each, whether this rank's weights stayed the same, and the updates in the end."""
+    with open_trainer(recipe) as run:
+        scaling, unchanged = [], []
+        for step in range(3):
+            before = [shard.local.clone() for shard in run.shards]
+            loss = run.gradients()
+            if step == 1 and run.mesh.rank == 1:
+                run.shards.gradients[0].view(-1)[0] = torch.inf
+            run.update(loss)
+            scaling.append(run.optimizer.metrics())
+            unchanged.append(all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True)))
+        return scaling, unchanged, run.optimizer.state()["updates"]
+
+
+def skipped_after_each_step(recipe: Recipe, steps: int) -> list[float]:
+    """Steps that fp16 has skipped so far, after each of the first `steps`."""
+    with open_trainer(recipe) as run:
+        found = []
+        for _ in range(steps):
+            run.train_step()
+            found.append(run.optimizer.metrics()["skipped_steps"])
+        return found
+
+
+def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
+    """What ends a run whose folder rank 0 moves while it is at `step`."""
+    done, runs = Trainer.train_step, Path(recipe.runs)
+
+    def step_then_move(self):
+        result = done(self)
+        if self.step == step and dist.get_rank() == 0:
+            (runs / "test-001").rename(runs / "elsewhere")
+        return result
+
+    with mock.patch.object(Trainer, "train_step", step_then_move):
+        try:
+            return f"exit code {train(recipe)}"
+        except UserError as error:
+            return str(error)

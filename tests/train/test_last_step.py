@@ -1,0 +1,120 @@
+"""What a run that was killed after its last checkpoint still has to do."""
+
+import os
+
+import numpy as np
+import pytest
+
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.data.megatron.indexed import IndexedWriter
+from dtgpt.run.report import Report
+from dtgpt.run.sinks import read_records
+from dtgpt.train.loop import Loop, train
+from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
+from tests.support.ranks import pool
+from tests.support.runs import change, newest_run
+
+LAST = "samples/step_00000006.txt"
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(*_, **__):
+    raise Killed
+
+
+@pytest.fixture
+def recipe(recipe, tmp_path):
+    """With a part for test, which is looked at once, at the end."""
+    with IndexedWriter(tmp_path / "numbers", np.uint16) as writer:
+        for i in range(300):
+            writer.append(np.array([*(np.arange(10 + i % 37) % 256), 256]))
+            writer.end_document()
+    data = {"path": str(tmp_path / "numbers"), "tokenizer": "bytes", "split": "90,5,5"}
+    return change(recipe, data=data, steps=6, micro_batch_size=2)
+
+
+def at_the_end(run) -> list:
+    """Of the records of the last step what does not depend on time, then the sample."""
+    records = [r for r in read_records(run / "metrics.jsonl") if r["step"] == 6 and "loss" not in r]
+    return [*records, (run / LAST).read_bytes(), (run / "loss.png").exists()]
+
+
+@pytest.mark.parametrize(
+    "place, name, left",
+    [
+        (Loop, "_report_held_out", "test loss, last sample, loss plot"),
+        (Trainer, "sample", "last sample, loss plot"),
+        (Report, "finish", "loss plot"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "the run"])
+def test_what_a_kill_left_is_done(recipe, monkeypatch, capsys, place, name, left, resume):
+    assert train(recipe) == 0
+    whole, method = newest_run(recipe), getattr(place, name)
+
+    def at_last(self, *arguments):
+        return method(self, *arguments) if "valid" in arguments else kill()
+
+    monkeypatch.setattr(place, name, at_last)
+    with pytest.raises(Killed):
+        train(recipe)
+    monkeypatch.undo()
+    run = newest_run(recipe)
+    assert run != whole and not (run / "loss.png").exists()
+    again = change(recipe, resume=resume if resume == "auto" else str(run))
+    capsys.readouterr()
+    assert train(again) == 0
+    out = capsys.readouterr().out
+    assert f"6 steps are done; left to do: {left}\n" in out and "all is done" in out
+    assert at_the_end(run) == at_the_end(whole)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    assert train(again) == 0
+    assert capsys.readouterr().out == f"{run} has done its 6 steps; nothing is left to do\n"
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("plan", ["dp2", "tp2", "pp2", "dp2_zero3", "pp2_zbv"])
+def test_what_is_left_is_done_under_every_plan(recipe, plan):
+    recipe = change(recipe, plan=plan, model={"num_layers": 4})
+    world = parse_plan(plan).world
+    assert pool().run(world, train, recipe) == [0] * world
+    run = newest_run(recipe)
+    whole = at_the_end(run)
+    kept = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "_loss" not in line or "lr" in line]
+    (run / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    for file in (LAST, "loss.png"):
+        (run / file).unlink()
+    assert pool().run(world, train, change(recipe, resume=str(run))) == [0] * world
+    assert at_the_end(run) == whole
+
+
+def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
+    train(recipe)
+    run = newest_run(recipe)
+    os.utime(run / "loss.png", (1, 1))
+    capsys.readouterr()
+    assert train(change(recipe, resume="auto")) == 0
+    assert "left to do: loss plot" in capsys.readouterr().out
+    assert train(change(recipe, resume="auto")) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_signal_while_the_last_is_done_leaves_it_for_the_next_time(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "sample", lambda *_: os.kill(os.getpid(), 15))
+    assert train(recipe) == 128 + 15
+    run = newest_run(recipe)
+    assert f"stopped at step 6/6; to go on, add --resume {run}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert train(change(recipe, resume=str(run))) == 0
+    assert "left to do: last sample" in capsys.readouterr().out and (run / LAST).exists()
+
+
+def test_fewer_steps_than_are_done_are_refused(recipe, capsys):
+    train(recipe)
+    with pytest.raises(UserError, match=r"already done 6 steps; raise --steps"):
+        train(change(recipe, steps=3, resume=str(newest_run(recipe))))
+    assert train(change(recipe, steps=3, resume="auto")) == 0

@@ -1,0 +1,146 @@
+"""The loss that is told: the mean of an interval."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.run.sinks import read_records
+from dtgpt.train.interval_loss import IntervalLoss
+from dtgpt.train.loop import train
+from dtgpt.train.trainer import Trainer
+from dtgpt.util.errors import UserError
+from tests.support.bodies_checkpoint import change_state
+from tests.support.bodies_train import train_until
+from tests.support.ranks import pool
+from tests.support.runs import change, losses, newest_run
+
+TIMED = ("tokens_per_second", "seconds_per_step", "eta_seconds", "memory_gib", "tokens_per_second_per_device")
+
+
+@pytest.fixture
+def recipe(recipe):
+    recipe = change(recipe, steps=12, micro_batch_size=2, optimizer={"decay_steps": 12}, data={"held_out": 0.0})
+    return change(recipe, log={"interval": 5, "sample_tokens": 0}, checkpoint={"keep_last": 0})
+
+
+def records(run) -> list[dict]:
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_records(run / "metrics.jsonl")]
+
+
+def single_steps(recipe) -> dict[int, float]:
+    train(change(recipe, log={"interval": 1}, name="single"))
+    return losses(max(newest_run(recipe).parent.glob("single-*")))
+
+
+def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, capsys):
+    train(recipe)
+    run, out = newest_run(recipe), capsys.readouterr().out
+    steps = single_steps(recipe)
+    mean = {1: range(1, 2), 5: range(1, 6), 10: range(6, 11), 12: range(11, 13)}
+    assert losses(run) == {at: pytest.approx(sum(steps[i] for i in of) / len(of), rel=1e-12) for at, of in mean.items()}
+    assert {r["step"]: r["step_loss"] for r in records(run)} == {at: steps[at] for at in mean}
+    assert f"step 10/12  loss {losses(run)[10]:.4f}" in out
+    assert records(run)[1]["bits_per_byte"] == pytest.approx(losses(run)[5] / math.log(2), rel=1e-3)  # of bytes
+
+
+@pytest.mark.parametrize(
+    "plan, stop", [("single", 3), ("single", 7), ("dp2", 7), ("tp2", 7), ("pp2", 7), ("dp2_zero2", 7), ("dp3", 7)]
+)
+def test_a_resumed_run_has_the_records_of_an_uninterrupted_one_bitwise(recipe, tmp_path, plan, stop):
+    """Stopped by a signal within an interval."""
+    recipe = change(recipe, plan=plan, global_batch_size=12 if plan == "dp3" else 8)
+    world = parse_plan(plan).world
+    assert pool().run(world, train, recipe) == [0] * world
+    whole = newest_run(recipe)
+    halves = change(recipe, runs=str(tmp_path / "halves"))
+    assert pool().run(world, train_until, halves, stop, 0) == [128 + 15] * world
+    run = newest_run(halves)
+    assert pool().run(world, train, change(halves, resume=str(run))) == [0] * world
+    assert records(run) == records(whole)
+
+
+def test_a_run_of_fewer_steps_that_goes_on_has_the_same_records_too(recipe, tmp_path):
+    """But for that of the step that was the last."""
+    train(recipe)
+    whole = records(newest_run(recipe))
+    train(change(recipe, steps=7, runs=str(tmp_path / "halves")))
+    run = tmp_path / "halves" / "test-001"
+    train(change(recipe, resume=str(run)))
+    assert [r for r in records(run) if r["step"] != 7] == whole
+
+
+def test_another_plan_goes_on_with_the_interval(recipe):
+    train(recipe)
+    whole = losses(newest_run(recipe))
+    assert pool().run(2, train_until, change(recipe, plan="dp2"), 8, 0) == [128 + 15] * 2
+    run = newest_run(recipe)
+    assert train(change(recipe, plan="single", resume=str(run))) == 0
+    assert losses(run) == {step: pytest.approx(loss, rel=1e-5) for step, loss in whole.items()}
+
+
+def test_a_checkpoint_of_an_older_version_begins_an_interval(recipe):
+    train(change(recipe, steps=7))
+    run = newest_run(recipe)
+    folder = run / "checkpoints" / "step_00000007"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["interval_loss"]["steps"] == 2
+    del state["interval_loss"]
+    (folder / "state.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps(state))
+    change_state(folder, {})
+    train(change(recipe, resume=str(run)))
+    steps = single_steps(recipe)
+    assert losses(run)[10] == pytest.approx(sum(steps[i] for i in (8, 9, 10)) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [5, {}, {"sum": "a", "copies": 1, "steps": 1}, {"sum": 1.0, "copies": 0, "steps": 1}]
+    + [{"sum": 1.0, "copies": 1, "steps": n} for n in (-1, True, 1.5, "1")],
+)
+def test_a_state_whose_interval_is_none_is_refused(recipe, saved, capsys):
+    """The run goes on from the checkpoint before it; where there is none, it is refused."""
+    train(change(recipe, steps=2, checkpoint={"interval": 1}))
+    run = newest_run(recipe)
+    change_state(run / "checkpoints" / "step_00000002", {"interval_loss": saved})
+    train(change(recipe, steps=3, resume=str(run)))
+    told = capsys.readouterr().err
+    assert "step_00000002/state.json is damaged" in told and "going on from the checkpoint before it" in told
+    assert list(losses(run)) == [1, 3]
+    change_state(run / "checkpoints" / "step_00000003", {"interval_loss": saved})
+    with pytest.raises(UserError, match=r"state\.json is damaged"):
+        train(change(recipe, steps=4, resume=str(run / "checkpoints" / "step_00000003")))
+
+
+def test_a_loss_between_two_records_that_is_no_number_is_noticed(recipe, monkeypatch):
+    """Where the steps that are looked at have one."""
+    done = Trainer.train_step
+
+    def step(self):
+        curve = done(self)
+        return curve._replace(loss=curve.loss * math.nan) if self.step == 7 else curve
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    with pytest.raises(UserError, match=r"has diverged: mean loss of 5 steps at step 10 is nan; start again"):
+        train(recipe)
+    with pytest.raises(UserError, match=r"has diverged: mean loss of 4 steps at step 9 is nan"):
+        train(change(recipe, checkpoint={"interval": 9}))
+
+
+def test_a_step_adds_to_the_sum_where_it_lies():
+    """A captured graph, or a copy that is under way, may hold the address; and nothing reads a value."""
+    interval = IntervalLoss(Mesh(ResolvedPlan(dp=1), torch.device("cpu")))
+    place = interval._sum.data_ptr()
+    interval._mesh = SimpleNamespace(sum=None)
+    for _ in range(3):
+        interval.add(torch.tensor(0.1))
+    assert interval._sum.data_ptr() == place and interval.steps == 3
+    assert interval._sum.item() == 3 * float(torch.tensor(0.1))
+    interval.restart()
+    assert interval._sum.data_ptr() == place and interval._sum.item() == 0

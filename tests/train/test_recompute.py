@@ -1,0 +1,75 @@
+"""Activations computed again in backward: less is kept, and not one bit changes, dropout on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.models import layers
+from dtgpt.ops.attention.core import causal_attention
+from dtgpt.train.compare import Record, record
+from tests.support.ranks import pool
+from tests.support.runs import change, training
+
+STEPS = 2
+
+
+def run(recipe, plan: str) -> Record:
+    world = parse_plan(plan).world
+    recipe = replace(recipe, plan=plan)
+    return record(recipe, STEPS) if world == 1 else pool().run(world, record, recipe, STEPS)[0]
+
+
+@pytest.mark.parametrize(
+    "plan, precision",
+    [
+        ("single", "fp32"),
+        ("single", "bf16"),
+        ("tp2_sp", "fp32"),
+        ("pp2", "bf16"),
+        ("dp2_zero3", "bf16"),
+        ("pp2_zbv", "fp32"),
+    ],
+)
+def test_what_is_computed_again_is_the_same_to_the_last_bit(recipe, plan, precision):
+    """Also where backward is parted in two, and where weights are gathered for it."""
+    layers = 4 if plan == "pp2_zbv" else 2
+    recipe = change(recipe, micro_batch_size=2, steps=STEPS, precision=precision, model={"num_layers": layers})
+    expected = run(recipe, plan)
+    for recompute in ("selective", "full"):
+        found = run(replace(recipe, recompute=recompute), plan)
+        assert (found.losses, found.norms) == (expected.losses, expected.norms)
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+def kept_bytes(recipe) -> int:
+    """Of all that autograd saves in a step's only micro-batch, each memory once."""
+    step, kept = training(recipe), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step.train_step()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_selective_keeps_less_and_full_least(recipe):
+    recipe = change(recipe, micro_batch_size=8, model={"seq_length": 64})
+    none, selective, full = (kept_bytes(replace(recipe, recompute=r)) for r in ("none", "selective", "full"))
+    assert full < 0.5 * selective < 0.5 * none
+
+
+@pytest.mark.parametrize("recompute, times", [("none", 1), ("selective", 2), ("full", 2)])
+def test_the_core_is_computed_once_more(recipe, monkeypatch, recompute, times):
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(options)
+        return causal_attention(*args, **options)
+
+    monkeypatch.setattr(layers, "causal_attention", counted)
+    training(change(recipe, recompute=recompute, attention="explicit")).train_step()
+    assert calls == [{"backend": "explicit", "spans": None}] * 2 * 2 * times  # blocks, micro-batches
