@@ -10,15 +10,12 @@ from dtgpt.checkpoint.staging import FILE_LIMIT
 from dtgpt.checkpoint.state import describe_model
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.models.source import Source, iterate_shapes
-from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
 
 def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
     """Write the weights of `source` as the checkpoint `folder`, one file in memory at a time, with the tokenizer.
     `origin`: where they came from, for its reader. Raise UserError where the folder exists."""
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; give another path")
     with new_folder(folder) as partial:
         whole = (Piece.whole(name, shape) for name, shape in iterate_shapes(source.config))
         files: dict[str, Written] = {}

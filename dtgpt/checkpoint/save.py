@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +146,11 @@ class Saver:
         """Copy to the host; on a GPU, queue the copies on a stream beside that of the run."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for file in self._files:
                 file.copy()
-            if self._stream is not None:
-                self._copied = self._stream.record_event()
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
 
     def _make_folder(self, step: int) -> Path:
         try:

@@ -195,7 +195,7 @@ class Loop:
             "grad_norm": norm,
             "lr": trainer.optimizer.lr.item(),
             "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
-            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)[0]),
+            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             **trainer.optimizer.metrics(),
             **trainer.sizes.metrics(trainer.step - 1),
         }

@@ -142,7 +142,9 @@ def sync_tree(folder: Path) -> None:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Another folder, to be filled within the context: it is called `folder` when all in it is on the disk. Where the
-    context fails nothing is left; an OSError becomes a UserError."""
+    context fails nothing is left; an OSError becomes a UserError. Raises UserError where `folder` exists."""
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists already; give another path")
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
     try:
         remove_tree(partial)  # of a killed process that had the same number

@@ -177,8 +177,6 @@ def save_huggingface(
     range of fp16, or writing fails. The folder appears when it is whole.
     """
     check_dtype(dtype)
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; give another path")
     with new_folder(folder) as partial:
         try:
             _save_weights(source, partial, dtype)

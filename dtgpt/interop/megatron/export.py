@@ -29,19 +29,22 @@ def save_megatron(
     iteration: int | None = None,
     consumed_samples: int = 0,
 ) -> None:
-    """Write the weights of `source` as the root of a checkpoint, which must not exist yet or be empty, with a file for
-    each of the ranks; one file is in memory at a time.
+    """Write the weights of `source` as the root of a new checkpoint with a file for each rank, one in memory at a time.
 
-    `iteration`: of the training so far; None: a release, from which Megatron-LM starts at 0. Raises UserError, before
-    anything is written, for sizes that do not divide the model; and for weights that fp16 cannot hold.
+    `iteration`: of the training so far, 1 or more; None: a release, from which Megatron-LM starts at 0. Raises
+    UserError, before anything is written, for sizes that do not divide the model; and for weights beyond fp16.
     """
     sizes = tensor_parallel_size, pipeline_parallel_size
     config = source.config
     if not isinstance(config, GPT2Config):
         raise UserError(f"a Megatron-LM tree holds a GPT-2, and this model is {config.architecture}; use --to hf")
-    _check_sizes(config, *sizes)
-    _check_rest(dtype, iteration, consumed_samples)
-    _check_target(folder)
+    for what, size, over, ranks in (
+        ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
+        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
+    ):
+        if ranks < 1 or size % ranks:
+            raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
+    check_dtype(dtype)
     state = {
         "args": _args(config, *sizes, dtype, iteration, consumed_samples),
         "checkpoint_version": VERSION,
@@ -64,32 +67,6 @@ def _save(content: dict[str, Any], path: Path) -> None:
             torch.save(content, file)
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from None
-
-
-def _check_sizes(config: GPT2Config, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    for what, size, over, ranks in (
-        ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
-        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
-    ):
-        if ranks < 1 or size % ranks:
-            divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
-            choice = " or ".join([", ".join(divisors[:-1]), divisors[-1]] if len(divisors) > 1 else divisors)
-            raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use {choice}")
-
-
-def _check_rest(dtype: torch.dtype, iteration: int | None, consumed_samples: int) -> None:
-    check_dtype(dtype)
-    if iteration is not None and iteration < 1:
-        raise UserError(f"iteration={iteration} is refused by Megatron-LM; use 1 or more, or none for a release")
-    if consumed_samples < 0:
-        raise UserError(f"consumed_samples={consumed_samples} is not a number of samples; use 0 or more")
-
-
-def _check_target(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already and would be overwritten; give a new or empty folder")
 
 
 def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tuple[int, int]) -> dict[str, Any]:
@@ -177,13 +154,8 @@ def _args(
         bf16=dtype == torch.bfloat16,
         iteration=iteration or 0,
         consumed_train_samples=consumed_samples,
-        consumed_valid_samples=0,
         data_parallel_random_init=False,
         bert_binary_head=True,
-        no_load_optim=True,
-        no_load_rng=True,
-        no_save_optim=True,
-        no_save_rng=True,
     )
 
 

@@ -1,7 +1,6 @@
 """GPT-2 in checkpoints of Megatron-LM, of any tensor and pipeline parallel size, read parameter by parameter.
 
-Versions 0 to 3.0 of the `torch` format, with the names of 2019 to 2024 or mcore's (`megatron_names`). Writing is in
-`megatron_export`.
+Versions 0 to 3.0 of the `torch` format, with the names of 2019 to 2024 or mcore's (`names.py`).
 """
 
 from dataclasses import replace
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import as_parameter, check_tensors, untied
 from dtgpt.interop.megatron.config import (
+    ZERO_CENTERED,
     check_same_args,
-    consumed_samples,
-    is_zero_centered,
-    parallel_sizes,
     read_config,
     true_vocabulary,
 )
@@ -33,8 +30,8 @@ class Megatron(Source):
     """A checkpoint: its root with `latest_checkpointed_iteration.txt`, or its folder `iter_...` or `release`.
 
     `true_vocab_size`: tokens without padding; not given: 50257 where the table is padded from that, else all its rows.
-    `iteration` and `consumed_samples` are of the training that wrote it, 0 where unknown. Raises UserError for files
-    that are missing, damaged, of different models, or could run code, and for a model that is not GPT-2.
+    `iteration` is that of the training that wrote it, 0 where unknown. Raises UserError for files that are missing,
+    damaged or of different models, and for a model that is not GPT-2.
     """
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
@@ -42,8 +39,8 @@ class Megatron(Source):
         self.tensor_parallel_size = self._ranks.tensor_parallel_size
         self.pipeline_parallel_size = self._ranks.pipeline_parallel_size
         first = self._ranks[0, 0]
-        self.iteration, self.consumed_samples = first.iteration, consumed_samples(first.args)
-        self._zero_centered = is_zero_centered(first.args)
+        self.iteration = first.iteration
+        self._zero_centered = any(getattr(first.args, name, None) for name in ZERO_CENTERED)
         self._check_ranks()
         self._where = self._locate()
         full, self.notes = self._read_config()
@@ -93,13 +90,17 @@ class Megatron(Source):
 
     def _check_ranks(self) -> None:
         """Raise UserError where ranks are missing or were not written together."""
-        first = self._ranks[0, 0]
-        sizes = self.tensor_parallel_size, self.pipeline_parallel_size
-        for said, here, rank in zip(parallel_sizes(first.args), sizes, ((sizes[0], 0), (0, sizes[1])), strict=True):
+        first, tp, pp = self._ranks[0, 0], self.tensor_parallel_size, self.pipeline_parallel_size
+        for name, here, missing in (
+            ("tensor_model_parallel_size", tp, (tp, 0)),
+            ("model_parallel_size", tp, (tp, 0)),  # its name before checkpoint_version 3.0
+            ("pipeline_model_parallel_size", pp, (0, pp)),
+        ):
+            said = getattr(first.args, name, here)
             if isinstance(said, int) and said > here:
                 raise UserError(
-                    f"{self._ranks.expected_path(*rank)} is missing, as {first.path} is one of {said} such ranks; copy "
-                    "the files of all ranks"
+                    f"{self._ranks.expected_path(*missing)} is missing, as {first.path} is one of {said} such ranks; "
+                    "copy the files of all ranks"
                 )
             if isinstance(said, int) and said < here:
                 raise UserError(

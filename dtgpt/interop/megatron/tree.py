@@ -10,6 +10,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def open_rank(path: Path) -> RankFile:
         version=int(version),
         iteration=iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0,
         qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
-        untied=UNTIED in keys or ("output_layer.weight" in keys and _says_untied(args)),
+        # mcore gives an untied output layer the name of the last stage's copy of the tied table.
+        untied=UNTIED in keys
+        or ("output_layer.weight" in keys and getattr(args, "untie_embeddings_and_output_weights", True)),
         chunks=[_ours(chunk, path) for chunk in chunks],
         copies=[tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES],
     )
@@ -189,18 +192,10 @@ def _plain(value: Any) -> Any:
     return value if flat or isinstance(value, PLAIN) else StandIn(type(value).__name__)
 
 
-def _says_untied(args: Namespace | None) -> bool:
-    """Return whether `args` say that the output layer is untied: mcore gives it the name of the last stage's copy of
-    the tied table."""
-    return bool(getattr(args, "untie_embeddings_and_output_weights", True))
-
-
 def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
     if "model" in content:
         return [content["model"]]
-    chunks: list[Any] = []
-    while f"model{len(chunks)}" in content:
-        chunks.append(content[f"model{len(chunks)}"])
+    chunks = [content[name] for name in takewhile(content.__contains__, (f"model{i}" for i in count()))]
     if not chunks:
         raise UserError(f"{path} holds no model; give a checkpoint that Megatron-LM wrote")
     return chunks
