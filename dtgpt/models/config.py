@@ -1,6 +1,7 @@
 """The shape of a decoder-only transformer, and what follows from it: parameters, FLOPs, dropout sites."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, ClassVar, NamedTuple
@@ -20,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """Fields of every architecture. A subclass names its modules in `roles` and makes them in `make_*`."""
 
     architecture: ClassVar[str]  # as checkpoints name it
@@ -48,17 +49,17 @@ class ModelConfig:
                 f"use a divisor such as {', '.join(map(str, near))}"
             )
 
+    @abstractmethod
     def make_embedding(self, dtype: torch.dtype) -> nn.Module:
         """Return the module from tokens `[B, T]` to activations `[B, T, H]` of `dtype`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_block(self) -> nn.Module:
         """Return a transformer block, activations `[B, T, H]` to `[B, T, H]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_head(self) -> nn.Module:
         """Return the module from activations `[B, T, H]` to logits `[B, T, V]`, or to a loss with targets."""
-        raise NotImplementedError
 
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of parameter `name`, or of its gradient, that is more than rounding."""

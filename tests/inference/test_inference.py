@@ -18,11 +18,11 @@ from dtgpt.models.source import load_model
 from dtgpt.ops.random.philox import root_key
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
+from tests.interop.test_interop_huggingface import scatter
 from tests.support import bodies_inference as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 from tests.support.sources import TOLERANCE
-from tests.interop.test_interop_huggingface import scatter
 
 CPU = torch.device("cpu")
 LENGTH, VOCABULARY, PROMPT = 16, 1030, [5, 900, 17]

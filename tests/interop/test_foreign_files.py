@@ -20,11 +20,11 @@ from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
 from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
+from tests.commands.test_cli import in_process
+from tests.interop.test_interop_foreign import checkpoint, llmc_file
 from tests.support.bodies_checkpoint import change_state
 from tests.support.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.support.sources import Reference, refused
-from tests.commands.test_cli import in_process
-from tests.interop.test_interop_foreign import checkpoint, llmc_file
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.interop.open import open_source
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
+from tests.commands.test_cli import in_process
 from tests.support.bodies_checkpoint import change_state
 from tests.support.megatron_trees import make_weights, write_tree
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
-from tests.commands.test_cli import in_process
 
 SHAPE = "num_layers 2, hidden_size 32, num_heads 2, seq_length 16, vocab_size 257"
 

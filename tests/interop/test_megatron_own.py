@@ -19,8 +19,8 @@ from dtgpt.models.source import load_model
 from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import StandIn, open_pickle
-from tests.support.megatron_trees import check, make_weights, write_tree
 from tests.commands.test_cli import in_process
+from tests.support.megatron_trees import check, make_weights, write_tree
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 

@@ -24,8 +24,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_json
-from tests.interop.test_interop_huggingface import InMemory
 from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
+from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
 transformers = pytest.importorskip("transformers")

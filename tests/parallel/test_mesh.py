@@ -9,7 +9,16 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
-from tests.support.bodies_mesh import agree_on, agreement, coordinates, errors, open_and_close, read_texts, reductions, timeouts
+from tests.support.bodies_mesh import (
+    agree_on,
+    agreement,
+    coordinates,
+    errors,
+    open_and_close,
+    read_texts,
+    reductions,
+    timeouts,
+)
 from tests.support.ranks import pool
 
 LARGE = ["dp3_tp4_pp2", "dp4_zero3_tp2_pp3_zbv", "dp1", "tp5", "pp3_interleaved2", "dp2_zero1_pp2_gpipe"]

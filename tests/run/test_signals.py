@@ -159,7 +159,7 @@ def orphan(lines: str, **variables: str) -> subprocess.Popen:
     """A process that runs `lines` after its parent has gone; its output ends when it does."""
     program = (
         "import os, signal, sys, time\n"
-        "from dtgpt import signals\n"
+        "from dtgpt.run import signals\n"
         "signals.POLL = signals.ORPHAN = 0.1\n"
         "if os.fork(): time.sleep(0.3); os._exit(0)\n"
         f"signals.LAUNCHER = os.getppid()\n{lines}\n"
