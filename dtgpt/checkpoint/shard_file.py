@@ -33,11 +33,7 @@ class Damaged(UserError):
     """A file of a checkpoint is not what was written."""
 
     def __init__(self, path: Path, reason: object):
-        text = str(reason)
-        super().__init__(
-            f"{path} is damaged ({text if len(text) <= LONGEST_REASON else f'{text[:LONGEST_REASON]}...'})"
-        )
-        self.path, self.reason = path, reason
+        super().__init__(f"{path} is damaged ({str(reason)[:LONGEST_REASON]})")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dtgpt.interop.megatron.config import (
 from dtgpt.interop.megatron.names import BLOCK_PARAMETERS, POSITIONS, cut_dimension, reorder_qkv
 from dtgpt.interop.megatron.tree import RankFiles
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, cut, parameter_shapes
+from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.util.errors import UserError
 
 COMPARED = 4096  # rows of each copy of the token table
@@ -52,29 +52,12 @@ class Megatron(Source):
         self.notes += notes
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """Read as `Source.read` does, into memory of its own."""
-        if name == TABLE:
-            whole = torch.cat([self._piece(t, name) for t in range(self.tensor_parallel_size)])
-            return as_parameter(whole, name, self.config, part)
-        out = as_parameter(self._assemble(name, part), name, self.config, None)
+        dim = cut_dimension(name)
+        pieces = [self._piece(t, name) for t in range(1 if dim is None else self.tensor_parallel_size)]
+        out = as_parameter(torch.cat(pieces, dim or 0), name, self.config, part)
         if self._zero_centered and ".ln_" in f".{name}" and name.endswith(".weight"):
             out += 1  # apply_layernorm_1p trains the weight's distance from 1
         return out
-
-    def _assemble(self, name: str, part: Part | None) -> Tensor:
-        """Join the pieces that `part` touches of a parameter that is sharded over ranks."""
-        dim = cut_dimension(name)
-        if dim is None:
-            return cut(self._piece(0, name), part)
-        size = self._tensor(0, name).shape[dim]
-        wanted = range(size * self.tensor_parallel_size) if part is None else part[dim]
-        first = min(wanted.start // size, self.tensor_parallel_size - 1)
-        last = max(first, (wanted.stop - 1) // size)
-        joined = torch.cat([self._piece(t, name) for t in range(first, last + 1)], dim)
-        if part is None:
-            return joined
-        shifted = range(wanted.start - first * size, wanted.stop - first * size)
-        return cut(joined, [*part[:dim], shifted, *part[dim + 1 :]])
 
     def _tensor(self, tensor_rank: int, name: str) -> Tensor:
         stage, chunk, local = self._where[name]
