@@ -213,8 +213,8 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
 
 
 def quarantine_newer(checkpoints: Path, step: int) -> list[str]:
-    """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
-    damaged. Returns the new names."""
+    """Rename checkpoints of later steps than `step`, from which the run resumes: they are damaged, or of another
+    history. Return the new names."""
     names = []
     for folder in list_checkpoints(checkpoints):
         if step_of(folder) > step:

@@ -1,6 +1,6 @@
 """Saving without stopping: copy to the host, on a GPU beside the next passes, and write during the following steps.
 
-Every rank copies what it alone has to write into memory of its own and goes on. A thread writes its files and leaves a
+Every rank copies what it alone has to write into staging buffers, and training continues. A thread writes its files and leaves a
 report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks meet
 through the folder and not through collectives, which belong to the training thread. A rank that fails may be unable to
 write at all: it says so through the store of the process group. Whatever fails before the rename leaves the older

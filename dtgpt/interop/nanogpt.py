@@ -54,8 +54,11 @@ class NanoGPT(Source):
             if biased or not name.endswith(".bias")
         )
         check_tensors({name: tuple(t.shape) for name, t in self._tensors.items()}, expected, path)
-        if output is not None and not _same(output, self._tensors["wte.weight"]):
-            raise untied(path)
+        stored = self._tensors["wte.weight"]
+        if output is not None:
+            alike = (output.shape, output.dtype) == (stored.shape, stored.dtype)
+            if not alike or (output.data_ptr() != stored.data_ptr() and not torch.equal(output, stored)):
+                raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         stored = self._tensors.get(stored_name(name))
@@ -92,7 +95,3 @@ def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} has {shown_name(name)} in {value.dtype}; give weights in a floating-point dtype")
         tensors[plain] = value
     return tensors
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))

@@ -57,8 +57,8 @@ def open_run(folder: Path) -> Path:
 
 
 def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | None, Path | None]:
-    """Return (run folder to go on with, checkpoint that the user chose), each None where there is none, for a recipe's
-    `resume`. Raises UserError."""
+    """Return the run folder and the checkpoint that `resume` of a recipe names, each None if it names none. Raise
+    UserError for a path that is neither."""
     if resume is None:
         return None, None
     if resume == AUTO:
@@ -153,8 +153,8 @@ def values_of(recipe: Any) -> dict[str, Any]:
 
 
 def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
-    """Return what differs between the recipe that a run had and the `values_of` the one that it goes on with: `steps 10
-    -> 20`. A recipe.json that cannot be read differs in nothing."""
+    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps 10 ->
+    20`. A recipe.json that cannot be read differs in nothing."""
     try:
         saved = read_recipe(folder)
     except UserError:
@@ -170,7 +170,7 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
 
 
 def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
-    """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
+    """Write the resolved recipe and the environment of a run that begins or resumes after `step`."""
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
     write_json(folder / "recipe.json", recipe)

@@ -30,7 +30,7 @@ class Report:
     warms caches, and all that happens inside `paused()`."""
 
     def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
-        """step: the last step that is done, after which the run goes on."""
+        """step: the number of steps done so far."""
         self.steps = recipe.steps or 0  # counted by now
         self.settings, self.mesh, self.device, self.run = settings, mesh, mesh.device, run
         self.peak = peak_flops(self.device, settings.dtype)

@@ -237,7 +237,7 @@ def test_a_header_that_lies_is_refused_with_its_path(tmp_path, lie):
     with_header(tmp_path / "x.safetensors", LIES[lie])
     with pytest.raises(Damaged, match=r"x\.safetensors is damaged \(.+\)") as error:
         read_header(tmp_path / "x.safetensors")
-    assert error.value.path == tmp_path / "x.safetensors"
+    assert str(error.value).startswith(f"{tmp_path / 'x.safetensors'} is damaged")
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, LARGEST_HEADER, LARGEST_HEADER + 1, 2**63, 2**64 - 1])

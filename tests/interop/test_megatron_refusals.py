@@ -209,12 +209,12 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path, weights):
     for number, (change, words) in enumerate(
         [
             (lambda c: setattr(c["args"], "hidden_size", 64), "hidden_size=64"),
-            (lambda c: c.update(iteration=31), "iteration 31"),
-            (lambda c: c.update(checkpoint_version=2.0), "version 2"),
+            (lambda c: c.update(iteration=31), "iteration=31"),
+            (lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=2"),
             (lambda c: encoder(c).pop(key), "has no tensor blocks.1.mlp.fc.bias"),
             (lambda c: encoder(c).update({key: torch.ones(128)}), "blocks.1.mlp.fc.bias of shape"),
             (lambda c: encoder(c).update({"layers.2.mlp.dense_h_to_4h.bias": torch.ones(64)}), "holds blocks.2"),
-            (lambda c: c.update(model0=c.pop("model"), model1={}), "2 chunks"),
+            (lambda c: c.update(model0=c.pop("model"), model1={}), "chunks=2"),
         ]
     ):
         root = write_tree(tmp_path / str(number), weights, 2, 2)

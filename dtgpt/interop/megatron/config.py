@@ -122,17 +122,6 @@ def true_vocabulary(
     return rows, []
 
 
-def check_same_args(args: Namespace | None, first: Namespace | None, path: Path, first_path: Path) -> None:
-    """Raise UserError where two ranks' args are of two models."""
-    for name in STRUCTURE:
-        here, there = getattr(args, name, None), getattr(first, name, None)
-        if here != there:
-            raise UserError(
-                f"{path} has {name}={shown(here)}, but {first_path} has {name}={shown(there)}; give a folder with one "
-                "checkpoint in it"
-            )
-
-
 def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
     for name, value in found.items():
         if name == "padded_vocab_size" and getattr(args, name, None) is None:

@@ -14,6 +14,7 @@ from dtgpt.interop.megatron.tree import FILE_NAMES, TRACKER, rank_folder
 from dtgpt.models.config import VOCAB_MULTIPLE
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
@@ -46,7 +47,7 @@ def save_megatron(
             raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
     check_dtype(dtype)
     state = {
-        "args": _args(config, *sizes, dtype, iteration, consumed_samples),
+        "args": _args(config, sizes, dtype, iteration, consumed_samples),
         "checkpoint_version": VERSION,
         "iteration": iteration or 0,
     }
@@ -71,21 +72,17 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tuple[int, int]) -> dict[str, Any]:
     """Return what Megatron-LM keeps under `model` for the (tensor, pipeline) rank."""
-    config, (_, p) = source.config, rank
-    shapes = parameter_shapes(config)
-    first, last = p == 0, p == sizes[1] - 1
+    config, shapes = source.config, parameter_shapes(source.config)
+    (t, p), (tensor_parallel_size, pipeline_parallel_size) = rank, sizes
+    first, last, layers = p == 0, p == pipeline_parallel_size - 1, config.num_layers // pipeline_parallel_size
 
     def piece(name: str) -> Tensor:
-        return _piece(source, name, shapes[name], dtype, rank[0], sizes[0])
+        part = [range(n) for n in shapes[name]]
+        if (dim := cut_dimension(name)) is not None:
+            part[dim] = chunk(part[dim], tensor_parallel_size, t)
+        return cast(source.read(name, part), dtype, name)  # version 3.0 has dtgpt's order of QKV
 
-    table = _table(source, dtype, rank[0], sizes[0]) if first or last else None
-    language_model: dict[str, Any] = {}
-    if first:
-        language_model["embedding"] = {
-            "word_embeddings": {"weight": table},
-            "position_embeddings": {"weight": piece(POSITIONS)},
-        }
-    layers = config.num_layers // sizes[1]
+    table = _table(source, dtype, t, tensor_parallel_size) if first or last else None
     encoder = {
         f"layers.{n}.{theirs[0]}.{kind}": piece(f"blocks.{p * layers + n}.{ours}.{kind}")
         for n in range(layers)
@@ -94,21 +91,12 @@ def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tup
     }
     if last:
         encoder |= {f"final_layernorm.{kind}": piece(f"head.ln_f.{kind}") for kind in ("weight", "bias")}
-    model: dict[str, Any] = {"language_model": {**language_model, "encoder": encoder}}
-    if last and not first:
-        model["word_embeddings_for_head"] = {"weight": table}
-    return model
-
-
-def _piece(
-    source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int, tensor_parallel_size: int
-) -> Tensor:
-    """Return one tensor-parallel rank's part of a parameter. Version 3.0 has dtgpt's order of QKV."""
-    part = [range(n) for n in shape]
-    if (dim := cut_dimension(name)) is not None:
-        size = shape[dim] // tensor_parallel_size
-        part[dim] = range(rank * size, (rank + 1) * size)
-    return cast(source.read(name, part), dtype, name)
+    language_model: dict[str, Any] = {"encoder": encoder}
+    if first:
+        embedding = {"word_embeddings": {"weight": table}, "position_embeddings": {"weight": piece(POSITIONS)}}
+        language_model = {"embedding": embedding, **language_model}
+    copy = {"word_embeddings_for_head": {"weight": table}} if last and not first else {}
+    return {"language_model": language_model, **copy}
 
 
 def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: int) -> Tensor:
@@ -124,19 +112,14 @@ def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: 
 
 
 def _args(
-    config: GPT2Config,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    dtype: torch.dtype,
-    iteration: int | None,
-    consumed_samples: int,
+    config: GPT2Config, sizes: tuple[int, int], dtype: torch.dtype, iteration: int | None, consumed_samples: int
 ) -> Namespace:
     """Return the arguments that Megatron-LM compares with its own when it loads, takes over with
     --use-checkpoint-args, and that its converters read. Enums are left out, so that the file opens without
     Megatron-LM."""
     gpt2 = config.vocab_size == GPT2_124M.vocab_size
+    tensor_parallel_size, pipeline_parallel_size = sizes
     return Namespace(
-        **_shape_args(config),
         padded_vocab_size=padded_rows(config.vocab_size, tensor_parallel_size),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         tokenizer_type="GPT2BPETokenizer" if gpt2 else "NullTokenizer",
@@ -156,41 +139,36 @@ def _args(
         consumed_train_samples=consumed_samples,
         data_parallel_random_init=False,
         bert_binary_head=True,
+        num_layers=config.num_layers,
+        encoder_num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=4 * config.hidden_size,
+        num_attention_heads=config.num_heads,
+        kv_channels=config.hidden_size // config.num_heads,
+        group_query_attention=False,
+        num_query_groups=1,
+        seq_length=config.seq_length,
+        encoder_seq_length=config.seq_length,
+        max_position_embeddings=config.seq_length,
+        position_embedding_type="learned_absolute",
+        add_position_embedding=True,
+        use_rotary_position_embeddings=False,
+        rotary_percent=1.0,
+        normalization="LayerNorm",
+        apply_layernorm_1p=False,
+        layernorm_epsilon=config.layer_norm_eps,
+        norm_epsilon=config.layer_norm_eps,  # its name since 2024
+        apply_residual_connection_post_layernorm=False,
+        add_bias_linear=True,
+        swiglu=False,
+        squared_relu=False,
+        openai_gelu=False,
+        onnx_safe=None,
+        bias_gelu_fusion=True,  # the fused GELU is the tanh form
+        untie_embeddings_and_output_weights=False,
+        num_experts=None,
+        apply_query_key_layer_scaling=False,
+        attention_dropout=config.dropout,
+        hidden_dropout=config.dropout,
+        init_method_std=config.init_std,
     )
-
-
-def _shape_args(config: GPT2Config) -> dict[str, Any]:
-    return {
-        "num_layers": config.num_layers,
-        "encoder_num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": 4 * config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "kv_channels": config.hidden_size // config.num_heads,
-        "group_query_attention": False,
-        "num_query_groups": 1,
-        "seq_length": config.seq_length,
-        "encoder_seq_length": config.seq_length,
-        "max_position_embeddings": config.seq_length,
-        "position_embedding_type": "learned_absolute",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
-        "rotary_percent": 1.0,
-        "normalization": "LayerNorm",
-        "apply_layernorm_1p": False,
-        "layernorm_epsilon": config.layer_norm_eps,
-        "norm_epsilon": config.layer_norm_eps,  # its name since 2024
-        "apply_residual_connection_post_layernorm": False,
-        "add_bias_linear": True,
-        "swiglu": False,
-        "squared_relu": False,
-        "openai_gelu": False,
-        "onnx_safe": None,
-        "bias_gelu_fusion": True,  # the fused GELU is the tanh form
-        "untie_embeddings_and_output_weights": False,
-        "num_experts": None,
-        "apply_query_key_layer_scaling": False,
-        "attention_dropout": config.dropout,
-        "hidden_dropout": config.dropout,
-        "init_method_std": config.init_std,
-    }

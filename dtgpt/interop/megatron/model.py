@@ -12,15 +12,14 @@ from torch import Tensor
 from dtgpt.interop.foreign import as_parameter, check_tensors, untied
 from dtgpt.interop.megatron.config import (
     ZERO_CENTERED,
-    check_same_args,
     read_config,
     true_vocabulary,
 )
 from dtgpt.interop.megatron.names import BLOCK_PARAMETERS, POSITIONS, cut_dimension, reorder_qkv
-from dtgpt.interop.megatron.tree import RankFiles
+from dtgpt.interop.megatron.tree import expected_path, open_ranks
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.models.source import Part, Source, parameter_shapes
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 
 COMPARED = 4096  # rows of each copy of the token table
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
@@ -35,9 +34,9 @@ class Megatron(Source):
     """
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
-        self._ranks = RankFiles(folder)
-        self.tensor_parallel_size = self._ranks.tensor_parallel_size
-        self.pipeline_parallel_size = self._ranks.pipeline_parallel_size
+        self._arguments = folder, true_vocab_size
+        self._ranks = open_ranks(folder)
+        self.tensor_parallel_size, self.pipeline_parallel_size = (1 + n for n in max(self._ranks))
         first = self._ranks[0, 0]
         self.iteration = first.iteration
         self._zero_centered = any(getattr(first.args, name, None) for name in ZERO_CENTERED)
@@ -50,6 +49,9 @@ class Megatron(Source):
         vocabulary, notes = true_vocabulary(true_vocab_size, self._rows, first.args, self.tensor_parallel_size)
         self.config = replace(full, vocab_size=vocabulary)
         self.notes += notes
+
+    def __reduce__(self) -> tuple[type["Megatron"], tuple[Path, int | None]]:
+        return Megatron, self._arguments  # another process maps the files itself
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         dim = cut_dimension(name)
@@ -82,23 +84,21 @@ class Megatron(Source):
             said = getattr(first.args, name, here)
             if isinstance(said, int) and said > here:
                 raise UserError(
-                    f"{self._ranks.expected_path(*missing)} is missing, as {first.path} is one of {said} such ranks; "
+                    f"{expected_path(first.path, missing)} is missing, as {first.path} is one of {said} such ranks; "
                     "copy the files of all ranks"
                 )
             if isinstance(said, int) and said < here:
                 raise UserError(
-                    f"{self._ranks.folder} has {here} ranks where {first.path} says {said}; give a folder with one "
+                    f"{first.path.parents[1]} has {here} ranks where {first.path} says {said}; give a folder with one "
                     "checkpoint in it"
                 )
-        for rank in self._ranks:
-            file = self._ranks[rank]
-            check_same_args(file.args, first.args, file.path, first.path)
-            for what in ("version", "iteration"):
-                here, there = getattr(file, what), getattr(first, what)
-                if here != there:
-                    raise UserError(f"{file.path} has {what} {here}, but {first.path} {there}; copy one checkpoint")
-            if len(file.chunks) != len(first.chunks):
-                raise UserError(f"{file.path} has {len(file.chunks)} chunks, unlike {first.path}; copy one checkpoint")
+        for file in self._ranks.values():
+            for what, expected in first.common.items():
+                if file.common[what] != expected:
+                    raise UserError(
+                        f"{file.path} has {what}={shown(file.common[what])}, but {first.path} has {shown(expected)}; "
+                        "give a folder with one checkpoint in it"
+                    )
             if file.untied:
                 raise untied(file.path)
 
@@ -142,16 +142,15 @@ class Megatron(Source):
         for name, shape in shapes.items():
             stage, chunk, local = self._where[name]
             expected.setdefault((stage, chunk), {})[local] = self._local_shape(name, shape)
-        for tensor_rank, stage in self._ranks:
-            file = self._ranks[tensor_rank, stage]
+        for (_, stage), file in self._ranks.items():
             for index, tensors in enumerate(file.chunks):
                 found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 check_tensors(found, expected.get((stage, index), {}).items(), file.path)
 
     def _compare_copies(self) -> list[str]:
         """Return a note on the first rank whose copy of the tied table is another table."""
-        for tensor_rank, stage in self._ranks:
-            table, file = self._tensor(tensor_rank, TABLE), self._ranks[tensor_rank, stage]
+        for (tensor_rank, _), file in self._ranks.items():
+            table = self._tensor(tensor_rank, TABLE)
             step = max(1, table.shape[0] // COMPARED)
             if not all(c.shape == table.shape and torch.equal(c[::step], table[::step]) for c in file.copies):
                 return [

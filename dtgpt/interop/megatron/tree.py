@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import DTYPES
-from dtgpt.interop.megatron.config import refuse_others
+from dtgpt.interop.megatron.config import STRUCTURE, refuse_others
 from dtgpt.interop.megatron.names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import StandIn, open_pickle
@@ -48,6 +48,12 @@ class RankFile:
     chunks: list[dict[str, Tensor]]
     copies: list[Tensor]
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all ranks of one checkpoint agree on."""
+        own = {"checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks)}
+        return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
+
     def layers(self, chunk: int) -> int:
         """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
         found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
@@ -56,37 +62,20 @@ class RankFile:
         return len(found)
 
 
-class RankFiles:
-    """The files of all ranks, by (tensor, pipeline) rank: each is opened when it is first used, and stays mapped.
-    Another process that gets this object opens them again."""
+def open_ranks(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Open the files of all ranks, by (tensor, pipeline) rank. Raise UserError where one is missing."""
+    paths = _rank_paths(checkpoint_folder(folder))
+    for t in range(1 + max(t for t, _ in paths)):
+        for p in range(1 + max(p for _, p in paths)):
+            if (t, p) not in paths:
+                raise _missing(expected_path(paths[min(paths)], (t, p)))
+    return {rank: open_rank(paths[rank]) for rank in sorted(paths)}
 
-    def __init__(self, folder: Path):
-        self.folder = checkpoint_folder(folder)
-        self._paths = _rank_paths(self.folder)
-        self.tensor_parallel_size = 1 + max(t for t, _ in self._paths)
-        self.pipeline_parallel_size = 1 + max(p for _, p in self._paths)
-        self._opened: dict[tuple[int, int], RankFile] = {}
-        for t in range(self.tensor_parallel_size):
-            for p in range(self.pipeline_parallel_size):
-                if (t, p) not in self._paths:
-                    raise _missing(self.expected_path(t, p))
 
-    def __getitem__(self, rank: tuple[int, int]) -> RankFile:
-        if rank not in self._opened:
-            self._opened[rank] = open_rank(self._paths[rank])
-        return self._opened[rank]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(sorted(self._paths))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}
-
-    def expected_path(self, tensor_rank: int, pipeline_rank: int) -> Path:
-        """Return where the file of a rank is, or should be."""
-        first = self._paths[min(self._paths)]
-        pipeline = first.parent.name.count("_") > 2 or pipeline_rank > 0  # mp_rank_00_000
-        return self.folder / rank_folder(tensor_rank, pipeline_rank, pipeline) / first.name
+def expected_path(first: Path, rank: tuple[int, int]) -> Path:
+    """Return where the file of a rank should be, if `first` is that of another one."""
+    pipeline = first.parent.name.count("_") > 2 or rank[1] > 0  # mp_rank_00_000
+    return first.parents[1] / rank_folder(*rank, pipeline) / first.name
 
 
 def rank_folder(tensor_rank: int, pipeline_rank: int, pipeline: bool) -> str:
