@@ -1,10 +1,10 @@
 """Saving without stopping: copy to the host, on a GPU beside the next passes, and write during the following steps.
 
-Every rank copies what it alone has to write into staging buffers, and training continues. A thread writes its files and leaves a
-report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks meet
-through the folder and not through collectives, which belong to the training thread. A rank that fails may be unable to
-write at all: it says so through the store of the process group. Whatever fails before the rename leaves the older
-checkpoints as they were.
+Every rank copies what it alone has to write into staging buffers, and training continues. A thread writes its files and
+leaves a report; rank 0's thread waits for the reports of all ranks, writes `state.json`, and renames the folder. Ranks
+meet through the folder and not through collectives, which belong to the training thread. A rank that fails may be
+unable to write at all: it says so through the store of the process group. Whatever fails before the rename leaves the
+older checkpoints as they were.
 """
 
 import json

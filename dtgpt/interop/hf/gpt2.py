@@ -35,16 +35,21 @@ def stored_name(name: str) -> str:
     return name
 
 
-def from_stored(stored: Tensor, name: str, config: ModelConfig) -> Tensor:
+def stored_names(name: str) -> list[str]:
+    return [stored_name(name)]
+
+
+def from_stored(stored: list[Tensor], name: str, config: ModelConfig) -> Tensor:
     """Return Hugging Face's tensor of dtgpt's parameter `name` in dtgpt's layout."""
-    return reorder_qkv(stored.T if _is_matrix(name) else stored, name, config)
+    (whole,) = stored
+    return reorder_qkv(whole.T if _is_matrix(name) else whole, name, config)
 
 
-def to_stored(whole: Tensor, name: str, config: ModelConfig) -> Tensor:
+def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
     """Return dtgpt's parameter `name` in Hugging Face's layout."""
     if ".attn.qkv." in name:
         whole = rearrange(whole, "(n three d) ... -> (three n d) ...", three=3, n=config.num_heads)
-    return whole.T if _is_matrix(name) else whole
+    return [whole.T if _is_matrix(name) else whole]
 
 
 def reorder_qkv(stored: Tensor, name: str, config: ModelConfig) -> Tensor:

@@ -35,14 +35,15 @@ REMEDY = "give a folder that transformers can load"
 
 
 class Architecture(Protocol):
-    """What transformers calls the parameters of one architecture, how they lie, and what its config.json says."""
+    """What transformers calls the parameters of one architecture, how they lie, and what its config.json says. A
+    parameter may be stored as several tensors, such as a fused QKV."""
 
     PREFIX: str  # of all names but that of the output projection
     BUFFERS: re.Pattern[str]  # names, without PREFIX, that are left out
 
-    def stored_name(self, name: str) -> str: ...
-    def from_stored(self, stored: Tensor, name: str, config: ModelConfig) -> Tensor: ...
-    def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> Tensor: ...
+    def stored_names(self, name: str) -> list[str]: ...
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig) -> Tensor: ...
+    def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]: ...
     def read_config(self, settings: dict[str, Any], path: Path) -> ModelConfig: ...
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
@@ -70,7 +71,7 @@ class HuggingFace(Source):
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
-        table, output = map(architecture.stored_name, (self.config.table_name, self.config.output_name))
+        (table,), (output,) = map(architecture.stored_names, (self.config.table_name, self.config.output_name))
         saved_output = shapes.pop(output, None) if self.config.tied else None
         if saved_output and table not in shapes:  # the tied table was saved under its other name
             shapes[table] = saved_output
@@ -81,7 +82,8 @@ class HuggingFace(Source):
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.config.architecture]
-        stored = self._open(architecture.stored_name(name), lambda file, there: file.get_tensor(there))
+        names = architecture.stored_names(name)
+        stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
         return as_parameter(architecture.from_stored(stored, name, self.config), name, self.config, part)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
@@ -111,17 +113,18 @@ class HuggingFace(Source):
         return all(torch.equal(rows(one, n), rows(other, n)) for n in range(0, self.config.vocab_size, ROWS))
 
 
-def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Tensor:
-    """Return what transformers has for dtgpt's parameter `name`."""
+def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield plain name and tensor of what transformers has for dtgpt's parameter `name`."""
+    architecture = ARCHITECTURES[config.architecture]
     true = whole[: config.vocab_size] if has_vocabulary(name, config) else whole
-    return ARCHITECTURES[config.architecture].to_stored(true, name, config)
+    return zip(architecture.stored_names(name), architecture.to_stored(true, name, config), strict=True)
 
 
 def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield the plain name and shape that every tensor must have."""
     for name, shape in iterate_shapes(config):
-        stored = _to_stored(torch.empty(shape, device="meta"), name, config)
-        yield ARCHITECTURES[config.architecture].stored_name(name), tuple(stored.shape)
+        for plain, stored in _to_stored(torch.empty(shape, device="meta"), name, config):
+            yield plain, tuple(stored.shape)
 
 
 def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -187,7 +190,7 @@ def save_huggingface(
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    config, architecture = source.config, ARCHITECTURES[source.config.architecture]
+    config = source.config
     pieces = (Piece.whole(name, shape) for name, shape in iterate_shapes(config))
     shards = list(by_size(pieces, SHARD_BYTES * torch.float32.itemsize // dtype.itemsize))  # pieces are fp32
     where: dict[str, str] = {}
@@ -195,9 +198,9 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = {}
         for name in (piece.name for piece in shard):
-            prefix = "" if name == config.output_name else architecture.PREFIX
-            stored = _to_stored(source.read(name), name, config)
-            tensors[prefix + architecture.stored_name(name)] = cast(stored, dtype, name)
+            prefix = "" if name == config.output_name else ARCHITECTURES[config.architecture].PREFIX
+            for plain, stored in _to_stored(source.read(name), name, config):
+                tensors[prefix + plain] = cast(stored, dtype, name)
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # by the umask; save_file takes another one
         save_file(tensors, folder / file, metadata={"format": "pt"})
