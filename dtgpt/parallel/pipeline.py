@@ -84,10 +84,10 @@ class PipelineEngine(Engine):
         if self.shards.buckets is not None:
             self.shards.buckets.begin()
         batch, place = Batch(*fields), self.mesh.place
-        inputs = [batch.tokens.contiguous()] if place.holds_first else []
+        inputs = [batch.tokens] if place.holds_first else []
         losses: list[Tensor] = []
         more: dict[str, Any] = batch.beside_tokens
-        targets = more.pop("targets").contiguous()
+        targets = more.pop("targets")
         if place.holds_last:
             more |= {"targets": targets, "target": targets, "losses": losses}
         with parameters_apart() if self.settings.plan.splits_backward else nullcontext():

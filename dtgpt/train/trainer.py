@@ -78,7 +78,9 @@ class Trainer:
         windows, sample_ids, step_key = self.batches.take(self.step)
         config = self.settings.model
         keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
-        batch = self.masks.apply(Batch(windows[:, :-1], dropout_keys=keys, targets=windows[:, 1:]))
+        # Contiguous, as a graph's copies of its inputs are: another layout would be compiled anew during capture.
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
         return self.engine.gradients(self.micro_batches, self._with_global_weights(batch))
 
     def update(self, loss: Tensor) -> StepResult:
