@@ -18,7 +18,7 @@ import numpy as np
 from index_build import memory, reset_peak
 
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.megatron.samples import Samples, load_samples
+from dtgpt.data.megatron.samples import SampleRequest, Samples, load_samples
 
 BLOCK = 1 << 22  # tokens written together
 SEED = 1234
@@ -64,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         prefix = Path(folder) / "random"
         write(prefix, int(options.gib * 2**30))
-        samples = load_samples(IndexedDataset(prefix), None, "train", options.seq_length, None, SEED, None)
+        samples = load_samples(IndexedDataset(prefix), SampleRequest(None, "train", options.seq_length, None, SEED))
         samples.windows(np.arange(min(2, len(samples))))  # what is set up once
         reset_peak()
         before, before_anonymous = memory("VmRSS"), memory("RssAnon")

@@ -85,7 +85,7 @@ def make_recipe(args: argparse.Namespace, overrides: list[str], name: str) -> tu
     recipe = load_recipe(RECIPES / file if args.model in MODELS else Path(file), [])
     model = model or recipe.model
     model = replace(model, dropout=recipe.model.dropout if args.dropout is None else args.dropout)
-    plan = fitting_plan(recipe, name, args.plans)
+    plan = fitting_plan(name, args.plans, recipe.plans)
     samples = args.micro_batch_size * args.micro_batches * plan.dp
     sizes = {"micro_batch_size": args.micro_batch_size, "global_batch_size": samples}
     recipe = apply_overrides(replace(recipe, model=model, plan=name, **sizes), overrides)

@@ -78,7 +78,7 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
         )
 
     def load(shard: Shard) -> None:
-        place = (tuple(shard.parameter.shape), shard.part)
+        place = (tuple(shard.parameter.shape), shard.region)
         read_part(checkpoint, shard.name, *place, shard.local)
         for moment in MOMENTS:
             read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
@@ -89,9 +89,9 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
 def load_weights(source: Source, shards: Shards) -> None:
     """Give this rank's shards the weights of any source, a tensor at a time."""
     if isinstance(source, Saved):
-        fill(shards, lambda shard: source.read_into(shard.name, shard.part, shard.local))
+        fill(shards, lambda shard: source.read_into(shard.name, shard.region, shard.local))
     else:
-        fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.part)), threads=1)
+        fill(shards, lambda shard: shard.local.copy_(source.read(shard.name, shard.region)), threads=1)
 
 
 @torch.no_grad()

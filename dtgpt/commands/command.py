@@ -25,7 +25,7 @@ class Command:
     field `input`, words that belong to no option are added to it, and there are no other paths.
     work: called with each path, and `options=`; returns the exit code, None for 0.
     example: words of a correct call, for error messages.
-    aliases, explain: as of `read_words`.
+    aliases, explain: as in `read_words`.
     """
 
     usage: str

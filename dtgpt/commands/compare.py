@@ -7,7 +7,7 @@ from typing import Annotated
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import Options, as_words
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.settle import load_recipe, with_options
+from dtgpt.train.settle import load_recipe, settle
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -31,17 +31,21 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     words = as_words(given)
     from dtgpt.train.compare import compare
 
-    return compare(with_options(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
+    return compare(settle(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
 
 
 def record(words: list[str]) -> int:
     """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
+    from dtgpt.train.compare import record as record_steps
     from dtgpt.train.compare import save_record
+    from dtgpt.train.startup import open_trainer
 
     if len(words) < 3:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
     path, file, steps, *options = words
-    return save_record(load_recipe(Path(path), options), Path(file), int(steps))
+    with open_trainer(load_recipe(Path(path), options)) as trainer:
+        save_record(record_steps(trainer, int(steps)), Path(file))
+    return 0
 
 
 REFUSED = {"plan": "use --plans", "resume": "it begins with initial weights; leave --resume out"}

@@ -9,7 +9,6 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
 from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
-from dtgpt.data.tokenizers.open import OF_MODELS
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.megatron.export import save_megatron
@@ -88,7 +87,7 @@ def _check(options: ConvertOptions) -> None:
 def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
     """Return the tokenizer's files for transformers, by name; None, with a message, if there are none that fit."""
     if tokenizer is None:
-        say(f"no tokenizer is saved with {path}, so {target} has none; {OF_MODELS.remedy}")
+        say(f"no tokenizer is saved with {path}, so {target} has none; name one with --tokenizer")
         return None
     try:
         files = transformers_files(tokenizer, source.config.seq_length)

@@ -12,6 +12,7 @@ HELP = ("-h", "--help")
 LEFT = 34  # the column where descriptions begin
 LONGEST_TYPE = 24  # longer lists of choices stand in the description
 LABEL = re.compile(r" *(?:\S+ )*\S+ {2,}(?=\S)")  # "hardware   one GPU": further lines are indented to the text
+ENTRY = rf"\n(?=\S|{LABEL.pattern})"  # between two of them
 
 
 def wants_help(words: list[str]) -> bool:
@@ -71,22 +72,11 @@ def _show(value: Any) -> str:
 
 
 def _wrap_text(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a docstring. Paragraphs, and entries whose text is indented behind a label, are rewrapped."""
-    entry: list[str] = []
-    for line in [*text.expandtabs().splitlines(), ""]:
-        hangs = entry and line.startswith(" " * _hang(entry[0])) and not LABEL.match(line)
-        if not (line.strip() and hangs):
-            if entry:
-                filled = " ".join([entry[0].rstrip(), *(part.strip() for part in entry[1:])])
-                indent = " " * _hang(entry[0])
-                yield from textwrap.wrap(filled, width, subsequent_indent=indent, break_on_hyphens=False)
-            if not line.strip() and entry:
-                yield ""
-            entry = []
-        if line.strip():
-            entry.append(line)
-
-
-def _hang(line: str) -> int:
-    label = LABEL.match(line)
-    return label.end() if label else len(line) - len(line.lstrip())
+    """Yield the lines of a docstring, its paragraphs rewrapped; lines with a label are paragraphs of their own."""
+    for paragraph in re.split(r"\n\s*\n", text.expandtabs()):
+        for entry in re.split(ENTRY, paragraph) if LABEL.match(paragraph) else [paragraph]:
+            label = LABEL.match(entry)
+            begin = label.end() if label else 0
+            filled = entry[:begin] + " ".join(entry[begin:].split())
+            yield from textwrap.wrap(filled, width, subsequent_indent=" " * begin, break_on_hyphens=False)
+        yield ""

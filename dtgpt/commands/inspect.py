@@ -110,6 +110,4 @@ def _refuse(options: set[str], why: str) -> None:
         raise UserError(f"--{min(options).replace('_', '-')} {why}; leave it out")
 
 
-command = Command(
-    "inspect MODEL|PREFIX", InspectOptions, inspect, "runs/gpt2_tiny-001", aliases=ALIASES
-)  # fmt: skip
+command = Command("inspect MODEL|PREFIX", InspectOptions, inspect, "runs/gpt2_tiny-001", aliases=ALIASES)

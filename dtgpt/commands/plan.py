@@ -7,7 +7,7 @@ from typing import Annotated
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import Options
 from dtgpt.config.recipe import Recipe
-from dtgpt.train.settle import check_run, with_options
+from dtgpt.train.settle import check_run, settle
 from dtgpt.util.console import say
 from dtgpt.util.field_types import Bounds
 
@@ -29,9 +29,11 @@ class PlanOptions:
 def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     from dtgpt.planning.report import describe_plan
 
-    recipe = with_options(recipe, given)
+    recipe = settle(recipe, given)
     check_run(recipe)
-    say(describe_plan(recipe, own.world, own.gpu))
+    settings = recipe.planned(own.world)
+    notes = recipe.notes(settings.plan.dp, settings.device.type)
+    say(describe_plan(settings, recipe.name, notes, own.gpu))
 
 
 command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

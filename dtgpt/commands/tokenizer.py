@@ -11,9 +11,8 @@ from dtgpt.commands.help import HELP
 from dtgpt.data.prepare.documents import Broken
 from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks
 from dtgpt.data.prepare.target import folder_of
+from dtgpt.data.tokenizers.byte_level import SMALLEST
 from dtgpt.data.tokenizers.open import MOST, make_tokenizer
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.data.tokenizers.training import SMALLEST
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import Bounds
@@ -38,11 +37,6 @@ class TokenizerOptions:
 
 
 def train(options: TokenizerOptions) -> None:
-    tokenizer = train_tokenizer(options)
-    say(f"{options.output}: {tokenizer.vocab_size:,} tokens; use it with dtgpt prepare --tokenizer {options.output}")
-
-
-def train_tokenizer(options: TokenizerOptions) -> Tokenizer:
     """Train a byte-level BPE on the user's own text, and save it. Raises UserError if the inputs hold no text, the file
     exists or cannot be written, or the package tokenizers is missing."""
     output = Path(options.output)
@@ -62,7 +56,7 @@ def train_tokenizer(options: TokenizerOptions) -> Tokenizer:
             tokenizer.save(output)
         except OSError as error:
             raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
-    return tokenizer
+    say(f"{options.output}: {tokenizer.vocab_size:,} tokens; use it with dtgpt prepare --tokenizer {options.output}")
 
 
 def _texts(options: TokenizerOptions) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dtgpt.commands.help import HELP, help_text, wants_help
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.parallel.process import Process
-from dtgpt.train.settle import check_run, override, plan_error
+from dtgpt.train.settle import check_run, override, plan_error, run_of
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
@@ -28,7 +28,7 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str]) -> int:
     try:
         recipe.plan_for(Process.from_environment().world)
     except UserError as error:
-        raise plan_error(error, recipe) from None
+        raise plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)[0]) from None
     from dtgpt.train.loop import train
 
     return train(recipe)

@@ -5,11 +5,11 @@ so that the whole batch is reached after SAMPLES samples (megatron/microbatches.
 the samples that the run has seen, so that a resumed run goes on with the same one.
 """
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable
+from operator import itemgetter
 
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, shown
 
 
@@ -29,17 +29,16 @@ class BatchSizes:
     """The batch sizes of a run that begins, or goes on, with step `first_step` after `first_sample` samples."""
 
     def __init__(self, whole: int, rampup: str | None = None, first_step: int = 0, first_sample: int = 0):
-        """whole: the global batch size; rampup: as of a recipe's `rampup_batch_size`."""
+        """whole: the global batch size; rampup: as in a recipe's `rampup_batch_size`."""
         self.whole, self.rampup = whole, parse_rampup(rampup) if rampup is not None else None
-        # (samples seen, step) at which each size begins.
-        self._samples, self._steps, self._sizes = [first_sample], [first_step], [self.after(first_sample)]
-        consumed, step = first_sample, first_step
-        while self._sizes[-1] != whole:
-            consumed, step = consumed + self._sizes[-1], step + 1
-            if (size := self.after(consumed)) != self._sizes[-1]:
-                self._samples.append(consumed)
-                self._steps.append(step)
-                self._sizes.append(size)
+        # (step, samples seen) at which each size begins, and the size.
+        self._pieces = [(first_step, first_sample, self.after(first_sample))]
+        step, seen, size = self._pieces[0]
+        while size != whole:
+            step, seen = step + 1, seen + size
+            if (larger := self.after(seen)) != size:
+                size = larger
+                self._pieces.append((step, seen, size))
 
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
@@ -51,53 +50,36 @@ class BatchSizes:
 
     def at(self, step: int) -> int:
         """Return the samples of `step`, over all replicas."""
-        return self._sizes[self._piece(step)]
+        return self._piece(step)[2]
 
     def before(self, step: int) -> int:
         """Return the samples that the run has seen when `step` begins."""
-        i = self._piece(step)
-        return self._samples[i] + (step - self._steps[i]) * self._sizes[i]
+        first, seen, size = self._piece(step)
+        return seen + (step - first) * size
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""
-        i = max(0, bisect_right(self._samples, samples) - 1)
-        return self._steps[i] + (samples - self._samples[i]) // self._sizes[i]
+        first, seen, size = self._piece(samples, key=1)
+        return first + (samples - seen) // size
 
     def metrics(self, step: int) -> dict[str, int]:
         """Return what a progress line adds for `step`: its samples, where they change."""
-        return {"batch_size": self.at(step)} if len(self._sizes) > 1 else {}
+        return {"batch_size": self.at(step)} if len(self._pieces) > 1 else {}
 
-    def _piece(self, step: int) -> int:
-        return max(0, bisect_right(self._steps, step) - 1)
+    def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
+        return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
 
 
-def check_rampup(rampup: str, whole: int, micro: int, plan: ResolvedPlan, fits: Callable[[int, int], bool]) -> None:
-    """Raise UserError, with a remedy that works, where the plan cannot split a size of the ramp up to `whole` samples.
-    `fits`: whether it can split (samples of a step, samples of a micro-batch)."""
-    start, increment, samples = parse_rampup(rampup)
-    sizes = range(start, whole, increment)
-    wrong = next((size for size in sizes if not fits(size, micro)), None)
-    if wrong is None:
-        return
-    remedies = []
-    common = math.gcd(start, increment, whole)
-    smaller = (m for m in range(micro - 1, 0, -1) if common % (m * plan.dp) == 0)
-    if found := next((m for m in smaller if all(fits(size, m) for size in sizes)), None):
-        remedies.append(f"--micro_batch_size {found} (the curve stays the same)")
-    # Ramps over multiples of a share, from the first one that fits.
-    share = micro * plan.dp
-    multiples = range(share, whole, share)
-    first = next((size for size in multiples if size >= start and fits(size, micro)), 0)
-
-    def ramp_fits(increment: int) -> bool:
-        return (whole - first) % increment == 0 and all(fits(size, micro) for size in range(first, whole, increment))
-
-    steps = [n for n in multiples if first and ramp_fits(n)]
-    if steps:
-        nearest = min(steps, key=lambda n: (n < increment, abs(n - increment)))
-        remedies.append(f"another START and INCREMENT, as in --rampup_batch_size '{first} {nearest} {samples}'")
-    raise UserError(
-        f"rampup_batch_size={shown(rampup)} passes {wrong} samples a step, which "
-        f"micro_batch_size={micro} and the plan {plan.name} (dp={plan.dp}) cannot split; use "
-        + ", or ".join(remedies or ["--rampup_batch_size none"])
-    )
+def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int) -> None:
+    """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
+    start, increment, _ = parse_rampup(rampup)
+    for size in range(start, whole, increment):
+        try:
+            plan.validate(model, micro, size)
+        except UserError:
+            raise UserError(
+                f"rampup_batch_size={shown(rampup)} passes {size} samples a step, which micro_batch_size={micro} and "
+                f"the plan {plan.name} (dp={plan.dp}) cannot split; use multiples of {micro * plan.dp * plan.pp} for "
+                "START and INCREMENT, a smaller micro_batch_size (the curve stays the same), or --rampup_batch_size "
+                "none"
+            ) from None

@@ -91,20 +91,15 @@ def choose_graphs(wanted: Switch, device: torch.device) -> bool:
     return device.type == "cuda" and wanted != "off"
 
 
-def wants_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan) -> bool:
-    """Return whether to compile, whatever is installed. A replayed step has nothing to gain: all operations between the
-    matrices are fused already."""
-    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and not (plan.splits_backward or graphs))
-
-
-def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan) -> bool:
-    """Return whether to compile. Raises UserError where the recipe asks for it and it cannot work; where it is only the
-    default, say that training runs eagerly."""
-    if not wants_compiler(wanted, device, graphs, plan):
+def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Plan, here: bool = True) -> bool:
+    """Return whether to compile. A replayed step has nothing to gain: all operations between the matrices are fused
+    already. Raises UserError where the recipe asks for it and it cannot work `here`; where it is only the default, say
+    that training runs eagerly."""
+    if wanted == "auto" and (device.type != "cuda" or plan.splits_backward or graphs):
         return False
-    reason = why_no_compiler(device)
+    reason = why_no_compiler(device) if here and wanted != "off" else None
     if reason and wanted == "on":
         raise UserError(f"compile=on, but {reason}; install it, or use --compile off")
     if reason:
         say(f"{reason}: training runs without torch.compile, slower", warning=True)
-    return reason is None
+    return wanted != "off" and reason is None

@@ -1,8 +1,8 @@
 """Options of Megatron-LM's pretrain_gpt.py, each with its equivalent here, as docs/megatron.md lists them.
 
-A key is a name and a placeholder for its value, in capitals, or one value: `normalization RMSNorm` is the option with
-that value. `{N}` in an answer is the value, `{N*60}` a multiple of it. Answers that begin with `--` are options of a
-recipe; others say what dtgpt does instead.
+A key holds one or several options, each a name and a placeholder for its value, in capitals, or one value:
+`normalization RMSNorm` is the option with that value. `{N}` in an answer is the value.
+Answers that begin with `--` are options of a recipe; others say what dtgpt does instead.
 """
 
 import re
@@ -11,58 +11,40 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 LEAVE = "leave it out"
+GPT2 = "the model always has GPT-2's architecture"
 OPTIONS = {
     "Model": {
         "num-layers N": "--model.num_layers {N}",
         "hidden-size N": "--model.hidden_size {N}",
         "num-attention-heads N": "--model.num_heads {N}",
-        "seq-length N": "--model.seq_length {N}",
-        "encoder-seq-length N": "--model.seq_length {N}",
+        "seq-length N, encoder-seq-length N": "--model.seq_length {N}",
         "max-position-embeddings N": "the model has as many positions as a sample has tokens: --model.seq_length {N}",
-        "attention-dropout P": "--model.dropout {P}, for attention and hidden states alike",
-        "hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
+        "attention-dropout P, hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
         "init-method-std S": "--model.init_std {S}",
-        "layernorm-epsilon E": "--model.layer_norm_eps {E}",
-        "norm-epsilon E": "--model.layer_norm_eps {E}",
+        "layernorm-epsilon E, norm-epsilon E": "--model.layer_norm_eps {E}",
         "ffn-hidden-size N": f"the MLP is always 4 x hidden_size wide; {LEAVE}",
         "kv-channels N": f"a head is always hidden_size / num_heads wide; {LEAVE}",
         "make-vocab-size-divisible-by N": "the vocabulary is padded to a multiple of 128 under every plan; set "
         "--model.vocab_size",
         "vocab-size N": "--model.vocab_size {N}",
         "vocab-extra-ids N": "raise --model.vocab_size instead",
-        "position-embedding-type learned_absolute": f"positions are always learned; {LEAVE}",
-        "position-embedding-type TYPE": "positions are always learned; rotary and relative ones are not available",
-        "no-position-embedding": "positions are always learned; a model without them is not available",
-        "use-rotary-position-embeddings": "positions are always learned; rotary ones are not available",
-        "rotary-*": "positions are always learned; rotary ones are not available",
-        "untie-embeddings-and-output-weights": "embedding and output layer always share their weights, as in GPT-2",
-        "normalization LayerNorm": f"norms are always LayerNorm; {LEAVE}",
-        "normalization RMSNorm": "norms are always LayerNorm; RMSNorm is not available",
-        "swiglu": "the MLP always has tanh-GELU, as in GPT-2; SwiGLU is not available",
-        "squared-relu": "the MLP always has tanh-GELU, as in GPT-2",
-        "openai-gelu": f"GELU always has the tanh form of GPT-2; {LEAVE}",
-        "disable-bias-linear": "linear layers always have biases, as in GPT-2",
-        "add-qkv-bias": f"linear layers always have biases; {LEAVE}",
-        "group-query-attention": "each head always has its own keys and values; grouped ones are not available",
-        "num-query-groups N": "each head always has its own keys and values; grouped ones are not available",
-        "multi-latent-attention": "latent attention is not available",
-        "qk-layernorm": "LayerNorm on queries and keys is not available",
-        "window-size W": "attention always sees all earlier positions; windows are not available",
-        "apply-residual-connection-post-layernorm": "the residual is always taken before the LayerNorm, as in GPT-2",
         "fp32-residual-connection": "the residual stream always has the type of --precision",
         "init-method-xavier-uniform": "initial weights always have a normal distribution with --model.init_std",
-        "num-experts N": "models are always dense; experts are not available",
-        "moe-*": "models are always dense; experts are not available",
-        "expert-*": "models are always dense; experts are not available",
-        "mtp-*": "multi-token prediction is not available",
-        "spec SPEC": f"the model is always GPT-2; {LEAVE}",
-        "use-mcore-models": f"there is one implementation of the model; {LEAVE}",
-        "use-legacy-models": f"there is one implementation of the model; {LEAVE}",
-        "transformer-impl IMPL": f"there is one implementation of the model; {LEAVE}",
+        "position-embedding-type learned_absolute, openai-gelu, add-qkv-bias, spec SPEC, "
+        "use-mcore-models, use-legacy-models, transformer-impl IMPL": f"{GPT2}; {LEAVE}",
+        "position-embedding-type TYPE, no-position-embedding, use-rotary-position-embeddings, rotary-*": "positions "
+        "are always learned; rotary, relative or no positions are not available",
+        "normalization LayerNorm": f"norms are always LayerNorm; {LEAVE}",
+        "normalization RMSNorm": "norms are always LayerNorm; RMSNorm is not available",
+        "swiglu, squared-relu": "the MLP always has tanh-GELU, as in GPT-2; this one is not available",
+        "untie-embeddings-and-output-weights, disable-bias-linear, qk-layernorm, "
+        "apply-residual-connection-post-layernorm, mtp-*": f"{GPT2}; this change to it is not available",
+        "group-query-attention, num-query-groups N, multi-latent-attention, window-size W": "each head always has its "
+        "own keys and values, and sees all earlier positions; other attention is not available",
+        "num-experts N, moe-*, expert-*": "models are always dense; experts are not available",
     },
     "Batch and length": {
-        "micro-batch-size N": "--micro_batch_size {N}",
-        "batch-size N": "--micro_batch_size {N}",
+        "micro-batch-size N, batch-size N": "--micro_batch_size {N}",
         "global-batch-size N": "--global_batch_size {N}",
         "rampup-batch-size START INCREMENT SAMPLES": "--rampup_batch_size 'START INCREMENT SAMPLES', in quotes",
         "step-batch-size-schedule SCHEDULE": "the batch size grows with --rampup_batch_size 'START INCREMENT SAMPLES'",
@@ -81,30 +63,22 @@ OPTIONS = {
         "lr-decay-style STYLE": "--optimizer.schedule {STYLE}",
         "lr-decay-iters N": "--optimizer.decay_steps {N}",
         "lr-decay-samples N": "--optimizer.decay_samples {N}",
-        "lr-warmup-fraction F": "--optimizer.warmup {F}",
-        "lr-warmup-iters N": "--optimizer.warmup {N}",
+        "lr-warmup-fraction X, lr-warmup-iters X": "--optimizer.warmup {X}",
         "lr-warmup-samples N": "--optimizer.warmup_samples {N}",
         "warmup N": "--optimizer.warmup F, where F is a fraction of the schedule, or a number of steps",
         "lr-warmup-init X": f"the warmup always begins at 0; {LEAVE}",
-        "lr-wsd-decay-style linear": f"wsd always decays linearly; {LEAVE}",
-        "lr-wsd-decay-style STYLE": "wsd always decays linearly",
-        "lr-wsd-decay-iters N": "--optimizer.wsd_decay F, where F is {N} / decay_steps",
-        "lr-wsd-decay-samples N": "--optimizer.wsd_decay F, where F is {N} / decay_samples",
+        "lr-wsd-decay-style STYLE": f"wsd always decays linearly; {LEAVE}",
+        "lr-wsd-decay-iters N, lr-wsd-decay-samples N": "--optimizer.wsd_decay F, where F is {N} / the whole schedule",
         "weight-decay X": "--optimizer.weight_decay {X}",
-        "start-weight-decay X": "weight decay is always constant: --optimizer.weight_decay X",
-        "end-weight-decay X": "weight decay is always constant: --optimizer.weight_decay X",
-        "weight-decay-incr-style constant": f"weight decay is always constant; {LEAVE}",
-        "weight-decay-incr-style STYLE": "weight decay is always constant: --optimizer.weight_decay X",
+        "start-weight-decay X, end-weight-decay X, weight-decay-incr-style STYLE": "weight decay is always constant: "
+        "--optimizer.weight_decay X",
         "adam-beta1 X": "--optimizer.beta1 {X}",
         "adam-beta2 X": "--optimizer.beta2 {X}",
         "adam-eps X": "--optimizer.eps {X}",
         "clip-grad X": "--optimizer.clip {X}",
-        "optimizer adam": f"the optimizer is always AdamW; {LEAVE}",
-        "optimizer NAME": "the optimizer is always AdamW",
-        "sgd-momentum X": "the optimizer is always AdamW",
-        "muon-*": "the optimizer is always AdamW",
-        "override-opt-param-scheduler": f"the schedule of the recipe is always used; {LEAVE}",
-        "use-checkpoint-opt-param-scheduler": f"the schedule of the recipe is always used; {LEAVE}",
+        "optimizer NAME, sgd-momentum X, muon-*": f"the optimizer is always AdamW; {LEAVE}",
+        "override-opt-param-scheduler, use-checkpoint-opt-param-scheduler": "the schedule of the recipe is always "
+        f"used; {LEAVE}",
     },
     "Precision": {
         "fp16": "--precision fp16",
@@ -114,116 +88,85 @@ OPTIONS = {
         "min-loss-scale X": "--loss_scale.minimum {X}",
         "loss-scale-window N": "--loss_scale.window {N}",
         "hysteresis N": "--loss_scale.hysteresis {N}",
-        "attention-softmax-in-fp32": f"the softmax is always computed in fp32; {LEAVE}",
-        "accumulate-allreduce-grads-in-fp32": f"gradients are always summed in fp32; {LEAVE}",
-        "grad-reduce-in-bf16": "gradients are always summed in fp32",
-        "fp16-lm-cross-entropy": "the loss is always computed in fp32",
-        "apply-query-key-layer-scaling": f"scores are never scaled by the layer's number; {LEAVE}",
-        "no-query-key-layer-scaling": f"scores are never scaled by the layer's number; {LEAVE}",
-        "embedding-weights-in-fp32": f"master weights are always fp32; {LEAVE}",
-        "fp8-*": "8-bit floats are not available; use --precision bf16",
-        "fp4-*": "4-bit floats are not available; use --precision bf16",
+        "attention-softmax-in-fp32, accumulate-allreduce-grads-in-fp32, embedding-weights-in-fp32, "
+        "grad-reduce-in-bf16, fp16-lm-cross-entropy, use-precision-aware-optimizer": "master weights, sums of "
+        f"gradients, softmax and loss are always fp32; {LEAVE}",
+        "apply-query-key-layer-scaling, no-query-key-layer-scaling": "scores are never scaled by the layer's number; "
+        f"{LEAVE}",
+        "fp8-*, fp4-*": "8-bit and 4-bit floats are not available; use --precision bf16",
         "te-*": "there is one implementation of the model, without Transformer Engine",
-        "use-precision-aware-optimizer": "weights and moments of the optimizer are always fp32",
     },
     "Parallelism": {
-        "tensor-model-parallel-size N": "--plan tp{N}; parts of a plan are joined by '_', as in tp2_pp2",
-        "model-parallel-size N": "--plan tp{N}; parts of a plan are joined by '_', as in tp2_pp2",
+        "tensor-model-parallel-size N, model-parallel-size N": "--plan tp{N}; parts of a plan are joined by '_', as in "
+        "tp2_pp2",
         "pipeline-model-parallel-size N": "--plan pp{N}; parts of a plan are joined by '_', as in tp2_pp2",
         "sequence-parallel": "add sp to the plan, as in --plan tp2_sp",
         "num-layers-per-virtual-pipeline-stage N": "add interleavedV to the plan, V being num_layers / pp / {N}, as in "
         "--plan pp2_interleaved2",
         "num-virtual-stages-per-pipeline-rank N": "add interleaved{N} to the plan, as in --plan pp2_interleaved{N}",
-        "pipeline-model-parallel-layout LAYOUT": "give Plan(blocks_per_stage=...) in the recipe's plans",
-        "decoder-first-pipeline-num-layers N": "give Plan(blocks_per_stage=...) in the recipe's plans",
-        "decoder-last-pipeline-num-layers N": "give Plan(blocks_per_stage=...) in the recipe's plans",
-        "account-for-embedding-in-pipeline-split": f"stages are always balanced by cost; {LEAVE}",
-        "account-for-loss-in-pipeline-split": f"stages are always balanced by cost; {LEAVE}",
-        "pipeline-model-parallel-split-rank N": "stages are always balanced by cost, or Plan(blocks_per_stage=...)",
-        "standalone-embedding-stage": "stages are balanced by cost; the embedding is in the first",
+        "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split": "stages are always balanced by "
+        f"cost; {LEAVE}",
+        "pipeline-model-parallel-layout LAYOUT, decoder-first-pipeline-num-layers N, "
+        "decoder-last-pipeline-num-layers N, pipeline-model-parallel-split-rank N, "
+        "standalone-embedding-stage": "stages are balanced by cost, or cut by Plan(blocks_per_stage=...) in the recipe",
         "context-parallel-size 1": f"sequences are never split over ranks of their own; {LEAVE}",
         "context-parallel-size N": "context parallelism is not available; --plan tp{N}_sp splits activations along the "
         "sequence",
         "use-distributed-optimizer": "add zero1 to the plan, as in --plan zero1",
-        "use-torch-fsdp2": "add zero3 to the plan, as in --plan zero3",
-        "use-megatron-fsdp": "add zero3 to the plan, as in --plan zero3",
-        "data-parallel-sharding-strategy NAME": "add zero1, zero2 or zero3 to the plan, as in --plan zero3",
+        "use-torch-fsdp2, use-megatron-fsdp, data-parallel-sharding-strategy NAME": "add zero1, zero2 or zero3 to the "
+        "plan, as in --plan zero3",
         "num-distributed-optimizer-instances N": "ZeRO always shards over all replicas",
         "distributed-backend NAME": f"GPUs always use NCCL and CPUs gloo; {LEAVE}",
-        "distributed-timeout-minutes N": "--timeout {N*60}",
-        "overlap-grad-reduce": f"communication always overlaps with computation; {LEAVE}",
-        "overlap-param-gather*": f"communication always overlaps with computation; {LEAVE}",
-        "overlap-p2p-communication": f"communication always overlaps with computation; {LEAVE}",
+        "distributed-timeout-minutes N": "--timeout S, where S is {N} x 60",
+        "overlap-grad-reduce, overlap-param-gather*, overlap-p2p-communication, "
         "no-overlap-p2p-communication": f"communication always overlaps with computation; {LEAVE}",
         "tp-comm-overlap*": "leave it out; --plan tp2_sp reduces the communication of tensor parallelism",
-        "ddp-*": f"message sizes follow from the plan; {LEAVE}",
-        "no-async-tensor-model-parallel-allreduce": LEAVE,
-        "no-scatter-gather-tensors-in-pipeline": LEAVE,
-        "no-contiguous-buffers-in-local-ddp": LEAVE,
-        "use-ring-exchange-p2p": LEAVE,
-        "lazy-mpu-init": LEAVE,
-        "use-cpu-initialization": f"initial weights never depend on the plan or the device; {LEAVE}",
-        "perform-initialization": f"weights are always initialized; {LEAVE}",
-        "no-initialization": f"weights read from a checkpoint are never initialized first; {LEAVE}",
-        "data-parallel-random-init": f"replicas always start with the same weights; {LEAVE}",
+        "no-async-tensor-model-parallel-allreduce, no-scatter-gather-tensors-in-pipeline, use-ring-exchange-p2p, "
+        "no-contiguous-buffers-in-local-ddp, lazy-mpu-init, ddp-*": f"messages follow from the plan; {LEAVE}",
+        "use-cpu-initialization, perform-initialization, no-initialization, data-parallel-random-init": "initial "
+        f"weights never depend on the plan or the device; {LEAVE}",
         "local-rank N": f"torchrun sets the rank of each process; {LEAVE}",
-        "nproc-per-node N": "it belongs to torchrun, before the recipe: torchrun --nproc-per-node {N} RECIPE.py",
-        "nnodes N": "it belongs to torchrun, before the recipe: torchrun --nnodes {N} RECIPE.py",
-        "node-rank N": "it belongs to torchrun, before the recipe: torchrun --node-rank {N} RECIPE.py",
-        "master-addr HOST": "it belongs to torchrun, before the recipe: torchrun --master-addr {HOST} RECIPE.py",
-        "master-port N": "it belongs to torchrun, before the recipe: torchrun --master-port {N} RECIPE.py",
+        "nproc-per-node N, nnodes N, node-rank N, master-addr HOST, master-port N": "it belongs to torchrun, before "
+        "the recipe: torchrun --nproc-per-node N RECIPE.py",
     },
     "Memory and speed": {
         "recompute-activations": "--recompute selective",
         "checkpoint-activations": "--recompute full",
         "recompute-granularity KIND": "--recompute {KIND}",
-        "recompute-method METHOD": f"--recompute full recomputes every block; {LEAVE}",
-        "recompute-num-layers N": f"--recompute full recomputes every block; {LEAVE}",
+        "recompute-method METHOD, recompute-num-layers N": f"--recompute full recomputes every block; {LEAVE}",
         "recompute-modules NAMES": "--recompute selective, which recomputes the attention core",
         "distribute-saved-activations": "add sp to the plan, as in --plan tp2_sp, which splits saved activations",
         "cpu-offloading*": "activations always stay on the device; use --recompute full",
         "optimizer-cpu-offload": "the optimizer's state always stays on the device; add zero1 to the plan",
-        "empty-unused-memory-level N": LEAVE,
-        "use-flash-attn": "--attention flash",
+        "use-flash-attn, attention-backend flash": "--attention flash",
         "attention-backend auto": "--attention auto",
-        "attention-backend flash": "--attention flash",
         "attention-backend fused": "--attention fused_softmax",
-        "attention-backend NAME": "--attention explicit",
-        "no-masked-softmax-fusion": "--attention explicit",
-        "no-bias-gelu-fusion": f"fused operations give the same numbers up to rounding; {LEAVE}",
-        "no-bias-dropout-fusion": f"fused operations give the same numbers up to rounding; {LEAVE}",
-        "no-persist-layer-norm": f"fused operations give the same numbers up to rounding; {LEAVE}",
-        "no-gradient-accumulation-fusion": f"fused operations give the same numbers up to rounding; {LEAVE}",
-        "cross-entropy-loss-fusion": f"the loss is always fused with the output layer; {LEAVE}",
-        "cross-entropy-fusion-impl NAME": f"the loss is always fused with the output layer; {LEAVE}",
+        "attention-backend NAME, no-masked-softmax-fusion": "--attention explicit",
+        "no-bias-gelu-fusion, no-bias-dropout-fusion, no-persist-layer-norm, no-gradient-accumulation-fusion, "
+        "cross-entropy-loss-fusion, cross-entropy-fusion-impl NAME": "operations are always fused, and give the same "
+        f"numbers up to rounding; {LEAVE}",
         "*cuda-graph*": "--graph on",
-        "manual-gc*": LEAVE,
+        "empty-unused-memory-level N, manual-gc*": LEAVE,
     },
     "Data": {
-        "data-path PATHS": "--data.path {PATHS}",
-        "train-data-path PATHS": "--data.path {PATHS}",
+        "data-path PATHS, train-data-path PATHS": "--data.path {PATHS}",
         "valid-data-path PATHS": "--data.valid_path {PATHS}",
         "test-data-path PATHS": "--data.test_path {PATHS}",
-        "data-args-path FILE": "write its words into --data.path, in quotes",
-        "per-split-data-args-path FILE": "write its words into --data.path, --data.valid_path and --data.test_path",
+        "data-args-path FILE, per-split-data-args-path FILE": "write its words into --data.path, in quotes, or into "
+        "--data.valid_path and --data.test_path",
         "split WEIGHTS": "--data.split {WEIGHTS}",
         "vocab-file FILE": "--data.vocab_file {FILE}, with --data.merge_file",
         "merge-file FILE": "--data.merge_file {FILE}, with --data.vocab_file",
         "tokenizer-type GPT2BPETokenizer": "--data.tokenizer gpt2",
-        "tokenizer-type NullTokenizer": "give the tokenizer of the data as --data.tokenizer_file",
         "tokenizer-type TYPE": "--data.tokenizer_file FILE, the tokenizer that the data were prepared with",
         "tokenizer-model FILE": "--data.tokenizer_file {FILE}",
         "reset-position-ids": "--data.reset_position_ids on",
         "reset-attention-mask": "--data.reset_attention_mask on",
         "eod-mask-loss": "--data.eod_mask_loss on",
         "data-cache-path DIR": "the environment variable DTGPT_CACHE={DIR}",
-        "data-impl KIND": f"prepared files are always memory-mapped; {LEAVE}",
-        "mmap-warmup": f"prepared files are always memory-mapped; {LEAVE}",
-        "no-mmap-bin-files": f"prepared files are always memory-mapped; {LEAVE}",
-        "dataloader-type single": f"samples are always read in order of their ids; {LEAVE}",
-        "dataloader-type KIND": "samples are always read in order of their ids, as with single",
-        "num-workers N": f"the next batch is always read in the background; {LEAVE}",
-        "no-create-attention-mask-in-dataloader": f"the data loader never creates masks; {LEAVE}",
+        "data-impl KIND, mmap-warmup, no-mmap-bin-files": f"prepared files are always memory-mapped; {LEAVE}",
+        "dataloader-type KIND, num-workers N, no-create-attention-mask-in-dataloader": "samples are always read in "
+        f"order of their ids, without masks, in the background; {LEAVE}",
         "mock-data": "leave --data.path out to train on a text included in Python",
         "fim-*": "fill-in-the-middle is not available",
     },
@@ -232,21 +175,15 @@ OPTIONS = {
         "load DIR": "use --resume RUN to resume a run, or --init_from {DIR} to start from weights of Megatron-LM",
         "save-interval N": "--checkpoint.interval {N}",
         "save-retain-interval N": "--checkpoint.keep_every {N}",
-        "finetune": "--init_from MODEL, which starts a new run from the weights only",
+        "finetune, no-load-optim": "--init_from MODEL, which starts a new run from the weights only",
         "pretrained-checkpoint DIR": "--init_from {DIR}",
-        "no-load-optim": "--init_from MODEL, which starts a new run from the weights only",
-        "no-load-rng": f"random numbers follow from --seed, step and sample; {LEAVE}",
+        "no-load-rng, no-save-rng": f"random numbers follow from --seed, step and sample; {LEAVE}",
         "no-save-optim": "checkpoints are always complete; dtgpt convert RUN TARGET writes the weights only",
-        "no-save-rng": f"random numbers follow from --seed, step and sample; {LEAVE}",
         "use-checkpoint-args": "a run keeps its recipe in recipe.json",
         "exit-on-missing-checkpoint": f"a run that cannot be resumed is always an error; {LEAVE}",
         "ckpt-step N": "--resume RUN/checkpoints/step_N, with 8 digits",
         "async-save": "--checkpoint.background on",
-        "ckpt-format NAME": f"checkpoints always fit every plan; {LEAVE}",
-        "ckpt-*": f"checkpoints always fit every plan; {LEAVE}",
-        "use-dist-ckpt": f"checkpoints always fit every plan; {LEAVE}",
-        "dist-ckpt-*": f"checkpoints always fit every plan; {LEAVE}",
-        "auto-detect-ckpt-format": f"formats of checkpoints are always detected; {LEAVE}",
+        "ckpt-*, use-dist-ckpt, dist-ckpt-*, auto-detect-ckpt-format": f"checkpoints always fit every plan; {LEAVE}",
         "non-persistent-*": "--checkpoint.interval N with --checkpoint.keep_last N",
         "adlr-autoresume*": "--resume auto resumes the newest run of the recipe's name",
     },
@@ -255,24 +192,20 @@ OPTIONS = {
         "eval-interval N": "--log.eval_interval {N}",
         "eval-iters N": "--log.eval_samples S, where S is {N} x global_batch_size",
         "eval-micro-batch-size N": "evaluation always uses the micro-batch size of training",
-        "tensorboard-dir DIR": "every run writes metrics.jsonl and loss.png; use --log.wandb online for a browser",
-        "tensorboard-*": "every run writes metrics.jsonl and loss.png",
+        "tensorboard-*": "every run writes metrics.jsonl and loss.png; use --log.wandb online for a browser",
         "wandb-project NAME": "--log.wandb online --log.wandb_project {NAME}",
         "wandb-exp-name NAME": "--log.wandb online --name {NAME}",
         "wandb-*": "--log.wandb online",
-        "log-*": "metrics.jsonl always holds loss, gradient norm, rates and memory",
-        "no-log-*": "metrics.jsonl always holds loss, gradient norm, rates and memory",
-        "timing-log-*": "progress lines always show tokens per second",
-        "no-barrier-with-level-1-timing": LEAVE,
+        "log-*, no-log-*": "metrics.jsonl always holds loss, gradient norm, rates and memory",
+        "timing-log-*, no-barrier-with-level-1-timing": "progress lines always show tokens per second",
         "profile*": "profile with nsys, or with benchmarks/train_step.py",
-        "one-logger*": LEAVE,
-        "no-one-logger": LEAVE,
-        "check-for-nan-in-loss-and-grad": f"a loss that is not finite always ends the run; {LEAVE}",
-        "no-check-for-nan-in-loss-and-grad": "a loss that is not finite always ends the run",
+        "one-logger*, no-one-logger": LEAVE,
+        "check-for-nan-in-loss-and-grad, no-check-for-nan-in-loss-and-grad": "a loss that is not finite always ends "
+        f"the run; {LEAVE}",
         "seed N": "--seed {N}",
     },
 }
-ENTRIES = {key: answer for section in OPTIONS.values() for key, answer in section.items()}
+ENTRIES = {key: answer for section in OPTIONS.values() for keys, answer in section.items() for key in keys.split(", ")}
 
 
 def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str | None:
@@ -290,11 +223,4 @@ def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str
 
 def fill(answer: str, word: str, value: str) -> str:
     """Return the answer with `value` in place of `word`; the word stays if there is no value."""
-
-    def put(match: re.Match) -> str:
-        factor = int(match[1] or 1)
-        if factor != 1:
-            return f"{float(value) * factor:g}" if re.fullmatch(r"\d+(\.\d*)?", value) else f"{factor} x {word}"
-        return shlex.quote(value) if value else word
-
-    return re.sub(r"\{[A-Z]+(?:\*(\d+))?\}", put, answer)
+    return re.sub(r"\{[A-Z]+\}", lambda _: shlex.quote(value) if value else word, answer)

@@ -148,14 +148,9 @@ def _stray(word: str, rest: list[str], values: list[str] | None, option: str) ->
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    last_parts: dict[str, str] = {}
-    for full in known:
-        last_parts.setdefault(full.rsplit(".", 1)[-1], full)
-    leaf = name.rsplit(".", 1)[-1]
-    matches = [last_parts[leaf]] if leaf in last_parts else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not matches:
-        matches = [last_parts[m] for m in difflib.get_close_matches(leaf, last_parts, n=1, cutoff=0.75)]
-    return f"did you mean --{matches[0]}?" if matches else "see --help for the list"
+    last_parts = {full.rpartition(".")[2]: full for full in reversed(list(known))}
+    near = difflib.get_close_matches(name.rpartition(".")[2], last_parts, n=1, cutoff=0.75)
+    return f"did you mean --{last_parts[near[0]]}?" if near else "see --help for the list"
 
 
 def _parse(name: str, words: list[str], type_: Any) -> Any:

@@ -1,57 +1,42 @@
-"""A plan: how one model is spread over processes. It is data; what applies it is in the files beside this one.
-
-`dtgpt.config.plan_names` makes a plan from its name.
-"""
+"""A plan: how one model is spread over processes. `dtgpt.config.plan_names` makes a plan from its name, and
+`dtgpt.parallel` applies it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import Bounds, check_fields
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-LARGEST = 1_000_000  # of any degree
+DEGREE = Bounds(1, 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Degrees, a schedule, and what the recipe wants otherwise in the table of modules (`dtgpt.parallel.tensor`)."""
 
-    dp: int | None = None  # data parallel: replicas of the model; None: as many as the processes make
-    tp: int = 1  # tensor parallel: ranks that share every layer
-    pp: int = 1  # pipeline parallel: ranks that share the depth
-    zero: Literal[0, 1, 2, 3] = 0  # cut over dp: 1 optimizer state, 2 and gradients, 3 and parameters
+    dp: Annotated[int | None, DEGREE] = None  # data parallel: replicas of the model; None: as the processes make
+    tp: Annotated[int, DEGREE] = 1  # tensor parallel: ranks that share every layer
+    pp: Annotated[int, DEGREE] = 1  # pipeline parallel: ranks that share the depth
+    zero: Annotated[int, Bounds(0, 3)] = 0  # cut over dp: 1 optimizer state, 2 and gradients, 3 and parameters
     sequence_parallel: bool = False  # between tensor parallel layers, cut activations along the sequence
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"] = "1F1B"
-    stages_per_rank: int | None = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
+    stages_per_rank: Annotated[int | None, DEGREE] = None  # None: 2 for Interleaved1F1B and ZBVZeroBubble, else 1
     blocks_per_stage: tuple[int, ...] | None = None  # None: balanced by cost
     table: Mapping[str, Any] = field(default_factory=dict)  # module pattern -> ParallelStyle, or None: replicated
 
     def __post_init__(self) -> None:
         """Raise UserError for a value that no plan can have, whatever the model."""
-        for name in ("dp", "tp", "pp", "stages_per_rank"):
-            value = getattr(self, name)
-            free = value is None and name in ("dp", "stages_per_rank")
-            if not free and (type(value) is not int or not 1 <= value <= LARGEST):
-                raise UserError(f"{name}={shown(value)} is no number of ranks or stages; use 1 to {LARGEST}")
-        if type(self.zero) is not int or self.zero not in range(4):
-            raise UserError(f"zero={shown(self.zero)} is no level of ZeRO; use 0, 1, 2 or 3")
-        if type(self.sequence_parallel) is not bool:
-            raise UserError(f"sequence_parallel={shown(self.sequence_parallel)} is neither; use True or False")
-        if self.schedule not in SCHEDULES.values():
-            raise UserError(
-                f"schedule={shown(self.schedule)} is not known; use {_listed(list(SCHEDULES.values()), 'or')}"
-            )
+        check_fields(self)
         cut = self.blocks_per_stage
         if cut is not None and not (isinstance(cut, tuple | list) and all(type(n) is int for n in cut)):
-            raise UserError(f"blocks_per_stage={shown(cut)} is no list of whole numbers; use one such as (14, 10)")
+            raise UserError(f"blocks_per_stage={shown(cut)} is not a tuple of whole numbers; use one such as (14, 10)")
         if not isinstance(self.table, Mapping) or not all(isinstance(key, str) for key in self.table):
-            raise UserError(
-                f"table={shown(self.table)} is no dict of module patterns; use one such as {{'blocks.*': None}}"
-            )
+            raise UserError(f"table={shown(self.table)} is not a dict; use one such as {{'blocks.*': None}}")
         for pattern, style in self.table.items():
             parts = style, *(getattr(style, f"prepare_module_{end}", None) for end in ("input", "output"))
             if any(getattr(part, "use_local_output", True) is False for part in parts):
@@ -106,7 +91,7 @@ class Plan:
         return "_".join(parts) or "single"
 
     def stage_rank(self, stage: int) -> int:
-        """Which pipeline rank holds `stage`: in turn, or for ZBVZeroBubble down and up again like the letter V."""
+        """Return the pipeline rank that holds `stage`: in turn, or for ZBVZeroBubble down and up again."""
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.schedule == "ZBVZeroBubble" and lap % 2 else place
 
@@ -122,43 +107,31 @@ class Plan:
             remedy = "start {} (torchrun --nproc-per-node)"
         if self.dp is not None:
             if self.dp * one != world:
-                near = max(1, round(world / one))
-                other = f", or use dp{near} with {near * one}" if near != self.dp else ""
+                fitting = max(1, round(world / one))
+                other = f", or use dp{fitting} with {fitting * one}" if fitting != self.dp else ""
                 raise UserError(
                     f"the plan {self.name} needs {factors} = {counted(self.dp * one, 'process', 'processes')}, but "
                     f"{given}; {remedy.format(self.dp * one)}{other}"
                 )
-            return self._resolved(self.dp)
-        if world % one:
+        elif world % one:
             low = max(1, world // one)
             near = f"{low * one} or {(low + 1) * one}" if world > one else f"{one}"
             raise UserError(
-                f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is no "
+                f"the plan {self.name} needs {factors} = {one} processes for each replica, but {given}, which is not a "
                 f"multiple; {remedy.format(near)}"
             )
-        return self._resolved(world // one)
-
-    def _resolved(self, dp: int) -> "ResolvedPlan":
-        return ResolvedPlan(**{**vars(self), "dp": dp})
+        return ResolvedPlan(**{**vars(self), "dp": world // one})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan(Plan):
     """A plan whose data parallel degree is known: what `Plan.for_world` returns, and all that runs is built from."""
 
-    dp: int = 1
+    dp: Annotated[int, DEGREE] = 1
 
     def without_idle_zero(self) -> "ResolvedPlan":
         """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
         return replace(self, zero=0) if self.zero and self.dp == 1 else self
-
-    def can_split(self, model: ModelConfig, global_batch_size: int, micro_batch_size: int) -> bool:
-        """Return whether `validate` accepts the batch."""
-        try:
-            self.validate(model, micro_batch_size, global_batch_size)
-        except UserError:
-            return False
-        return True
 
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
@@ -180,7 +153,7 @@ class ResolvedPlan(Plan):
         if model.num_heads % self.tp:
             raise UserError(
                 f"model.num_heads={model.num_heads} cannot be split over tp={self.tp}; "
-                f"use {_listed([n for n in _divisors(model.num_heads) if n > self.sequence_parallel], 'or')}"
+                f"use {_listed([n for n in _divisors(model.num_heads) if n > self.sequence_parallel])}"
             )
         vocab = model.padded_vocab_size
         if not _every_rank_has_rows(vocab, self.tp):
@@ -261,15 +234,15 @@ class ResolvedPlan(Plan):
         )
 
     def _schedule_runs(self, count: int) -> bool:
-        """Whether the schedule can run `count` micro-batches: 1F1B as many as there are ranks, Interleaved1F1B those
-        that make equal rounds (torch.distributed.pipelining), the others any."""
+        """Return whether the schedule can run `count` micro-batches: 1F1B as many as there are ranks, Interleaved1F1B
+        those that make equal rounds (torch.distributed.pipelining), the others any."""
         if self.schedule == "1F1B":
             return count >= self.pp
         return self.schedule != "Interleaved1F1B" or (count >= self.pp and count % (count // self.pp) == 0)
 
 
 def _every_rank_has_rows(rows: int, ranks: int) -> bool:
-    """Whether pieces of equal size, the last one shorter, leave something for the last rank."""
+    """Return whether pieces of equal size, the last one shorter, leave something for the last rank."""
     return math.ceil(rows / ranks) * (ranks - 1) < rows
 
 
@@ -277,6 +250,6 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(items: list, last: str) -> str:
-    words = [str(item) for item in items]
-    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]
+def _listed(numbers: list[int]) -> str:
+    *words, last = map(str, numbers)
+    return f"{', '.join(words)} or {last}" if words else last

@@ -23,8 +23,8 @@ DIGITS = 9  # a number of more is cut, and refused as too large
 
 
 def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
-    """The plan of a name: one of the recipe's `own`, or parts joined by "_". Raises UserError for a part that means
-    nothing, with the nearest one."""
+    """Return the plan of a name: one of the recipe's `own`, or parts joined by "_". Raises UserError for a part that
+    means nothing, with the nearest one."""
     own = own or {}
     check_own_plans(own)
     if name in own:
@@ -48,9 +48,9 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
 
 
 def check_own_plans(own: Mapping[str, Plan]) -> None:
-    """Raise UserError where a recipe's plans are no plans, or take names that mean something else."""
+    """Raise UserError where a recipe's plans are not plans, or take names that mean something else."""
     if not isinstance(own, Mapping):
-        raise UserError(f"plans={shown(own)} is no dict; give one such as plans={{'wide': Plan(tp=4)}}")
+        raise UserError(f"plans={shown(own)} is not a dict; give one such as plans={{'wide': Plan(tp=4)}}")
     for name, plan in own.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_ -]{1,60}", name):
             raise UserError(f"plans has the name {shown(name)}; use up to 60 letters, digits, '_', '-' and spaces")
@@ -67,10 +67,10 @@ def _what_is_wrong(part: str, own: Mapping[str, Plan]) -> str:
         return f"{shown(part)} is a whole plan; use it alone"
     known = ["dp2", "tp2", "pp2", "sp", "zero1", "zero2", "zero3", *SCHEDULES]
     if re.search(r"[^A-Za-z0-9]", part) and not own:
-        return f"{shown(part)} is no part of a plan; join parts by '_', as in tp2_pp2"
+        return f"{shown(part)} is not part of a plan; join parts by '_', as in tp2_pp2"
     near = difflib.get_close_matches(part.lower(), [*known, SINGLE, *own], n=1, cutoff=0.6)
     listed = ", ".join([*own, SINGLE, *known])
-    return f"{shown(part)} is no part of a plan; " + (
+    return f"{shown(part)} is not part of a plan; " + (
         f"did you mean {near[0]}?" if near else f"use {listed}, joined by '_'"
     )
 

@@ -5,22 +5,22 @@ Every field can be overridden on the command line, `--optimizer.lr 3e-4`; see `d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
 
+from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
-from dtgpt.config.checks import MOST_STEPS, check_recipe
-from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs, wants_compiler
+from dtgpt.config.checks import MOST_STEPS
+from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
-from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.attention.core import Backend, check_backend
 from dtgpt.util.errors import UserError
-from dtgpt.util.field_types import PATH, Bounds, Pattern
+from dtgpt.util.field_types import PATH, Bounds, Pattern, check_fields
 
 RUN_NAME = Pattern(r"[A-Za-z0-9_-]{1,100}", "cannot name a run; use up to 100 of A-Z, a-z, 0-9, '_' and '-'")
 
@@ -84,13 +84,17 @@ class Recipe:
         return own.decay_samples is not None or (self.train_samples is not None and own.decay_steps is None)
 
     @property
+    def num_steps(self) -> int:
+        """The optimizer steps of the run: `steps`, or as many as `train_samples` fill."""
+        return self.steps or self.batch_sizes().steps_within(self.train_samples or 0)
+
+    @property
     def schedule(self) -> Schedule:
         """The learning rate, with the ends of warmup and decay in the unit that it counts."""
         own = self.optimizer
+        end = own.decay_steps or self.num_steps
         if self.counts_samples:
-            end = self.train_samples if own.decay_samples is None else own.decay_samples
-        else:
-            end = self.counted().steps if own.decay_steps is None else own.decay_steps
+            end = own.decay_samples or self.train_samples or 0
         warmup = own.warmup if own.warmup_samples is None else own.warmup_samples
         return Schedule(
             shape=own.schedule,
@@ -122,12 +126,12 @@ class Recipe:
 
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
         """Return the plan for `world` processes, checked against the model and the batch; raises UserError, one
-        sentence. started: as of `Plan.for_world`."""
+        sentence. started: as in `Plan.for_world`."""
         plan = self.named_plan().for_world(world, started).without_idle_zero()
-        plan.validate(self.model, self.micro_batch_size, self.global_batch_size)
+        sizes = self.micro_batch_size, self.global_batch_size
+        plan.validate(self.model, *sizes)
         if self.rampup_batch_size is not None:
-            whole, micro = self.global_batch_size, self.micro_batch_size
-            check_rampup(self.rampup_batch_size, whole, micro, plan, partial(plan.can_split, self.model))
+            check_rampup(self.rampup_batch_size, self.model, plan, *sizes)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -139,7 +143,6 @@ class Recipe:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
         graphs = choose_graphs(self.graph, device)
-        compiler = choose_compiler if here else wants_compiler
         return Settings(
             model=self.model,
             plan=plan,
@@ -149,10 +152,16 @@ class Recipe:
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
-            compile=compiler(self.compile, device, graphs, plan),
+            compile=choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
             masks_documents=self.data.reset_attention_mask,
         )
+
+    def planned(self, world: int | None) -> Settings:
+        """Return the settings with `world` processes, None for the fewest that the plan needs, on a machine that need
+        not exist yet."""
+        plan = self.plan_for(world or self.named_plan().world, started=world is None)
+        return self.settings(plan, torch.device("cpu" if self.device == "cpu" else "cuda"), here=False)
 
     def resolved(self) -> "Recipe":
         """Return the same run with every default that depends on other fields written out."""
@@ -162,5 +171,47 @@ class Recipe:
         return replace(recipe, optimizer=replace(recipe.optimizer, decay_steps=recipe.schedule.end))
 
     def validate(self) -> None:
-        """Raise UserError, one sentence, on the first value that cannot be trained with."""
-        check_recipe(self)
+        """Raise UserError, one sentence, for the first value, or combination of values, that cannot be trained with."""
+        check_fields(self)
+        self.model.validate()
+        if (self.steps is None) == (self.train_samples is None):
+            raise UserError(
+                f"steps={self.steps} and train_samples={self.train_samples}: exactly one of them says how long to "
+                "train; set the other to none"
+            )
+        if self.init_from is not None and self.resume not in (None, "auto"):
+            raise UserError(
+                f"resume={self.resume} and init_from={self.init_from} are both given; leave one out: a resumed run "
+                "has weights already"
+            )
+        check_backend(self.attention, self.model.dropout, self.model.head_dim)
+        scale, config = self.loss_scale, self.optimizer
+        if scale.minimum > scale.initial:
+            raise UserError(
+                f"loss_scale.minimum={scale.minimum} is above loss_scale.initial={scale.initial}; lower minimum"
+            )
+        checks.check_batch(self.micro_batch_size, self.global_batch_size)
+        if self.rampup_batch_size is not None:
+            checks.check_rampup_end(self.rampup_batch_size, self.global_batch_size)
+        if self.train_samples is not None:
+            checks.check_length(self.train_samples, self.num_steps, self.global_batch_size)
+        checks.check_units(config, self.counts_samples)
+        schedule = self.schedule
+        ends_with_run = config.decay_samples is None and (self.counts_samples or schedule.end == self.num_steps)
+        checks.check_schedule(schedule, ends_with_run)
+
+    def notes(self, dp: int, device_type: str) -> list[str]:
+        """Return what a user should know about a valid recipe, with `dp` replicas on this kind of device."""
+        found, schedule, length = [], self.schedule, self.num_steps
+        if schedule.counts_samples:
+            length = self.train_samples or self.batch_sizes().before(length)
+        if schedule.warmup > length:
+            found.append(
+                f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
+                f"never reaches optimizer.lr={schedule.lr:g}"
+            )
+        if (level := self.named_plan().zero) and dp == 1:
+            found.append(checks.one_replica(level))
+        if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
+            found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
+        return found

@@ -7,6 +7,7 @@ from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.megatron.indexed import bin_path
 from dtgpt.data.megatron.prepared import is_prepared, no_dataset, prefixes_near
 from dtgpt.data.megatron.samples import split_fractions
+from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.util.errors import UserError
 
@@ -34,8 +35,9 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         return
     prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
-    if data.path is not None and not os.path.exists(data.path) and (unused or _near(data.path)):
-        raise no_dataset(data.path)
+    missing = data.path if data.path is not None and not os.path.exists(data.path) else None
+    if missing and (unused or prefixes_near(missing) or os.path.isfile(bin_path(missing))):  # token files were meant
+        raise no_dataset(missing)
     if unused:
         raise UserError(
             f"data.{unused[0]} needs prepared data, which data.path={data.path} is not; use dtgpt prepare, "
@@ -45,15 +47,12 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
 
 def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
     tokenizer = with_tokenizer(data, vocab_size).tokenizer
-    if (data.vocab_file is None) != (data.merge_file is None):
-        raise UserError("data.vocab_file and data.merge_file belong together; give both, or neither")
+    check_named_once("gpt2", data.vocab_file, data.merge_file)
     if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
         raise UserError("data.vocab_file belongs to the tokenizer gpt2; add --data.tokenizer gpt2, or leave it out")
-    if data.tokenizer_file is not None and data.tokenizer != "auto":
-        raise UserError(
-            f"data.tokenizer={data.tokenizer} and data.tokenizer_file={data.tokenizer_file} both name a tokenizer; "
-            "leave one out"
-        )
+    if data.tokenizer_file is not None and (data.tokenizer != "auto" or data.vocab_file):
+        other = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.tokenizer={data.tokenizer}"
+        raise UserError(f"data.tokenizer_file={data.tokenizer_file} and {other} both name a tokenizer; leave one out")
     if data.tokenizer == "ids" and (data.vocab_file or not is_prepared(data.path)):
         given = f"data.vocab_file={data.vocab_file}" if data.vocab_file else f"data.path={data.path}, a text"
         raise UserError(
@@ -64,8 +63,3 @@ def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
             f"data.bpe_vocab_size={data.bpe_vocab_size} is more than model.vocab_size={vocab_size}; "
             f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
         )
-
-
-def _near(path: str) -> bool:
-    """Return whether there are token files that `path` may have meant."""
-    return bool(prefixes_near(path)) or os.path.isfile(bin_path(path))

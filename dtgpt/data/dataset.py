@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -28,16 +28,19 @@ from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
+if TYPE_CHECKING:
+    from dtgpt.config.sections import DataConfig
+
 Part = Literal["valid", "test"]
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
-FORMER_FORMAT = 1  # in whose time the digest of a text was that of its settings and documents
+FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together
-ROUNDING = 128  # to a multiple of which a vocabulary is often filled up, for speed
+ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
 class Dataset(ABC):
-    """What a run trains on and is judged by. `source`: for people; `digest`: of all that decides which tokens a sample
-    has; `former_digest`: what older versions called it, where that was something else."""
+    """Data of a run, for training and evaluation. `source`: for messages; `digest`: of all that decides which tokens a
+    sample has; `former_digest`: what older versions computed, if that was something else."""
 
     tokenizer: Tokenizer
     source: str
@@ -54,21 +57,20 @@ class Dataset(ABC):
 
     @abstractmethod
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
-        """Training samples, int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and the
-        run's `key [2]` alone."""
+        """Return training samples int64 `[B, seq_length + 1]` on the CPU: a function of `sample_ids [B]`, the data and
+        the `key [2]` of a run alone."""
 
     @abstractmethod
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-        """The fixed windows for validation or test, int64 `[B, seq_length + 1]`, at most `max_samples` in all, perhaps
-        none."""
+        """Yield the fixed windows for validation or test, int64 `[B, seq_length + 1]`, at most `max_samples`."""
 
     @abstractmethod
     def bytes_per_token(self) -> float:
-        """Mean over the training split, with which a training loss is told in bits per byte."""
+        """Return the mean over the training split, which turns a training loss into bits per byte."""
 
     @abstractmethod
     def check(self, seq_length: int, vocab_size: int) -> None:
-        """Raise UserError where a model of this shape cannot be trained on these tokens."""
+        """Raise UserError if a model of this shape cannot be trained on these tokens."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,10 @@ class TextDataset(Dataset):
     def check(self, seq_length: int, vocab_size: int) -> None:
         for name, tokens in (("training", self.train), ("held-out", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
-                remedies = ["use more text", "a shorter --model.seq_length", "another --data.held_out (0 for none)"]
-                remedies = remedies[: 2 if name == "training" else 3]
                 raise UserError(
                     f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
-                    f"least {seq_length + 1}; {', '.join(remedies[:-1])} or {remedies[-1]}"
+                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length or another --data.held_out "
+                    "(0 for none)"
                 )
         check_vocabulary(self.tokenizer, vocab_size)
         if self.source != EMBEDDED:  # which is there for a first look at any model
@@ -116,7 +117,7 @@ class TextDataset(Dataset):
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError where a model of `vocab_size` has fewer tokens than the tokenizer."""
+    """Raise UserError if a model of `vocab_size` has fewer tokens than the tokenizer."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
@@ -125,7 +126,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def warn_of_unused_rows(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Warn where a model has more tokens than the tokenizer, and so many more that it is not for rounding."""
+    """Warn if a model has so many more tokens than the tokenizer that it is not for rounding."""
     unused = vocab_size - tokenizer.vocab_size
     if unused >= ROUNDING and unused > tokenizer.vocab_size // 20:
         say(
@@ -135,33 +136,23 @@ def warn_of_unused_rows(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def load_dataset(
-    path: str | None,
-    json_key: str,
-    tokenizer: str,
-    bpe_vocab_size: int,
-    held_out: float,
-    cache: Path,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-) -> TextDataset:
-    """Tokens of the text at `path` (None: the embedded text), made once per content; `tokenizer`: its kind, "gpt2"
-    perhaps from its two files."""
-    documents = read_documents(path, json_key)
-    settings = {"format": CACHE_FORMAT, "tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "held_out": held_out}
-    files = []
-    if tokenizer == "gpt2" and vocab_file is not None and merge_file is not None:
-        files = [vocab_file, merge_file]
-        settings["files"] = [hashlib.sha256(read_content(Path(file))).hexdigest() for file in files]
+def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
+    """Return the tokens of a text, made once per content and options. The kind of tokenizer is not `auto` any more."""
+    documents = read_documents(data.path, data.json_key)
+    settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
+    files = [data.vocab_file, data.merge_file] if data.tokenizer == "gpt2" and data.vocab_file else []
+    if files:
+        settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 
     def make() -> dict[str, np.ndarray | str]:
-        train, valid = split_documents(documents, held_out)
+        train, valid = split_documents(documents, data.held_out)
+        trained_on = documents if data.tokenizer == "char" else train
         made = (
-            open_tokenizer("gpt2", vocab_file, merge_file)
+            open_tokenizer("gpt2", data.vocab_file, data.merge_file)
             if files
-            else make_tokenizer(tokenizer, documents if tokenizer == "char" else train, bpe_vocab_size)
+            else make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
         )
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
@@ -169,18 +160,18 @@ def load_dataset(
     tokens = load_or_make(folder, "the tokens", make)
     known = read_saved(folder / "tokenizer.json", remedy=f"delete {folder}")
     digest = _digest(known, tokens["train"], tokens["valid"])
-    return TextDataset(known, tokens["train"], tokens["valid"], path or EMBEDDED, digest, former)
+    return TextDataset(known, tokens["train"], tokens["valid"], data.path or EMBEDDED, digest, former)
 
 
-def _contents(settings: dict[str, object], documents: list[str]) -> list[str]:
+def _contents(settings: dict[str, Any], documents: list[str]) -> list[str]:
     """Return the digests of what decides the tokens of a text, in this format and in the former one."""
     whole = json.dumps(documents)
-    texts = (f"[{json.dumps({**settings, 'format': number})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
+    texts = (f"[{json.dumps({'format': number, **settings})}, {whole}]" for number in (CACHE_FORMAT, FORMER_FORMAT))
     return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
 def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
-    """Of the tokens that a run trains on and is judged by, and of what they mean."""
+    """Return the digest of the tokens for training and validation, and of what they mean."""
     digest = hashlib.sha256(b"".join([*tokenizer.ranks, f" {tokenizer.end_of_text}".encode()]))
     for tokens in parts:
         digest.update(f" {tokens.dtype.str} {len(tokens)} ".encode())
@@ -190,7 +181,7 @@ def _digest(tokenizer: Tokenizer, *parts: FileArray) -> str:
 
 
 def default_cache() -> Path:
-    """`$DTGPT_CACHE`, or a folder in the user's cache directory (XDG Base Directory Specification)."""
+    """Return `$DTGPT_CACHE`, or a folder in the user's cache directory (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(os.environ.get("DTGPT_CACHE") or Path(base) / "dtgpt").expanduser()
@@ -208,19 +199,19 @@ def _windows(tokens: Array, starts: np.ndarray, seq_length: int) -> Tensor:
 
 
 def training_batch(tokens: Array, key: Tensor, sample_ids: Tensor, seq_length: int) -> Tensor:
-    """Windows int64 `[B, seq_length + 1]` of the samples `sample_ids [B]` on the CPU; the `key [2]` is a run's."""
+    """Return windows int64 `[B, seq_length + 1]` of the samples `sample_ids [B]`, for the `key [2]` of a run."""
     low, high = fold(key, sample_ids).unbind(-1)
-    draw = (high << 31) ^ low  # 63 bits: uniform over any text to far better than the eye of a test
+    draw = (high << 31) ^ low  # 63 bits: uniform over any text
     return _windows(tokens, (draw % (len(tokens) - seq_length)).numpy(), seq_length)
 
 
 def held_out_batches(tokens: Array, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
-    """The first `max_samples` windows side by side, int64 `[B, seq_length + 1]`, B = batch_size but for the last."""
+    """Yield the first `max_samples` windows side by side, int64 `[B, seq_length + 1]` with B = batch_size or less."""
     count = min(max(len(tokens) - 1, 0) // seq_length, max_samples)
     for first in range(0, count, batch_size):
         yield _windows(tokens, np.arange(first, min(first + batch_size, count)) * seq_length, seq_length)
 
 
 def bits_per_byte(nats: float, bytes_: float) -> float | None:
-    """Loss in a unit that does not depend on the tokenizer; None where no bytes are known."""
+    """Return the loss in a unit that does not depend on the tokenizer; None if no bytes are known."""
     return nats / math.log(2) / bytes_ if bytes_ else None

@@ -26,7 +26,7 @@ class DocumentMasks:
         """Return the batch, on any device, with positions, document bounds and loss weights (0 or 1) as wanted."""
         if not self.wanted:
             return batch
-        ends = batch.tokens == self.end_of_text
+        ends = torch.eq(batch.tokens, -1 if self.end_of_text is None else self.end_of_text)
         return batch._replace(
             positions=reset_positions(ends) if self.reset_position_ids else None,
             document_bounds=document_bounds(ends) if self.reset_attention_mask else None,

@@ -12,11 +12,8 @@ import weakref
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import DTypeLike
 
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import open_regular
@@ -27,8 +24,8 @@ COPY_AGAIN = "copy or build it again, and leave it alone while it is read"
 
 
 class OpenFile:
-    """A regular file, which any thread may read at any place: it must keep the `size` that it has now. `remedy`: what
-    the user can do where it does not. Raises OSError where it cannot be opened."""
+    """A regular file that any thread may read at any place, and that must keep its `size`. remedy: what the user can do
+    if it does not. Raises OSError if it cannot be opened."""
 
     def __init__(self, path: Path, remedy: str = COPY_AGAIN):
         self.path, self.remedy = path, remedy
@@ -38,7 +35,7 @@ class OpenFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer`, of bytes, from byte `offset`. Raises UserError where the file ends before."""
+        """Fill `buffer`, of bytes, from byte `offset`. Raises UserError if the file ends before."""
         try:
             done = os.preadv(self._descriptor, [buffer], offset)
             while done < len(buffer):  # the kernel reads 2 GiB at once at most
@@ -53,13 +50,13 @@ class OpenFile:
             ) from None
 
     def read(self, offset: int, count: int) -> bytes:
-        """Raises UserError where the file ends before."""
+        """Return `count` bytes from byte `offset`. Raises UserError if the file ends before."""
         found = bytearray(count)
         self.read_into(memoryview(found), offset)
         return bytes(found)
 
     def chunks(self) -> Iterator[bytes]:
-        """The whole file in pieces."""
+        """Yield the whole file in pieces."""
         for begin in range(0, self.size, CHUNK):
             yield self.read(begin, min(CHUNK, self.size - begin))
 
@@ -72,7 +69,7 @@ class OpenFile:
 
 
 def open_file(path: Path) -> OpenFile:
-    """A file of tokens or of their index. Raises UserError where it cannot be opened."""
+    """Open a file of tokens or of their index. Raises UserError if it cannot be opened."""
     try:
         return OpenFile(path)
     except (OSError, ValueError) as error:
@@ -80,9 +77,9 @@ def open_file(path: Path) -> OpenFile:
         raise UserError(f"{path} cannot be read ({reason}); give the prefix of a readable .bin and .idx") from None
 
 
-class FileArray(NDArrayOperatorsMixin):
+class FileArray:
     """A read-only array of `shape` in a file, from byte `begin` on. Indexing with a number, a slice or an array of row
-    numbers reads those rows; operators and functions of NumPy read all of them."""
+    numbers reads those rows; functions of NumPy read all of them."""
 
     def __init__(self, file: OpenFile, dtype: np.dtype | str, begin: int, shape: tuple[int, ...] | int):
         self.dtype, self.shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
@@ -107,22 +104,15 @@ class FileArray(NDArrayOperatorsMixin):
         whole = self.slice(0, len(self))
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        whole = (value[:] if isinstance(value, FileArray) else value for value in inputs)
-        return getattr(ufunc, method)(*whole, **options)
-
-    def astype(self, dtype: DTypeLike) -> np.ndarray:
-        return self[:].astype(dtype)
-
     def tolist(self) -> list:
         return self[:].tolist()
 
     def slice(self, begin: int, count: int) -> np.ndarray:
-        """Rows `begin` to `begin + count`."""
+        """Read rows `begin` to `begin + count`."""
         return self.gather(np.array([begin]), np.array([count]))
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """The rows of these numbers `[R]`. Those that follow each other are read together."""
+        """Read the rows of these numbers `[R]`, with one call for those that follow each other."""
         if not len(rows):
             return self.slice(0, 0)
         rows = rows.astype(np.int64)
@@ -130,7 +120,7 @@ class FileArray(NDArrayOperatorsMixin):
         return self.gather(rows[firsts], np.diff(firsts, append=len(rows)))
 
     def gather(self, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The rows of P pieces one after another; `begins` and `counts` int64 [P]. Raises IndexError."""
+        """Read the rows of P pieces one after another; `begins` and `counts` int64 [P]. Raises IndexError."""
         ends = begins + counts
         if len(ends) and (begins.min() < 0 or counts.min() < 0 or ends.max() > len(self)):
             raise IndexError(f"rows {begins.min()} to {ends.max()} of {len(self)}")
@@ -149,7 +139,7 @@ Array = FileArray | np.ndarray
 
 
 def open_npy(file: OpenFile) -> FileArray:
-    """The array that `numpy.save` wrote. Raises ValueError where it is another file."""
+    """Open the array that `numpy.save` wrote. Raises ValueError for another file."""
     header = BytesIO(file.read(0, min(file.size, NPY_HEADER)))
     if np.lib.format.read_magic(header) != (1, 0):
         raise ValueError("not a .npy of version 1.0")

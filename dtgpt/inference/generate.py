@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.data.tokenizers.open import OF_MODELS, make_tokenizer
+from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
@@ -107,8 +107,8 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
     if beside := tokenizer_beside(path):
         return beside
     if config.vocab_size == GPT2_124M.vocab_size:
-        return make_tokenizer("gpt2", [], 0, OF_MODELS.remedy)
+        return make_tokenizer("gpt2", [], 0)
     raise UserError(
         f"no tokenizer is saved with {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder, "
-        f"or {OF_MODELS.remedy.removeprefix('give ')}"
+        f"or {FILES}"
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
-from dtgpt.data.tokenizers.open import OF_MODELS, load_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.open import run_of
 from dtgpt.models.config import ModelConfig
@@ -19,7 +19,7 @@ def named_tokenizer(
     UserError where it has more tokens than the model."""
     if tokenizer is None and vocab_file is None and merge_file is None:
         return None
-    named = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file, options=OF_MODELS)
+    named = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)
     if named.vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer {named.name} has {named.vocab_size} tokens, the model {config.vocab_size}; give the one "
@@ -36,9 +36,9 @@ def tokenizer_beside(path: Path) -> Tokenizer | None:
     if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
         return load_tokenizer(path)
     if (path / "tokenizer.json").is_file():
-        return open_tokenizer(str(path / "tokenizer.json"), options=OF_MODELS)
+        return open_tokenizer(str(path / "tokenizer.json"))
     vocab, merges = path / "vocab.json", path / "merges.txt"
     if vocab.is_file() and merges.is_file():
-        return open_tokenizer(vocab_file=str(vocab), merge_file=str(merges), options=OF_MODELS)
+        return open_tokenizer(vocab_file=str(vocab), merge_file=str(merges))
     model = next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
-    return open_tokenizer(str(model), options=OF_MODELS) if model else None
+    return open_tokenizer(str(model)) if model else None

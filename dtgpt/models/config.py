@@ -149,7 +149,12 @@ class Layout(NamedTuple):
 def _layout(config: ModelConfig) -> Layout:
     with torch.device("meta"):
         embedding, block, head = config.make_embedding(torch.float32), config.make_block(), config.make_head()
-    parts = {"embedding": embedding, "blocks.0": block, "head": head}
-    shapes = [[(f"{at}.{n}", tuple(p.shape)) for n, p in part.named_parameters()] for at, part in parts.items()]
-    sites = [sum(isinstance(module, Dropout) for module in part.modules()) for part in parts.values()]
-    return Layout(*shapes, *sites[:2])
+
+    def shapes(at: str, part: nn.Module) -> list[tuple[str, Shape]]:
+        return [(f"{at}.{name}", tuple(p.shape)) for name, p in part.named_parameters()]
+
+    def sites(part: nn.Module) -> int:
+        return sum(isinstance(module, Dropout) for module in part.modules())
+
+    parts = shapes("embedding", embedding), shapes("blocks.0", block), shapes("head", head)
+    return Layout(*parts, sites(embedding), sites(block))

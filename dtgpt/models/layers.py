@@ -1,6 +1,6 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,7 +47,9 @@ class DeferredBiasLinear(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """LayerNorm of the residual stream, fused with the residual sum before it."""
 
-    def forward(self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
+    ) -> tuple[Tensor, Tensor]:
         """Return (x, norm(x)), each `[B, T, H]`; with a branch (sum, norm(sum)), sum = x + dropout(branch)."""
         if branch is None:
             return norm_and_pass(x, self.weight, self.bias, self.eps)
@@ -73,7 +75,8 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
-        return causal_attention(q, k, v, *site, spans=document_bounds, backend=self.backend)
+        options: dict[str, Any] = {"spans": document_bounds, "backend": self.backend}
+        return causal_attention(q, k, v, *site, **options)
 
 
 class Output(nn.Linear):

@@ -29,12 +29,12 @@ def may_fuse(x: Tensor) -> bool:
 
 
 def is_apart() -> bool:
-    """Return whether `parameters_apart` is in effect."""
+    """Return whether `split_backward` is in effect."""
     return _apart
 
 
 @contextmanager
-def parameters_apart() -> Iterator[None]:
+def split_backward() -> Iterator[None]:
     """Leave gradients of parameters to PyTorch's own ops while the context lasts.
 
     A pipeline schedule that splits backward computes those gradients separately, which torch 2.11 cannot do for an

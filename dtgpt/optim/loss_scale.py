@@ -2,7 +2,7 @@
 
 fp16 ends at 65504 and loses what is below 6e-8, so the loss is multiplied by a scale that keeps gradients in between. A
 step whose gradients overflow is skipped. The scale is halved where overflows outlast the hysteresis, and doubled after
-`growth_interval` clean steps in a row, which also refill the hysteresis. Until then single overflows drain it, however
+`window` clean steps in a row, which also refill the hysteresis. Until then single overflows drain it, however
 far apart they are.
 
 All state is on the device and changes by tensor operations in place: nothing waits, and a CUDA graph may capture it.
@@ -16,37 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.config.sections import LossScaleConfig
+
 COUNTS = ("growth_tracker", "hysteresis_tracker", "skipped")
 
 
 class LossScaler:
     """scale: fp32 scalar, to multiply the loss with. skipped: int64 scalar, how many steps were skipped."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        initial_scale: float = 2.0**32,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-    ):
-        """growth_interval: clean steps in a row before the scale grows. hysteresis: overflows until it shrinks. Raises
-        ValueError where the numbers make no scaler."""
-        if not 0 < min_scale <= initial_scale or not 0 < backoff_factor < 1 < growth_factor:
-            raise ValueError("must hold: 0 < min_scale <= initial_scale and 0 < backoff_factor < 1 < growth_factor")
-        if growth_interval < 1 or hysteresis < 1:
-            raise ValueError("growth_interval and hysteresis must be at least 1")
-        self._min_scale, self._growth, self._backoff = min_scale, growth_factor, backoff_factor
-        self._interval, self._hysteresis = growth_interval, hysteresis
-        self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, config: LossScaleConfig):
+        self.config = config
+        self.scale = torch.tensor(config.initial, dtype=torch.float32, device=device)
         self.growth_tracker = torch.tensor(0, device=device)
-        self.hysteresis_tracker = torch.tensor(hysteresis, device=device)
+        self.hysteresis_tracker = torch.tensor(config.hysteresis, device=device)
         self.skipped = torch.tensor(0, device=device)
 
     def inverse(self) -> Tensor:
-        """What gradients are multiplied by to undo the scale, fp32 scalar."""
+        """Return the factor that undoes the scale in gradients, fp32 scalar."""
         return self.scale.reciprocal()
 
     @torch.no_grad()
@@ -55,15 +41,15 @@ class LossScaler:
         true where the step was skipped."""
         clean = torch.where(overflow, 0, self.growth_tracker + 1)
         left = self.hysteresis_tracker - overflow.long()
-        grow, shrink = clean == self._interval, overflow & (left <= 0)
-        smaller = (self.scale * self._backoff).clamp(min=self._min_scale)
-        self.scale.copy_(torch.where(shrink, smaller, torch.where(grow, self.scale * self._growth, self.scale)))
+        grow, shrink = clean == self.config.window, overflow & (left <= 0)
+        smaller = (self.scale / 2).clamp(min=self.config.minimum)
+        self.scale.copy_(torch.where(shrink, smaller, torch.where(grow, self.scale * 2, self.scale)))
         self.growth_tracker.copy_(torch.where(grow, 0, clean))
-        self.hysteresis_tracker.copy_(torch.where(grow, self._hysteresis, left))
+        self.hysteresis_tracker.copy_(torch.where(grow, self.config.hysteresis, left))
         self.skipped += skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint; waits for the device."""
+        """Return plain numbers for a checkpoint; waits for the device."""
         return {"scale": self.scale.item(), **{name: getattr(self, name).item() for name in COUNTS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

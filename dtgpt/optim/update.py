@@ -23,7 +23,7 @@ SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
 
 def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
     """Return AdamW over fp32 masters: matrices decay, biases and norms do not."""
-    slots = [Slot(shard.local, shard.narrow, decay=shard.local.dim() > 1) for shard in shards]
+    slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
     return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
 
 
@@ -58,9 +58,7 @@ class Update:
         self.scaler = None
         if dtype == torch.float16:
             self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
-            self.scaler = LossScaler(
-                device, scale.initial, scale.minimum, growth_interval=scale.window, hysteresis=scale.hysteresis
-            )
+            self.scaler = LossScaler(device, scale)
         self.share_among(share)
 
     def share_among(self, share: float) -> None:

@@ -62,10 +62,10 @@ def set_execution(part: Decoder, settings: Settings) -> None:
         if isinstance(module, AttentionCore):
             module.backend = settings.attention
             if settings.recompute == "selective":
-                module.forward = recomputed(module.forward)
+                module.forward = recomputed(module.forward)  # type: ignore[method-assign]
     if settings.recompute == "full":
         for block in part.blocks.values():
-            block.forward = recomputed(block.forward)
+            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -43,17 +43,16 @@ class RankCoordinates:
     def holds_last(self) -> bool:
         return self.plan.num_stages - 1 in self.stages
 
-    def comes_from(self, stage: int) -> int | None:
-        """Return the pipeline rank that sends `stage` of this rank its input; None where nothing is sent."""
-        return self._other(stage - 1) if stage > 0 else None
-
-    def goes_to(self, stage: int) -> int | None:
-        """Return the pipeline rank to which `stage` of this rank sends its output; None where nothing is sent."""
-        return self._other(stage + 1) if stage + 1 < self.plan.num_stages else None
-
-    def _other(self, stage: int) -> int | None:
-        pp = self.plan.stage_rank(stage)
+    def rank_of(self, stage: int) -> int | None:
+        """Return the pipeline rank with which this one exchanges messages where `stage` is beside one of its own; None
+        where this rank holds `stage` itself, or there is no such stage."""
+        pp = self.plan.stage_rank(stage) if 0 <= stage < self.plan.num_stages else self.pp
         return pp if pp != self.pp else None
+
+    @property
+    def num_edges(self) -> int:
+        """The number of edges to stages on other ranks: over each goes an activation, and its gradient comes back."""
+        return sum(self.rank_of(beside) is not None for stage in self.stages for beside in (stage - 1, stage + 1))
 
     def neighbour(self, pp: int) -> int:
         """Return the rank with the same dp and tp coordinates on pipeline rank `pp`."""

@@ -1,8 +1,9 @@
 """What the training loop asks of a plan: gradients of a batch, losses, logits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 
 
-class Engine(Protocol):
+class Engine(ABC):
+    shards: Shards
+
+    @abstractmethod
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         """Leave in the shards the gradient of the global batch, of which `batch` is this replica's part, run in
         `micro_batches` equal pieces; times the `gradient_scale` of the output layer.
@@ -27,21 +31,21 @@ class Engine(Protocol):
         Returns the mean loss, detached: 0 on a rank that does not hold the head. The next call returns the same tensor
         with another value.
         """
-        ...
+
+    @abstractmethod
+    def mean_loss(self, batch: Batch) -> Tensor | None:
+        """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
+        hold the head. Without targets, return the logits."""
 
     def expect(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the following steps: at most the first one; nothing is captured then."""
-        ...
-
-    def mean_loss(self, batch: Batch) -> Tensor | None:
-        """Return the mean over targets of loss times weight, without dropout or gradient; None on a rank that does not
-        hold the head."""
-        ...
+        if self.shards.buckets is not None:
+            self.shards.buckets.expect(micro_batches)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return this rank's columns of the logits `[B, T, V_local]` of `tokens [B, T]`, without dropout or gradient;
         None on a rank that does not hold the head."""
-        ...
+        return self.mean_loss(Batch(tokens))
 
 
 class SingleStageEngine(Engine):
@@ -55,10 +59,6 @@ class SingleStageEngine(Engine):
         self.model, self.shards, self.graphs = model, shards, graphs
         self._loss = torch.zeros((), device=shards.mesh.device)
 
-    def expect(self, micro_batches: int) -> None:
-        if self.shards.buckets is not None:
-            self.shards.buckets.expect(micro_batches)
-
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         if isinstance(self.model, FSDPModule):
             without_graphs = partial(self._accumulate, lambda name, work, *inputs: work(*inputs), micro_batches)
@@ -68,7 +68,7 @@ class SingleStageEngine(Engine):
         return self._loss
 
     def _accumulate(self, run: Callable[..., Any], micro_batches: int, *fields: Tensor | None) -> None:
-        for index, piece in enumerate(Batch(*fields).chunk(micro_batches)):
+        for index, piece in enumerate(Batch._make(fields).chunk(micro_batches)):
             name = f"micro-batch{' first' * (index == 0)}{' last' * (index == micro_batches - 1)}"
             run(name, partial(self._micro_step, index, micro_batches), *piece)
 
@@ -84,9 +84,6 @@ class SingleStageEngine(Engine):
         if last:
             self.shards.take_gradients()
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.mean_loss(Batch(tokens))
-
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor:
         result = self.model(*batch)
@@ -97,7 +94,7 @@ class SingleStageEngine(Engine):
 def gather_logits(logits: Tensor | None, position: int, config: ModelConfig, mesh: Mesh) -> Tensor:
     """Return the logits `[V]` of one position of the first sample, the same on every rank, from what `Engine.logits`
     returned on the ranks."""
-    if mesh.world == 1:
+    if mesh.world == 1 and logits is not None:
         return logits[0, position]
     row = torch.zeros(config.padded_vocab_size, device=mesh.device)
     if logits is not None and mesh.place.dp == 0:

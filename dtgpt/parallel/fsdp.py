@@ -30,7 +30,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def set_step_phase(model: Decoder, zero: int, last: bool) -> None:
-    """Before a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do."""
+    """Prepare for a micro-batch: below ZeRO-2 gradients stay whole until the last one, below ZeRO-3 weights do."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or zero >= 2)
         model.set_reshard_after_backward(last or zero == 3)

@@ -17,9 +17,12 @@ from dtgpt.ops.optim.adamw import Accumulator
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as addends."""
+    """Return this rank's part of a gradient, laid out as the parameter is: autograd may have left it whole, or as
+    addends."""
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
+    if gradient is None:
+        raise ValueError("a backward pass left a parameter without a gradient")
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -27,7 +30,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class Sum:
-    """Of one flat fp32 tensor over the replicas, in place."""
+    """The sum of one flat fp32 tensor over the replicas, in place."""
 
     def __init__(self, flat: Tensor, group: dist.ProcessGroup):
         self.flat, self.group = flat, group
@@ -37,12 +40,13 @@ class Sum:
         self._work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
 
 
 class NarrowSum(Sum):
-    """Of 16-bit numbers, whose length the replicas divide: half the bytes travel. Each rank sums its piece in fp32 and
-    rounds once, so that the error does not grow with the number of replicas, as it does where sums are passed on."""
+    """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
+    piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
 
     def __init__(self, flat: Tensor, group: dist.ProcessGroup):
         super().__init__(flat, group)
@@ -69,7 +73,7 @@ class NarrowSum(Sum):
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all buckets: PyTorch has few, and would in the end hand out the one that computes."""
+    """Return the stream of all buckets: PyTorch has few, and would in the end hand out the one that computes."""
     return torch.cuda.Stream(device)
 
 
@@ -96,7 +100,7 @@ class Bucket:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def begin(self, done: int = 0) -> None:
-        """`done` backward passes of the step are over."""
+        """Take note that `done` backward passes of the step are over."""
         self.done, self._arrived = done, 0
 
     def _arrive(self, parameter: nn.Parameter) -> None:
@@ -129,7 +133,7 @@ class Bucket:
 
 
 def _flat(parameters: list[Tensor], dtype: torch.dtype, multiple: int) -> tuple[Tensor, list[Tensor]]:
-    """(a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
+    """Return (a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
     sizes = [p.numel() for p in parameters]
     flat = torch.zeros(-(-sum(sizes) // multiple) * multiple, dtype=dtype, device=parameters[0].device)
     pieces = flat[: sum(sizes)].split(sizes)
@@ -146,7 +150,7 @@ class Buckets:
         self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
 
     def expect(self, passes: int) -> None:
-        """Backward passes of the steps to come, as many as at first or fewer."""
+        """Set the backward passes of the following steps, at most those of the first."""
         for bucket in self.all:
             bucket.passes = passes if self.hooks else 1
 
@@ -164,12 +168,12 @@ class Buckets:
             bucket.wait()
 
     def sums(self) -> dict[nn.Parameter, Tensor]:
-        """The whole gradient of each parameter, after `finish`."""
+        """Return the whole gradient of each parameter, after `finish`."""
         return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
 
 
 def _parts(stage: Decoder) -> list[list[nn.Parameter]]:
-    """Parameters that belong together, each tensor once."""
+    """Return the parameters of each block, and those around the blocks, each tensor once."""
     blocks = [list(block.parameters()) for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}
     ends = [p for p in stage.parameters() if id(p) not in inside]

@@ -6,12 +6,14 @@ each step of dtgpt is written so.
 """
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dtgpt.util.errors import UserError
 
+Result = TypeVar("Result")
 WARM_UP = 2  # steps that run as they are: kernels are built, libraries choose, communicators meet
 
 
@@ -27,11 +29,11 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
         if enabled:
             _leave_default_stream()
-        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, tuple[Tensor | None, ...], object]] = {}
+        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, tuple[Tensor | None, ...], Any]] = {}
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed by now: then nothing that they left may be let go of."""
+        """Whether steps are replayed by now: then nothing that they left may be freed."""
         return bool(self._captured)
 
     def release(self) -> None:
@@ -50,25 +52,26 @@ class Graphs:
     def next_step(self) -> None:
         self._steps += 1
 
-    def run(self, name: str, work: Callable[..., object], *inputs: Tensor | None) -> object:
-        """What `work(*inputs)` returns. Once captured, inputs are copied to where the first ones lay, and the outputs
-        are the same tensors each time."""
+    def run(self, name: str, work: Callable[..., Result], *inputs: Tensor | None) -> Result:
+        """Return what `work(*inputs)` returns. Once captured, inputs are copied to where the first ones lay, and the
+        outputs are the same tensors each time."""
         if not self.enabled or self._steps <= WARM_UP:
             return work(*inputs)
         if name not in self._captured:
             self._captured[name] = self._capture(work, inputs)
         graph, places, result = self._captured[name]
         for place, value in zip(places, inputs, strict=True):
-            if place is not None:
+            if place is not None and value is not None:
                 place.copy_(value)
         graph.replay()
         return result
 
-    def _capture(self, work: Callable[..., object], inputs: tuple[Tensor | None, ...]) -> tuple:
+    def _capture(self, work: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> tuple:
         places = tuple(None if value is None else value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
-        options = {"pool": self._pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
+        stream = torch.cuda.current_stream()
+        options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         failure = None
         try:
             with torch.cuda.graph(graph, **options):

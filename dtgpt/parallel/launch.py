@@ -93,15 +93,15 @@ def end_process_group() -> None:
 
 def agree_on_run(values: dict[str, str], plan: Plan, device: torch.device) -> None:
     """Raise UserError, the same on every rank, where a rank differs from rank 0 in `values`, plan, code or torch."""
-    values = dict(values)
-    values["the plan"] = json.dumps(asdict(plan), default=repr)
-    values["torch"], values["the kind of device"] = torch.__version__, device.type
-    values |= {f"the code of {name}": digest for name, digest in code_digests().items()}
-    agree(values, "start every rank with the same command on the same code")
+    more = {"the plan": json.dumps(asdict(plan), default=repr), "torch": torch.__version__}
+    more |= {f"the code of {name}": digest for name, digest in code_digests().items()}
+    agree(
+        {**values, **more, "the kind of device": device.type}, "start every rank with the same command on the same code"
+    )
 
 
 def code_digests() -> dict[str, str]:
-    """A short digest of each source file of dtgpt."""
+    """Return a short digest of each source file of dtgpt."""
     root = Path(__file__).parents[1]
     files = sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".cuh"))
     return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
@@ -109,9 +109,9 @@ def code_digests() -> dict[str, str]:
 
 @contextmanager
 def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iterator[None]:
-    """What gloo, the store of the rendezvous and NCCL raise on the ranks that are left when another one has died, or
-    when it did not answer within `timeout` seconds, becomes a UserError with this remedy. NCCL's watchdog ends most
-    such ranks by itself."""
+    """Turn what gloo, the store of the rendezvous and NCCL raise on the remaining ranks when another one has died, or
+    did not answer within `timeout` seconds, into a UserError with this remedy. NCCL's watchdog ends most such ranks by
+    itself."""
     try:
         yield
     except RuntimeError as error:

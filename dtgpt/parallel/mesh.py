@@ -23,18 +23,18 @@ messages: dist.ProcessGroup | None = None  # of all ranks, for what is on CPUs; 
 
 
 class Mesh:
-    """The processes of a run. With one process there is no process group, and everything here is the identity."""
+    """The processes of a run. With one process there is no process group, and every method is the identity."""
 
     def __init__(self, plan: ResolvedPlan, device: torch.device):
         self.plan, self.device = plan, device
         self.world = plan.world
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.place = RankCoordinates(plan, self.rank)
-        self.devices: DeviceMesh | None = None
+        self.devices: DeviceMesh  # of several processes
         self.tp_group = self.pp_group = self.dp_group = self.tied_group = None
         self._groups: list[dist.ProcessGroup] = []
         self._ballot: tuple[Tensor, torch.cuda.Event] | None = None
-        self.before_end: list[Callable[[], None]] = []  # what must be let go of before the process group ends
+        self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
             shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
             self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
@@ -46,42 +46,39 @@ class Mesh:
             self._groups += [self.tied_group] if self.tied_group else []
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """This rank's group of the two ranks that hold the token table, where first and last stage are on different
-        ranks. Every rank takes part in making every group."""
+        """Return this rank's group of the two ranks that hold the tied embedding, where the first and the last stage
+        are on different ranks. Every rank takes part in making every group."""
         first, last = 0, self.plan.stage_rank(self.plan.num_stages - 1)
         if first == last:
             return None
-        mine = None
-        for rank in range(self.plan.dp * self.plan.tp):
-            pair = [rank, RankCoordinates(self.plan, rank).neighbour(last)]
-            group = dist.new_group(pair)
-            mine = group if self.rank in pair else mine
-        return mine
+        firsts = range(self.plan.dp * self.plan.tp)
+        pairs = [[rank, RankCoordinates(self.plan, rank).neighbour(last)] for rank in firsts]
+        return dist.new_subgroups_by_enumeration(pairs)[0]
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a collective of the mesh's groups may wait: torch gives new groups a default of its own."""
+        """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""
         for group in self._groups:
             set_group_timeout(timedelta(seconds=seconds), group)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """A tensor of the CPU to another rank, which must `receive` one of that shape."""
+        """Send a tensor of the CPU to another rank, which must `receive` one of that shape."""
         dist.send(tensor, rank, group=messages)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         dist.recv(tensor, rank, group=messages)
 
     def sum(self, *values: float | Tensor) -> Tensor:
-        """Sums over all ranks, one for each value, in float64 on the device."""
+        """Return the sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        return self._reduce(torch.stack(tensors), dist.ReduceOp.SUM)
+        return self.all_reduce(torch.stack(tensors), dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         if self.world == 1:
             return value
-        return self._reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
+        return self.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank: what all ranks are to decide alike."""
+        """Return whether the flag is up on any rank, the same on all."""
         return bool(self.max(float(flag)))
 
     def vote(self, flag: bool) -> bool:
@@ -90,7 +87,7 @@ class Mesh:
         if self.world == 1 or self.device.type == "cpu":
             return self.any(flag)
         before = self._ballot
-        ballot = self._reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
+        ballot = self.all_reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
         counted, done = torch.empty((), pin_memory=True), torch.cuda.Event()
         counted.copy_(ballot, non_blocking=True)
         done.record()
@@ -100,13 +97,14 @@ class Mesh:
         before[1].synchronize()
         return bool(before[0])
 
-    def _reduce(self, tensor: Tensor, how: dist.ReduceOp) -> Tensor:
+    def all_reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor of the device in place over all ranks, and return it."""
         if self.world > 1:
             dist.all_reduce(tensor, how)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
@@ -126,10 +124,10 @@ class Mesh:
         return None
 
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns on rank 0, on every rank; its UserError likewise."""
+        """Return on every rank what `work` returns on rank 0; raise its UserError likewise."""
         return self.turns(work, lambda rank: rank == 0)[0]
 
-    def turns(self, work: Callable[[], Result], chosen: Callable[[int], bool]) -> list[Result | None]:
+    def turns(self, work: Callable[[], Any], chosen: Callable[[int], bool]) -> list[Any]:
         """Run `work` on the `chosen` ranks while the others wait. Returns the results by rank, None for the others."""
         result, sentence = None, None
         if chosen(self.rank):
@@ -152,7 +150,7 @@ class Mesh:
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:
-    """`Mesh.agree` of all processes, before there is a mesh."""
+    """Compare as `Mesh.agree` does, before there is a mesh."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values, group=messages)
     for rank, theirs in enumerate(everyone):

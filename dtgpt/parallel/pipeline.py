@@ -10,26 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import parameters_apart
+from dtgpt.ops.fast import split_backward
 from dtgpt.parallel.engine import Engine
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
-
-ONE_STAGE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-MANY_STAGES = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}
 
 
 class Stage(PipelineStage):
@@ -63,19 +54,13 @@ class PipelineEngine(Engine):
             for index, module in zip(mesh.place.stages, self.modules, strict=True)
         ]  # fmt: skip
         # The last stage gets its targets and computes the loss itself.
-        options: dict[str, Any] = {
-            "n_microbatches": micro_batches,
-            "loss_fn": lambda loss, _: loss,
-            "scale_grads": False,
-        }
-        if plan.schedule in ONE_STAGE:
-            return ONE_STAGE[plan.schedule](stages[0], **options)
-        return MANY_STAGES[plan.schedule](stages, **options)
+        schedule = get_schedule_class(plan.schedule)
+        given = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
+        return schedule(given, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def expect(self, micro_batches: int) -> None:
+        super().expect(micro_batches)
         self.schedule = self._make_schedule(micro_batches)
-        if self.shards.buckets is not None:
-            self.shards.buckets.expect(micro_batches)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
         return self.graphs.run("schedule", self._run_schedule, *batch)
@@ -83,27 +68,24 @@ class PipelineEngine(Engine):
     def _run_schedule(self, *fields: Tensor | None) -> Tensor:
         if self.shards.buckets is not None:
             self.shards.buckets.begin()
-        batch, place = Batch(*fields), self.mesh.place
+        batch, place = Batch._make(fields), self.mesh.place
         inputs = [batch.tokens] if place.holds_first else []
         losses: list[Tensor] = []
         more: dict[str, Any] = batch.beside_tokens
         targets = more.pop("targets")
         if place.holds_last:
             more |= {"targets": targets, "target": targets, "losses": losses}
-        with parameters_apart() if self.settings.plan.splits_backward else nullcontext():
+        with split_backward() if self.settings.plan.splits_backward else nullcontext():
             self.schedule.step(*inputs, return_outputs=False, **more)
         self.shards.take_gradients()
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        return self.mean_loss(Batch(tokens))
 
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor | None:
         """Run the stages in turn. Each rank meets its sends and receives by depth, so that none waits in a circle."""
         place, x = self.mesh.place, batch.tokens
         for index, module in zip(place.stages, self.modules, strict=True):
-            source, target = place.comes_from(index), place.goes_to(index)
+            source, target = place.rank_of(index - 1), place.rank_of(index + 1)
             if source is not None:
                 x = torch.empty(len(x), *self.edge, dtype=self.settings.dtype, device=self.mesh.device)
                 dist.recv(x, place.neighbour(source), group=self.mesh.pp_group)

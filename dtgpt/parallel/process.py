@@ -10,7 +10,7 @@ VARIABLES = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", 
 
 @dataclass(frozen=True)
 class Process:
-    """What torchrun tells a process in its environment; one alone where nothing is told."""
+    """The environment variables that torchrun sets; a process alone where there are none."""
 
     rank: int = 0
     world: int = 1
@@ -20,19 +20,12 @@ class Process:
     @classmethod
     def from_environment(cls) -> "Process":
         given = {field: os.environ.get(name, "") for field, name in VARIABLES.items()}
-        for field, text in given.items():
-            if text and not text.isdecimal():
-                raise UserError(f"the environment says {VARIABLES[field]}={text}; start the processes with torchrun")
-        missing = [VARIABLES[field] for field, text in given.items() if not text]
-        if missing and given["world"] not in ("", "1"):
+        numbers = {field: int(text) for field, text in given.items() if text.isdecimal()}
+        process = cls(**numbers)
+        missing = any(text or process.world > 1 for field, text in given.items() if field not in numbers)
+        if missing or process.rank >= process.world or process.local_rank >= process.local_world:
+            said = " ".join(f"{VARIABLES[field]}={text}" for field, text in given.items())
             raise UserError(
-                f"the environment says WORLD_SIZE={given['world']}, but not {', '.join(missing)}; start the processes "
-                "with torchrun"
-            )
-        process = cls(**{field: int(text) for field, text in given.items() if text})
-        if process.rank >= process.world or process.local_rank >= process.local_world:
-            raise UserError(
-                f"the environment says RANK={process.rank} of WORLD_SIZE={process.world} and LOCAL_RANK="
-                f"{process.local_rank} of LOCAL_WORLD_SIZE={process.local_world}; start the processes with torchrun"
+                f"the environment says {said}, which do not fit each other; start the processes with torchrun"
             )
         return process

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
@@ -20,7 +21,7 @@ from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh
 
 Part = tuple[range, ...]
-SMALL = 1 << 16  # elements of a part below which one rank writes all of it
+SMALL = 1 << 16  # elements of a region below which one rank writes all of it
 
 
 @dataclass(frozen=True)
@@ -31,28 +32,28 @@ class Shard:
     name: str  # of the whole parameter: the same under every plan
     parameter: nn.Parameter  # what the module holds
     local: Tensor  # this rank's fp32 memory of it, a plain tensor: what the optimizer works on
-    narrow: Tensor | None  # the module's own memory, where it computes in a narrower type than fp32
-    part: Part  # global indices of `local`
-    copies: int  # ranks that hold this same part, each counted in the norm by 1 / copies
+    low_precision: Tensor | None  # the module's own memory, where it computes in a narrower type than fp32
+    region: Part  # global indices of `local`
+    replicas: int  # ranks that hold this region, each counted in the norm by 1 / replicas
     partial: bool  # gradients of it are addends on the tp ranks
-    second: bool  # the token table once more, where the head is on another stage: trained like the first, never counted
-    copy: int  # which of these copies this rank has
+    is_tied_copy: bool  # the last stage's copy of the tied embedding: updated like the original, never counted
+    replica: int  # which of these replicas this rank holds
 
     @property
-    def keeper(self) -> bool:
-        """Of all ranks that hold this part, this one speaks for it."""
-        return self.copy == 0 and not self.second
+    def is_owner(self) -> bool:
+        """Whether this rank, of all that hold the region, sends it where each element is needed once."""
+        return self.replica == 0 and not self.is_tied_copy
 
     @property
     def own(self) -> tuple[Part, slice]:
         """(global indices, rows of `local`) of what this rank alone writes to a checkpoint: the ranks that hold the
-        same part share its rows, but for a small one."""
-        copies = 1 if self.second or self.local.numel() < SMALL else self.copies
-        rows = chunk(range(len(self.part[0])), copies, self.copy)
-        if self.second or self.copy >= copies:
+        same region share its rows, unless it is small."""
+        replicas = 1 if self.is_tied_copy or self.local.numel() < SMALL else self.replicas
+        rows = chunk(range(len(self.region[0])), replicas, self.replica)
+        if self.is_tied_copy or self.replica >= replicas:
             rows = range(0)
-        first = self.part[0][rows.start : rows.stop]
-        return (first, *self.part[1:]), slice(rows.start, rows.stop)
+        first = self.region[0][rows.start : rows.stop]
+        return (first, *self.region[1:]), slice(rows.start, rows.stop)
 
 
 class Shards:
@@ -65,12 +66,13 @@ class Shards:
         for stage in stages:
             partial = _sums_over_tp(stage)
             for name, parameter in unique_parameters(stage).items():
-                second = stage.embedding is None and stage.config.tied and name == stage.config.table_name
-                self.all.append(_shard(len(self.all), name, parameter, mesh.place, name in partial, second, masters))
+                is_tied_copy = stage.embedding is None and stage.config.tied and name == stage.config.table_name
+                index, sums = len(self.all), name in partial
+                self.all.append(_shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters))
         self.buckets: Buckets | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
-        self._counted = [s.index for s in self.all if not s.second]
-        self._shares = torch.tensor([1 / self.all[i].copies for i in self._counted], device=mesh.device)
+        self._counted = [s.index for s in self.all if not s.is_tied_copy]
+        self._shares = torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)
         config = stages[0].config
         self._tables = [s.index for s in self.all if config.tied and s.name == config.table_name]
         self._partial = [s.index for s in self.all if s.partial]
@@ -82,15 +84,15 @@ class Shards:
     def initialize(self, config: ModelConfig, key: Tensor) -> None:
         """Draw this rank's part of the initial weights, straight into its memory."""
         for shard in self.all:
-            fill_weight(shard.local, shard.name, shard.part, config, key)
+            fill_weight(shard.local, shard.name, shard.region, config, key)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the modules what `local` holds."""
         for shard in self.all:
-            if shard.narrow is not None:
-                shard.narrow.copy_(shard.local)
+            if shard.low_precision is not None:
+                shard.low_precision.copy_(shard.local)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -127,13 +129,13 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the global norm of the gradient, fp32 on the device and equal on all ranks: what several ranks hold
         counts once, and so does the tied table."""
-        return self._summed_over_ranks(self._squares()).sqrt()
+        return self.mesh.all_reduce(self._squares()).sqrt()
 
     def norm_and_excess(self, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `norm`, and for each of `limits [N]` whether an element of the global gradient is larger than it or
         not finite: bool `[N]` on the device, equal on all ranks."""
         excess = largest_magnitude(self._counted_gradients()).max() > limits
-        totals = self._summed_over_ranks(torch.cat([self._squares().view(1), excess.float()]))
+        totals = self.mesh.all_reduce(torch.cat([self._squares().view(1), excess.float()]))
         return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()
 
     def _counted_gradients(self) -> list[Tensor]:
@@ -143,79 +145,76 @@ class Shards:
         """Return this rank's share of the squared norm."""
         return (squared_norm(self._counted_gradients()) * self._shares).sum()
 
-    def _summed_over_ranks(self, values: Tensor) -> Tensor:
-        if self.mesh.world > 1:
-            dist.all_reduce(values)
-        return values
-
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others, which
-        must run through it likewise. `value` gives a tensor of the shape of `shard.local`."""
-        keepers = {s.name: s for s in self.all if s.keeper}
-        parts: dict[str, list[tuple[int, Part]]] = {}
-        for rank, held in enumerate(self.mesh.gather({name: s.part for name, s in keepers.items()})):
-            for name, part in held.items():
-                parts.setdefault(name, []).append((rank, part))
-        for name in sorted(parts):
-            mine = value(keepers[name]).detach().float().cpu().contiguous() if name in keepers else None
-            yield name, self._assemble(parts[name], mine)
-
-    def _assemble(self, parts: list[tuple[int, Part]], mine: Tensor | None) -> Tensor | None:
-        if self.mesh.rank != 0:
-            if mine is not None and mine.numel():
+        """Yield (name, whole tensor on the CPU) of every parameter, by name, on rank 0; (name, None) on the others,
+        which must run through it likewise. `value` returns a tensor of the shape of `shard.local`."""
+        owned = {s.name: s for s in self.all if s.is_owner}
+        regions: dict[str, list[tuple[int, Part]]] = {}
+        for rank, held in enumerate(self.mesh.gather({name: s.region for name, s in owned.items()})):
+            for name, region in held.items():
+                regions.setdefault(name, []).append((rank, region))
+        for name in sorted(regions):
+            mine = value(owned[name]).detach().float().cpu().contiguous() if name in owned else torch.empty(0)
+            if self.mesh.rank == 0:
+                yield name, self._assemble(regions[name], mine)
+                continue
+            if mine.numel():
                 self.mesh.send(mine, 0)
-            return None
-        whole = torch.empty([max(r.stop for r in dims) for dims in zip(*(p for _, p in parts), strict=True)])
-        for rank, part in parts:
-            if all(map(len, part)):
-                piece = mine if rank == 0 else torch.empty([len(r) for r in part])
+            yield name, None
+
+    def _assemble(self, regions: list[tuple[int, Part]], mine: Tensor) -> Tensor:
+        whole = torch.empty([max(r.stop for r in dims) for dims in zip(*(r for _, r in regions), strict=True)])
+        for rank, region in regions:
+            if all(map(len, region)):
+                piece = mine if rank == 0 else torch.empty([len(r) for r in region])
                 if rank != 0:
                     self.mesh.receive(piece, rank)
-                whole[slices(part)] = piece
+                whole[slices(region)] = piece
         return whole
 
 
 def _shard(
-    index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, second: bool, masters: bool
-) -> Shard:
-    part, tp_cut = _part(parameter, place)
-    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-    if tuple(own.shape) != tuple(map(len, part)):
-        raise ValueError(f"{name}: this rank holds {tuple(own.shape)}, but its part is {tuple(map(len, part))}")
-    narrow = own if masters and own.dtype != torch.float32 else None
+    index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
+    masters: bool,
+) -> Shard:  # fmt: skip
+    region, by_tp = _region(parameter, place)
+    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    if tuple(local.shape) != tuple(map(len, region)):
+        raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
+    low_precision = local if masters and local.dtype != torch.float32 else None
+    over_tp = 1 if by_tp else place.plan.tp
     return Shard(
         index=index,
         name=name,
         parameter=parameter,
-        local=own if narrow is None else torch.empty_like(own, dtype=torch.float32),
-        narrow=narrow,
-        part=part,
-        copies=place.plan.replicate * (1 if tp_cut else place.plan.tp),
+        local=local if low_precision is None else torch.empty_like(local, dtype=torch.float32),
+        low_precision=low_precision,
+        region=region,
+        replicas=place.plan.replicate * over_tp,
         partial=partial,
-        second=second,
-        copy=place.dp // place.plan.shard * (1 if tp_cut else place.plan.tp) + (0 if tp_cut else place.tp),
+        is_tied_copy=is_tied_copy,
+        replica=place.dp // place.plan.shard * over_tp + place.tp % over_tp,
     )
 
 
 def _sums_over_tp(stage: Decoder) -> set[str]:
-    """Names of the parameters whose gradients the table of tensor parallelism leaves as addends on the ranks."""
+    """Return the names of the parameters whose gradients tensor parallelism leaves as addends on the ranks."""
     modules = stage.named_modules()
     return {f"{name}.{p}" for name, module in modules for p in getattr(module, "sums_over_tp", ())}
 
 
-def _part(parameter: nn.Parameter, place: RankCoordinates) -> tuple[Part, bool]:
-    """(global indices of this rank's part, whether tp cuts it). Tensor parallelism cuts first, then ZeRO cuts the first
-    dimension of what is left."""
-    part = [range(size) for size in parameter.shape]
+def _region(parameter: nn.Parameter, place: RankCoordinates) -> tuple[Part, bool]:
+    """Return (global indices of this rank's part, whether tp cuts it). Tensor parallelism cuts first, then ZeRO cuts
+    the first dimension of what is left."""
+    region, by_tp = [range(size) for size in parameter.shape], False
     if not isinstance(parameter, DTensor):
-        return tuple(part), False
-    names = parameter.device_mesh.mesh_dim_names
-    tp = parameter.placements[names.index("tp")] if "tp" in names else None
-    tp_cut = tp is not None and tp.is_shard()
-    if tp_cut:
-        part[tp.dim] = chunk(part[tp.dim], place.plan.tp, place.tp)
-    part[0] = chunk(part[0], place.plan.shard, place.shard)
-    return tuple(part), tp_cut
+        return tuple(region), False
+    for name, cut in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+        if name == "tp" and isinstance(cut, Sharded):
+            region[cut.dim] = chunk(region[cut.dim], place.plan.tp, place.tp)
+            by_tp = True
+    region[0] = chunk(region[0], place.plan.shard, place.shard)
+    return tuple(region), by_tp
 
 
 def slices(part: Part) -> tuple[slice, ...]:

@@ -27,7 +27,7 @@ def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
 
     @cache
     def best(stage: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        """(largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
+        """Return (largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
         if stage == stages - 1:
             return cost(stage, left), cost(stage, left) ** 2, (left,)
         choices = []

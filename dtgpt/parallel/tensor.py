@@ -55,7 +55,7 @@ class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
     on every rank. A sum that all ranks keep is made in place, where DTensor would copy its addend first."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
         wanted, whole = self.output_layouts, (Replicate(),)
         if wanted == whole:
@@ -68,10 +68,6 @@ class DeferredBiasRowwise(RowwiseParallel):
         module.bias = bias
         return module
 
-    @classmethod
-    def like(cls, style: RowwiseParallel) -> "DeferredBiasRowwise":
-        return cls(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
-
 
 def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler removes the copy by itself
@@ -80,14 +76,14 @@ def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SequencePart(ParallelStyle):
-    """For a module that takes its part of the sequence and has replicated parameters: the gradients of `names` are
-    summed over the tp ranks."""
+    """A style for a module that takes its part of the sequence and has replicated parameters: the gradients of `names`
+    are summed over the tp ranks."""
 
     def __init__(self, *names: str):
         super().__init__()
         self.names = names
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.sums_over_tp = self.names
         return module
 
@@ -96,39 +92,36 @@ class SequencePart(ParallelStyle):
 
 
 class SequencePositions(SequencePart):
-    """For the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
+    """A style for the position embedding under sequence parallelism: ids `[1, T]`, known to every rank, become its
     `[1, T / tp]`; the table stays whole."""
 
     def __init__(self) -> None:
         super().__init__("weight")
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(ranks, dim=1)[rank], *inputs[1:]))
         return super()._apply(module, device_mesh)
-
-    def __repr__(self) -> str:
-        return "SequencePositions()"
 
 
 class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.sums_over_tp = ("bias",)
         return super()._apply(module, device_mesh)
 
 
 class VocabularyShard(ParallelStyle):
-    """For the output layer: its table is cut over the vocabulary, its input gathered. It makes local logits, or a loss
-    that is whole on every rank."""
+    """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
+    logits, or a loss that is whole on every rank."""
 
     def __init__(self, input_layout: Placement):
         super().__init__()
         self.input_layout = input_layout
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, module: Any, mesh: DeviceMesh) -> None:
             module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -143,25 +136,19 @@ class VocabularyShard(ParallelStyle):
 
         return distribute_module(module, device_mesh, cut, gather, local)
 
-    def __repr__(self) -> str:
-        return f"VocabularyShard({self.input_layout})"
-
 
 class DropoutShard(ParallelStyle):
-    """For a dropout site whose input is cut evenly along dimension `dim` of the sample: tells it the global index of
-    its first element. `sizes` is the whole shape of a sample's tensor."""
+    """A style for a dropout site whose input is cut evenly along dimension `dim` of the sample: it gets the global
+    index of its first element. `sizes` is the whole shape of a sample's tensor."""
 
     def __init__(self, dim: int, sizes: tuple[int, ...]):
         super().__init__()
         self.dim, self.sizes = dim, sizes
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()
         module.start = tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes)))
         return module
-
-    def __repr__(self) -> str:
-        return f"DropoutShard(dim={self.dim}, sizes={self.sizes})"
 
 
 Table = Mapping[str, ParallelStyle | None]
@@ -199,20 +186,15 @@ def make_table(config: ModelConfig, plan: Plan) -> Table:
     with torch.device("meta"):
         model = Decoder(config)
     _check_own(plan.table, model)
-    row = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise
-    own = {
-        pattern: row.like(style) if type(style) is RowwiseParallel and _defer_bias(model, pattern) else style
-        for pattern, style in plan.table.items()
-    }
+    row, own = SequenceRowwise if plan.sequence_parallel else DeferredBiasRowwise, dict(plan.table)
+    deferred = [name for name, module in model.named_modules() if isinstance(module, DeferredBiasLinear)]
+    for pattern, style in plan.table.items():
+        if type(style) is RowwiseParallel and any(matches(name, pattern) for name in deferred):
+            own[pattern] = row(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.sequence_parallel:
         _check_covers(table, model)
     return table
-
-
-def _defer_bias(model: Decoder, pattern: str) -> bool:
-    """Return whether the modules of this pattern leave their bias to the following operation."""
-    return any(isinstance(m, DeferredBiasLinear) for name, m in model.named_modules() if matches(name, pattern))
 
 
 def _check_covers(table: Table, model: Decoder) -> None:

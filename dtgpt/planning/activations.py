@@ -38,11 +38,15 @@ def block_sizes(settings: Settings) -> BlockSizes:
     return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype)
 
 
+def whole_bytes(settings: Settings) -> int:
+    """Return the bytes of `[B, T, H]`, the input of a matrix."""
+    tokens = settings.micro_batch_size * settings.model.seq_length
+    return settings.dtype.itemsize * tokens * settings.model.hidden_size
+
+
 def residual_bytes(settings: Settings) -> float:
     """Return the bytes of the residual stream between matrices, `[B, T, H]`, or `[B, T / tp, H]` by sequence."""
-    tokens = settings.micro_batch_size * settings.model.seq_length
-    whole = settings.dtype.itemsize * tokens * settings.model.hidden_size
-    return whole / (settings.plan.tp if settings.plan.sequence_parallel else 1)
+    return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
 def score_elements(settings: Settings) -> float:
@@ -86,7 +90,7 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(f"blocks.0.{name}", config.roles)
     if isinstance(module, AttentionCore):
-        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)
+        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)  # type: ignore[method-assign]
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:
@@ -111,7 +115,3 @@ class _Core(torch.autograd.Function):
         out = q.new_empty(q.shape)
         ctx.save_for_backward(q, k, v, out)
         return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        raise NotImplementedError

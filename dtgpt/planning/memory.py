@@ -8,7 +8,14 @@ from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import LOGITS_BYTES
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.activations import block_activations, block_sizes, core_bytes, residual_bytes, score_elements
+from dtgpt.planning.activations import (
+    block_activations,
+    block_sizes,
+    core_bytes,
+    residual_bytes,
+    score_elements,
+    whole_bytes,
+)  # fmt: skip
 from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of
 
 
@@ -41,13 +48,16 @@ def memory_of(settings: Settings, rank: int) -> Memory:
 
     in_flight = stages_in_flight(plan, micro_batches, place.pp)
     kept = in_flight / len(place.stages) * blocks * block_activations(settings)
-    head = 2 * residual_bytes(settings) + 2 * _whole(settings)  # the norm, and the gradient of its output
+    head = 2 * residual_bytes(settings) + 2 * whole_bytes(settings)  # the norm, and the gradient of its output
     gathered = _gathered(held, blocks, settings)
     if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
         head += 2 * _logits(settings)
         gathered = round(gathered * in_flight / len(place.stages))
     common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
-    common["edges"] = _edges(settings, place, in_flight)
+    # torch.distributed.pipelining keeps a buffer for every micro-batch on each edge where a rank receives; what a rank
+    # sent is kept until its backward pass.
+    buffers = place.num_edges * micro_batches + in_flight if plan.pp > 1 else 0
+    common["edges"] = round(buffers * residual_bytes(settings))
 
     full = gradient_bytes(held, settings)
     start = full if settings.sums_gradients else 0
@@ -88,12 +98,6 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
     return min(warmup + 1, per_rank * micro_batches)
 
 
-def _whole(settings: Settings) -> float:
-    """Return the bytes of `[B, T, H]`, the input of a matrix."""
-    tokens = settings.micro_batch_size * settings.model.seq_length
-    return settings.dtype.itemsize * tokens * settings.model.hidden_size
-
-
 def _logits(settings: Settings) -> float:
     """Return the bytes of this rank's logits `[B, T, V / tp]`."""
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
@@ -116,15 +120,6 @@ def _gathered(held: list[LocalParameter], blocks: int, settings: Settings) -> in
     return width * (in_blocks + around)
 
 
-def _edges(settings: Settings, place: RankCoordinates, in_flight: int) -> int:
-    """Return the bytes of the buffers that `torch.distributed.pipelining` keeps for every micro-batch on each edge
-    where a rank receives. What a rank sent is kept until its backward pass."""
-    if settings.plan.pp == 1:
-        return 0
-    receives = sum((place.comes_from(s) is not None) + (place.goes_to(s) is not None) for s in place.stages)
-    return round((receives * settings.micro_batches + in_flight) * residual_bytes(settings))
-
-
 def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
@@ -144,4 +139,4 @@ def _block_work(settings: Settings) -> float:
     elif settings.recompute == "selective":
         again = core_bytes(settings)
     scores = (4 + 2 * width) * score_elements(settings) if backend in ("explicit", "fused_softmax") else 0
-    return 2 * block_sizes(settings).widest + 2 * _whole(settings) + scores + again
+    return 2 * block_sizes(settings).widest + 2 * whole_bytes(settings) + scores + again

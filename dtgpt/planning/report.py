@@ -5,9 +5,7 @@ import re
 
 import torch
 
-from dtgpt.config.checks import notes
 from dtgpt.config.execution import Settings
-from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
@@ -22,26 +20,23 @@ SHORT = {"optimizer": "moments", "gradients": "grads"}  # in the table, of 80 co
 HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps between allocations take the rest
 
 
-def describe_plan(recipe: Recipe, world: int | None, gpu: str | None) -> str:
-    """Return the report. `world`: number of processes, by default the fewest that the plan needs; `gpu`: a name of
-    DEVICE_MEMORY or a size in GiB, by default the CUDA device of this machine, else H200."""
-    plan = recipe.plan_for(world or recipe.named_plan().world, started=world is None)
-    kind = torch.device("cpu" if recipe.device == "cpu" else "cuda")
-    settings = recipe.settings(plan, kind, here=False)
+def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
+    """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
+    GiB, by default the CUDA device of this machine, else H200."""
     device, size = _device(gpu)
     memories = memory_by_rank(settings)
     most = fullest(memories)
-    lines = [*_mesh(recipe.name, settings), "", *_memory(settings, memories), ""]
+    lines = [*_mesh(name, settings), "", *_memory(settings, memories), ""]
     lines += [*_traffic(settings, list(memories)), ""]
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
-    lines += [hanging(f"note: {note}", 6) for note in notes(recipe, plan.dp, kind.type)]
+    lines += [hanging(f"note: {note}", 6) for note in notes]
     lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
     return "\n".join(lines)
 
 
 def _device(gpu: str | None) -> tuple[str, float]:
-    """(words, bytes) of a name of DEVICE_MEMORY, however it is written, or of a size such as 80, 80GiB or 85.9GB."""
+    """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
@@ -54,8 +49,7 @@ def _device(gpu: str | None) -> tuple[str, float]:
     size = float(given[1]) * (1e9 if (given[2] or "").lower() == "gb" else GIB) if given else 0
     if 0 < size <= LARGEST * GIB:
         return "the device", size
-    near = [name for name in DEVICE_MEMORY if word and _plain(name).endswith(word)]
-    near = near or difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
+    near = difflib.get_close_matches(gpu.upper(), DEVICE_MEMORY, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
         f"--gpu {gpu[:60]} is not known; {hint}use one of {', '.join(DEVICE_MEMORY)}, or its memory in GiB, up to "
@@ -64,7 +58,7 @@ def _device(gpu: str | None) -> tuple[str, float]:
 
 
 def _plain(name: str) -> str:
-    """A name without what people write differently."""
+    """Return a name without what people write differently."""
     return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
@@ -83,12 +77,12 @@ def _mesh(name: str, settings: Settings) -> list[str]:
     if plan.pp > 1:
         cut = [len(blocks) for blocks in block_ranges(config, plan)]
         idle = bubble(plan, passes)
-        told = (
+        idle_words = (
             f"bubble {idle:.1%} of a step"
             if idle is not None
             else f"bubble not known below {2 * plan.pp - 1} micro-batches"
         )
-        lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {told}")
+        lines.append(f"stages  {plan.num_stages} by {plan.schedule}, blocks {' '.join(map(str, cut))}; {idle_words}")
     return [hanging(line, 8) for line in lines]
 
 

@@ -10,6 +10,7 @@ from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
+from dtgpt.planning.activations import residual_bytes, whole_bytes
 from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of
 
 
@@ -38,7 +39,7 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     if plan.tp == 1:
         return []
     tokens = settings.micro_batch_size * settings.model.seq_length
-    unit = settings.dtype.itemsize * tokens * settings.model.hidden_size
+    unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
@@ -50,7 +51,9 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
         found.append(Collective("all-gather", "tp", into, n, n * unit))
         found.append(Collective("reduce-scatter", "tp", out, n, n * unit))
-        found.append(_partial_gradients(held))
+        # Each rank sees its part of the sequence; ZeRO has cut these gradients before.
+        partial = sum(p.local for p in held if _sums_over_tp(p))
+        found.append(Collective("all-reduce", "tp", "gradients of norms, biases and positions, fp32", 1, 4 * partial))
     else:
         n = passes * (cuts + last)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
@@ -58,16 +61,9 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     return found
 
 
-def _partial_gradients(held: list[LocalParameter]) -> Collective:
-    """Return the sum over tp of gradients of replicated parameters under sequence parallelism, where a rank sees its
-    part of the sequence. ZeRO has cut them before."""
-    partial = [
-        p
-        for p in held
-        if isinstance(p.style, SequencePart) or (isinstance(p.style, SequenceRowwise) and p.name.endswith(".bias"))
-    ]
-    size = 4 * sum(p.local for p in partial)
-    return Collective("all-reduce", "tp", "gradients of norms, biases and positions, fp32", 1, size)
+def _sums_over_tp(p: LocalParameter) -> bool:
+    """Return whether sequence parallelism leaves gradients of the parameter as addends on the tp ranks."""
+    return isinstance(p.style, SequencePart) or (isinstance(p.style, SequenceRowwise) and p.name.endswith(".bias"))
 
 
 def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParameter], blocks: int) -> list[Collective]:
@@ -96,11 +92,9 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     plan, passes, config = settings.plan, settings.micro_batches, settings.model
     if plan.pp == 1:
         return []
-    edge = settings.dtype.itemsize * settings.micro_batch_size * config.seq_length * config.hidden_size
-    edge //= plan.tp if plan.sequence_parallel else 1
     # Activations on, gradients back.
-    sends = sum((place.goes_to(s) is not None) + (place.comes_from(s) is not None) for s in place.stages)
-    found = [Collective("send", "pp", "activations and gradients", sends * passes, sends * passes * edge)]
+    sends = place.num_edges * passes
+    found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:
         size = gradient_width(settings) * tables[0].local

@@ -15,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from dtgpt.parallel.process import VARIABLES
 from dtgpt.parallel.shards import Shard
 from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.train.settle import check_run
-from dtgpt.train.startup import open_trainer
+from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import counted, hanging, say, say_error
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
@@ -72,49 +73,43 @@ class Difference:
         return self.same_initial and self.loss <= loss and self.gradient <= tensors and self.weight <= tensors
 
 
-def record(recipe: Recipe, steps: int) -> Record | None:
-    """Train `steps` steps under the recipe's plan, in each of its processes; the record comes back on rank 0."""
-    with open_trainer(recipe) as trainer:
-        mesh, settings = trainer.mesh, trainer.settings
-        kept: dict[str, Tensor | None] = {}
+def record(trainer: Trainer, steps: int) -> Record | None:
+    """Train `steps` steps, in each process of the plan, and return the record on rank 0."""
+    mesh, settings = trainer.mesh, trainer.settings
+    kept: dict[str, Tensor] = {}
 
-        def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
-            for name, whole in trainer.shards.gather(value):
-                kept[f"{kind}/{name}"] = None if whole is None else settings.model.comparable(name, whole)
+    def keep(kind: str, value: Callable[[Shard], Tensor]) -> None:
+        for name, whole in trainer.shards.gather(value):
+            if whole is not None:
+                kept[f"{kind}/{name}"] = settings.model.comparable(name, whole)
 
-        digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
-        for _, whole in trainer.shards.gather(_weight):
-            digest.update(b"" if whole is None else whole.numpy().tobytes())
-        for step in range(steps):
-            loss = trainer.gradients()
-            if step == 0:
-                keep("first gradient", trainer.gradient)
-            if step == steps - 1:
-                keep("last gradient", trainer.gradient)
-            result = trainer.update(loss)
-            losses.append(trainer.mean_loss(result))
-            norms.append(result.norm.item())
-            travel += trainer.optimizer.lr.item()
-        memory = mesh.gather(peak_memory(mesh.device))
-        keep("weight", _weight)
-        planned = None
-        if mesh.device.type == "cuda":
-            planned = fullest(memory_by_rank(settings)).total / 2**30
-        made = Record(str(settings.dtype), losses, norms, memory, planned, digest.hexdigest(), travel, kept)
-        return made if mesh.rank == 0 else None
-
-
-def _weight(shard: Shard) -> Tensor:
-    return shard.local
+    digest, losses, norms, travel = hashlib.sha256(), [], [], 0.0
+    for _, whole in trainer.shards.gather(attrgetter("local")):
+        digest.update(b"" if whole is None else whole.numpy().tobytes())
+    for step in range(steps):
+        loss = trainer.gradients()
+        if step == 0:
+            keep("first gradient", trainer.gradient)
+        if step == steps - 1:
+            keep("last gradient", trainer.gradient)
+        result = trainer.update(loss)
+        losses.append(trainer.mean_loss(result))
+        norms.append(result.norm.item())
+        travel += trainer.optimizer.lr.item()
+    memory = mesh.gather(peak_memory(mesh.device))
+    keep("weight", attrgetter("local"))
+    planned = None
+    if mesh.device.type == "cuda":
+        planned = fullest(memory_by_rank(settings)).total / 2**30
+    made = Record(str(settings.dtype), losses, norms, memory, planned, digest.hexdigest(), travel, kept)
+    return made if mesh.rank == 0 else None
 
 
-def save_record(recipe: Recipe, file: Path, steps: int) -> int:
-    """Record, and write from rank 0 what `run_plan` reads: the work of a process that it starts."""
-    found = record(recipe, steps)
+def save_record(found: Record | None, file: Path) -> None:
+    """Write on rank 0 the record that `run_plan` reads."""
     if found is not None:
-        told = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
-        save_file(found.tensors, file, metadata={"record": json.dumps(told)})
-    return 0
+        values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
+        save_file(found.tensors, file, metadata={"record": json.dumps(values)})
 
 
 def difference(record: Record, reference: Record) -> Difference:
@@ -131,7 +126,7 @@ def difference(record: Record, reference: Record) -> Difference:
 
 
 def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """||a - b|| / ||b||, or over `least` where that is more."""
+    """Return ||a - b|| / ||b||, or ||a - b|| / `least` where that is less."""
     scale = torch.linalg.vector_norm(b, dtype=torch.float64).clamp(min=least)
     distance = torch.linalg.vector_norm(a - b, dtype=torch.float64)
     return (distance / scale).item() if scale > 0 else (0.0 if distance == 0 else math.inf)
@@ -143,12 +138,12 @@ def compare(
     """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
     is further from the reference than `tolerance` (None: by precision)."""
     check_run(recipe)
-    most = recipe.counted().steps
+    most = recipe.num_steps
     if steps > most:
         raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")
     if recipe.resume:
         raise UserError("dtgpt compare begins with initial weights; leave --resume out")
-    plans = {name: fitting_plan(recipe, name, names) for name in [REFERENCE, *names]}
+    plans = {name: fitting_plan(name, names, recipe.plans) for name in [REFERENCE, *names]}
     for name, plan in plans.items():
         try:
             replace(recipe, plan=name).plan_for(plan.world)
@@ -175,14 +170,14 @@ def compare(
     return 0 if all(d.within(*limits) for d in differences.values()) else 1
 
 
-def fitting_plan(recipe: Recipe, name: str, names: list[str]) -> Plan:
-    """The plan with dp filled in. A name without a data parallel degree has one replica where tensor or pipeline
-    parallelism say how many processes there are; `dp` and `zero3` fill as many processes as the largest other plan, 2
-    at least."""
-    plan = parse_plan(name, recipe.plans)
+def fitting_plan(name: str, names: list[str], own: Mapping[str, Plan]) -> Plan:
+    """Return the plan of a name with dp filled in; `own`: the plans of the recipe. A name without a data parallel
+    degree has one replica where tensor or pipeline parallelism say how many processes there are; `dp` and `zero3` fill
+    as many processes as the largest other plan, 2 at least."""
+    plan = parse_plan(name, own)
     if plan.dp is not None or plan.tp * plan.pp > 1:
         return plan.for_world((plan.dp or 1) * plan.tp * plan.pp)
-    others = [parse_plan(other, recipe.plans) for other in names]
+    others = [parse_plan(other, own) for other in names]
     return plan.for_world(max([2, *(p.world for p in others)]))
 
 
@@ -205,8 +200,8 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
         )
     with safe_open(file, "pt") as saved:
         tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
-        told = json.loads(saved.metadata()["record"])
-    return Record(**told, tensors=tensors)
+        values = json.loads(saved.metadata()["record"])
+    return Record(**values, tensors=tensors)
 
 
 def report(records: dict[str, Record], differences: dict[str, Difference], limits: tuple[float, float]) -> str:

@@ -5,8 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Dataset
+from dtgpt.data.dataset import Dataset, Part
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import AUTO
 from dtgpt.run.report import sample_path
@@ -15,6 +14,7 @@ from dtgpt.run.sinks import read_records
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
+HELD_OUT: tuple[Part, ...] = ("valid", "test")
 LEFT = {"valid": "held-out loss", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
 
@@ -29,25 +29,23 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
     return done > steps
 
 
-def left_to_do(run: Path | None, checkpoint: Checkpoint | None, recipe: Recipe, data: Dataset) -> list[str] | None:
-    """Return None where steps are to be done, else what the run does not hold of the last one: names of LEFT. Says so
-    where that is nothing."""
-    if checkpoint is None or checkpoint.state["step"] < recipe.steps:
-        return None
+def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, data: Dataset) -> list[str]:
+    """Return what a run that has done all its `steps` does not hold of the last one: names of LEFT. Says so where that
+    is nothing. `sample`: whether it should hold a generated text."""
     metrics, picture = run / "metrics.jsonl", run / "loss.png"
-    records = [record for record in read_records(metrics) if record["step"] == recipe.steps]
-    left = []
-    for part in ("valid", "test"):
-        wanted = next(data.held_out(part, recipe.model.seq_length, 1, 1), None) is not None
+    records = [record for record in read_records(metrics) if record["step"] == steps]
+    left: list[str] = []
+    for part in HELD_OUT:
+        wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
         if wanted and not any(f"{part}_loss" in record for record in records):
             left.append(part)
-    if recipe.log.sample_tokens and not sample_path(run, recipe.steps).is_file():
+    if sample and not sample_path(run, steps).is_file():
         left.append("sample")
     drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
     if left or (records and not drawn and find_spec("matplotlib")):
         left.append("plot")
     if not left:
-        say(OVER.format(run, counted(recipe.steps, "step")))
+        say(OVER.format(run, counted(steps, "step")))
     return left
 
 

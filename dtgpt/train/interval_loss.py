@@ -40,7 +40,7 @@ class IntervalLoss:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """Numbers for a checkpoint, the same on every rank."""
+        """Return numbers for a checkpoint, the same on every rank."""
         total = self._mesh.sum(self._sum).item()
         return {KEY: {"sum": total, "copies": self._copies, "steps": self.steps}}
 

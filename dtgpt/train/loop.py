@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.load import check_same_model, load_training
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
@@ -38,13 +38,19 @@ def train(recipe: Recipe) -> int:
         begun = startup.start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
-        run, checkpoint = startup.find_run(recipe, mesh, lock)
-        if run and checkpoint and is_over(run, checkpoint, recipe.steps, recipe.resume):
-            return 0
-        dataset = startup.read_on_every_node(recipe, mesh, begun.process)
-        left = mesh.on_rank_0(lambda: left_to_do(run, checkpoint, recipe, dataset))
-        if left == []:
-            return 0
+        checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
+        if checkpoint:
+            check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
+            run = checkpoint.folder.parents[1]
+            if is_over(run, checkpoint, recipe.num_steps, recipe.resume):
+                return 0
+        dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, begun.process)
+        left: list[str] = []
+        if checkpoint and checkpoint.state["step"] == recipe.num_steps:
+            sizes = recipe.num_steps, recipe.model.seq_length
+            left = mesh.on_rank_0(lambda: left_to_do(run, *sizes, bool(recipe.log.sample_tokens), dataset))
+            if not left:
+                return 0
         stack.enter_context(stop)
         trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not (checkpoint or recipe.init_from))
         loop = Loop(recipe, trainer, lock, stop)
@@ -55,12 +61,12 @@ def train(recipe: Recipe) -> int:
             startup.load_initial_weights(Path(recipe.init_from), recipe.model, tokenizer, trainer.shards, mesh)
         if loop.interrupted():
             return loop.stopped("before the first step")
-        if run:
+        if checkpoint:
             values = values_of(recipe.resolved())
             say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, values))]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
-            run = startup.new_run(recipe, mesh, lock)
+            run = startup.new_run(recipe.runs, recipe.name, mesh, lock)
         return loop.run_to_end(run, left)
 
 
@@ -94,7 +100,7 @@ class Loop:
         if state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 
-    def run_to_end(self, run: Path, left: list[str] | None) -> int:
+    def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
         recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
@@ -129,12 +135,12 @@ class Loop:
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
-        while trainer.step < self.recipe.steps and not stopping:
+        while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
             self.interval.add(result.loss)
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
             stopping = self.mesh.vote(self._must_end())
-            self.leaving = trainer.step < self.recipe.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
+            self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
             due = self._due(first, stopping)
             if due.report or due.evaluate or due.save or due.sample:
@@ -143,7 +149,7 @@ class Loop:
 
     def _due(self, first: int, stopping: bool) -> Due:
         """Return what the step just taken calls for; `first`: the step at which this process began."""
-        step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.recipe.steps
+        step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
         record = last or is_due(step, log.interval) or step == 1  # as without a resume
         return Due(
             report=record or step == first + 1,

@@ -5,12 +5,12 @@ import os
 import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.load import FREE
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
-from dtgpt.config.checks import value_of
 from dtgpt.config.megatron_options import explain
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import RUN_NAME, Recipe
@@ -18,6 +18,7 @@ from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.data.checks import check_data
 from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.interop.open import open_config
+from dtgpt.models.config import ModelConfig
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
 from dtgpt.util import console
 from dtgpt.util.console import say
@@ -30,28 +31,23 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
     return override(call_recipe(load_module(path).recipe), options)
 
 
-def override(recipe: Recipe, words: list[str]) -> Recipe:
+def override(file: Recipe, words: list[str]) -> Recipe:
     """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
-    return with_options(recipe, read_words(words, recipe, explain=explain)[1])
+    return settle(file, read_words(words, file, explain=explain)[1])
 
 
-def with_options(recipe: Recipe, options: Options) -> Recipe:
-    """Return the recipe to work on with `options`, which are removed from the dictionary."""
-    given = set(options)
-    return settle(recipe, take(recipe, options), given)
-
-
-def settle(file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
-    """Return the recipe to work on. `file`: that of the recipe file; `asked`: the same with the values of the options
-    `given` on the command line.
+def settle(file: Recipe, options: Options) -> Recipe:
+    """Return the recipe to work on: that of the recipe file with the values of `options`.
 
     Raises UserError where a run to resume or a model to begin with is not as it must be.
     """
-    run = _run_of(asked)
+    given, asked = set(options), take(file, options)
+    run, chosen = run_of(asked.resume, asked.runs, asked.name)
     if run is not None:
-        return recipe_of_run(run, file, asked, given)
+        recipe = recipe_of_run(run, file, asked, given)
+        return recipe if recipe.train_samples is None else _counted_on(recipe, run, chosen)
     if asked.init_from:
-        return with_model(Path(asked.init_from), asked, given)
+        return replace_values(asked, model_values(Path(asked.init_from), asked.model, given))
     return asked
 
 
@@ -70,20 +66,18 @@ def counted(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recip
     return replace(recipe.counted(first_step, first_sample), data=data)
 
 
-def plan_error(error: UserError, recipe: Recipe) -> UserError:
-    """Return what to raise where `recipe`, which `settle` returned, has a plan that cannot be: if the plan is that of a
-    resumed run, with a word about it."""
-    run = _run_of(recipe)
-    if run is None or saved_value(read_recipe(run), "plan") != recipe.plan:
+def plan_error(error: UserError, plan: str, run: Path | None) -> UserError:
+    """Return the error to raise where the plan cannot be used; if it is the plan of the resumed `run`, it says so."""
+    if run is None or saved_value(read_recipe(run), "plan") != plan:
         return error
-    return UserError(f"{error}; plan={recipe.plan} is that of the run: give --plan for another one")
+    return UserError(f"{error}; plan={plan} is that of the run: give --plan for another one")
 
 
-def _run_of(asked: Recipe) -> Path | None:
-    if not asked.resume:
-        return None
-    check_value("name", asked.name, RUN_NAME)  # by which `auto` searches
-    return run_to_resume(asked.resume, Path(asked.runs), asked.name)[0]
+def run_of(resume: str | None, runs: str, name: str) -> tuple[Path | None, Path | None]:
+    """Return `run_to_resume` for a recipe with these values, which were not checked yet."""
+    if resume:
+        check_value("name", name, RUN_NAME)  # by which `auto` searches
+    return run_to_resume(resume or None, Path(runs), name)
 
 
 def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
@@ -114,18 +108,19 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
         asked = asked if "steps" in given else replace(asked, steps=None)
     if unknown:
         say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
-    _tell_kept(file, kept)
+    if file.train_samples is not None:
+        check_run(file)
+        file = counted(file)
+    _say_kept({name: attrgetter(name)(file) for name in kept}, kept)
     init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
     resume = str(run) if asked.resume == AUTO else asked.resume
-    settled = replace(replace_values(asked, kept), resume=resume, init_from=init_from)
-    return settled if settled.train_samples is None else _counted_on(settled)
+    return replace(replace_values(asked, kept), resume=resume, init_from=init_from)
 
 
-def _counted_on(recipe: Recipe) -> Recipe:
-    """Return the recipe of a run that goes on with `steps` in place of `train_samples`: those of its checkpoint, and as
-    many as the samples after it fill, whatever sizes its steps had."""
+def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
+    """Return the recipe of a resumed run with `steps` in place of `train_samples`: those of its checkpoint, and as many
+    as the samples after it fill, whatever sizes its steps had."""
     check_run(recipe)
-    run, chosen = run_to_resume(recipe.resume, Path(recipe.runs), recipe.name)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
         state = read_state(found) if found else {}
@@ -137,20 +132,15 @@ def _counted_on(recipe: Recipe) -> Recipe:
     return counted(recipe, step, seen)
 
 
-def _tell_kept(file: Recipe, kept: dict[str, Any]) -> None:
-    """Say in one line where the recipe file says something else than the run. Raises UserError where it cannot be
-    trained with."""
-    if file.train_samples is not None:
-        check_run(file)
-        file = counted(file)
-    differing = [
-        n for n in kept if kept[n] != value_of(file, n) and (n, value_of(file, n)) != ("data.tokenizer", "auto")
-    ]
+def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Say in one line which values the recipe file `asked` for that the run has not `kept`."""
+    differing = [n for n, value in asked.items() if kept[n] != value and (n, value) != ("data.tokenizer", "auto")]
     if not differing:
         return
-    says = ", ".join(f"{name}={value_text(value_of(file, name))}" for name in differing)
+    texts = {name: value_text(asked[name]) for name in differing}
+    says = ", ".join(f"{name}={text}" for name, text in texts.items())
     keeps = ", ".join(value_text(kept[name]) for name in differing)
-    options = [f"--{n} {shlex.quote(value_text(value_of(file, n)))}" for n in differing if _can_change(n)]
+    options = [f"--{name} {shlex.quote(text)}" for name, text in texts.items() if _can_change(name)]
     remedy = f": give {' '.join(options)} to change {'them' if options[1:] else 'it'}" if options else ""
     say(f"the recipe file says {says}; the run keeps {keeps}{remedy}")
 
@@ -191,11 +181,11 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
             yield name[:60]
 
 
-def with_model(path: Path, asked: Recipe, given: Collection[str]) -> Recipe:
-    """Return `asked` with the dimensions of the model at `path`. Raises UserError where an option `given` contradicts
-    them; a shorter context is none."""
+def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict[str, Any]:
+    """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
+    UserError where an option `given` contradicts them; a shorter context is not a contradiction."""
     held = {f"model.{n}": v for n, v in vars(open_config(path)).items() if n not in FREE}
-    wanted = {name: value_of(asked, name) for name in held}
+    wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
     other = [n for n in held if n in given and wanted[n] != held[n]]
     wrong = [n for n in other if n != "model.seq_length" or wanted[n] > held[n]]
     if wrong:
@@ -205,4 +195,4 @@ def with_model(path: Path, asked: Recipe, given: Collection[str]) -> Recipe:
     if taken:
         changes = ", ".join(f"{name} {wanted[name]} -> {value}" for name, value in taken.items())
         say(f"the model has the dimensions of {path}: {changes}")
-    return replace_values(asked, taken)
+    return taken

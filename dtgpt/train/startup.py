@@ -1,6 +1,6 @@
 """Before the first step: check the recipe, bring the processes together, find what to resume, read data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
-from dtgpt.config.checks import notes
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
@@ -52,7 +51,7 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
     device = choose_device(recipe.device, process.local_rank)
-    for note in notes(recipe, plan.dp, device.type):
+    for note in recipe.notes(plan.dp, device.type):
         say(note, warning=True)
     settings = recipe.settings(plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
@@ -69,30 +68,28 @@ def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
     with ExitStack() as stack:
         begun = start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
-        dataset, given = read_on_every_node(recipe, mesh, begun.process), recipe.init_from
+        dataset, given = read_on_every_node(lambda: read_dataset(recipe), mesh, begun.process), recipe.init_from
         trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=given is None)
         if given is not None:
             load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh)
         yield trainer
 
 
-def find_run(recipe: Recipe, mesh: Mesh, lock: RunLock) -> tuple[Path | None, Checkpoint | None]:
-    """Return the run folder to go on with, locked by `lock`, and its checkpoint, every file of which was verified;
-    None, None for a new run."""
-    run, chosen = mesh.on_rank_0(lambda: run_to_resume(recipe.resume, Path(recipe.runs), recipe.name))
+def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Mesh, lock: RunLock) -> Checkpoint | None:
+    """Return the checkpoint to resume, every file of which was verified, with its run folder locked by `lock`; None
+    for a new run. `resume`, `runs`, `name`: as in a recipe."""
+    run, chosen = mesh.on_rank_0(lambda: run_to_resume(resume, Path(runs), name))
     if run is None:
-        if recipe.resume == AUTO:
-            say(f"{recipe.runs} holds no checkpoint of {recipe.name} to resume; a new run begins")
-        return None, None
+        if resume == AUTO:
+            say(f"{runs} holds no checkpoint of {name} to resume; a new run begins")
+        return None
     mesh.on_rank_0(lambda: lock.take(run))
-    checkpoint = find_checkpoint(mesh, run, chosen, check=check_interval)
-    check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
-    return run, checkpoint
+    return find_checkpoint(mesh, run, chosen, check=check_interval)
 
 
-def new_run(recipe: Recipe, mesh: Mesh, lock: RunLock) -> Path:
+def new_run(runs: str, name: str, mesh: Mesh, lock: RunLock) -> Path:
     """Return a new run folder, locked by `lock`."""
-    run = mesh.on_rank_0(lambda: create_run(Path(recipe.runs), recipe.name))
+    run = mesh.on_rank_0(lambda: create_run(Path(runs), name))
     mesh.on_rank_0(lambda: lock.take(run))
     return run
 
@@ -133,42 +130,33 @@ def check_tokenizer(run: Path, ours: Tokenizer, otherwise: str = "") -> None:
 
 
 def read_dataset(recipe: Recipe) -> Dataset:
-    """The recipe's text or prepared tokens, checked against the recipe's model."""
+    """Return the recipe's text or prepared tokens, checked against the recipe's model and options."""
     data = recipe.data
     if is_prepared(data.path):
-        samples = data.train_samples or recipe.batch_sizes().before(recipe.steps)
+        samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
         seed, length = recipe.seed, recipe.model.seq_length
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
     else:
-        settings = (data.path, data.json_key, data.tokenizer, data.bpe_vocab_size, data.held_out)
-        dataset = load_dataset(*settings, default_cache(), data.vocab_file, data.merge_file)
+        dataset = load_dataset(data, default_cache())
     dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
-    check_options(recipe, dataset.tokenizer)
-    return dataset
-
-
-def check_options(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raise UserError where the recipe asks for what the tokenizer cannot do, before steps are spent."""
+    tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:
-        tokenizer.encode(recipe.log.prompt)
-    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(recipe.data, n)]
+        tokenizer.encode(recipe.log.prompt)  # which raises UserError where the tokenizer cannot
+    asked = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, n)]
     if asked and tokenizer.end_of_text is None:
         raise UserError(
             f"data.{asked[0]}=on needs an end of text between documents, which the tokenizer {tokenizer.name} does not "
             "have; leave it out"
         )
-
-
-def read_on_every_node(recipe: Recipe, mesh: Mesh, process: Process) -> Dataset:
-    """One process of each node reads first and fills the node's cache, from which the others read."""
-    dataset = None
-
-    def read() -> None:
-        nonlocal dataset
-        dataset = read_dataset(recipe)
-
-    mesh.turns(read, lambda rank: process.local_rank == 0)
-    mesh.turns(read, lambda rank: process.local_rank != 0)
-    mesh.agree({"the text": dataset.digest}, "give every node the same data")
     return dataset
+
+
+def read_on_every_node(read: Callable[[], Dataset], mesh: Mesh, process: Process) -> Dataset:
+    """Return what `read` returns. One process of each node calls it first and fills the node's cache, from which the
+    others read."""
+    found: list[Dataset] = []
+    mesh.turns(lambda: found.append(read()), lambda rank: process.local_rank == 0)
+    mesh.turns(lambda: found.append(read()), lambda rank: process.local_rank != 0)
+    mesh.agree({"the text": found[0].digest}, "give every node the same data")
+    return found[0]

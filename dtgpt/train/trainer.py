@@ -40,7 +40,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, dataset: Dataset, draw_weights: bool = True):
         """draw_weights: False leaves the weights' memory as it is, for a checkpoint or another model to fill."""
         self.settings, self.mesh, self.dataset, self.log = settings, mesh, dataset, recipe.log
-        self.schedule, self.steps = recipe.schedule, recipe.steps
+        self.schedule, self.steps = recipe.schedule, recipe.num_steps
         self.graphs = Graphs(settings.graphs)
         mesh.before_end.append(self.graphs.release)
 

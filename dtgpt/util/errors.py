@@ -3,6 +3,7 @@
 import builtins
 import errno
 import reprlib
+from importlib import import_module
 from typing import Any
 
 MOST_SHOWN = 120  # characters of a value in a message
@@ -26,6 +27,15 @@ REMEDIES = {
 
 class UserError(Exception):
     """Bad input: one sentence that names the value, the rule and the remedy. Shown without a traceback, exit code 2."""
+
+
+def optional_package(package: str, what: str, module: str = "") -> Any:
+    """Import a package of the extra `data`, which `what` needs. Raises UserError if it is missing."""
+    try:
+        return import_module(module or package)
+    except ImportError:
+        sentence = f"{what} needs the package {package}, which is missing; run pip install 'dtgpt[data]'"
+        raise UserError(sentence) from None
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:

@@ -15,23 +15,21 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, remedy
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.new")  # names of files that `atomic_file` has not renamed yet
+TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")  # names of `temporary_path`
 
 LARGEST_JSON = 1 << 26  # bytes of a file that describes others
 
 
-def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, where `path` is a FIFO,
-    a device or a folder, also behind a link, and where the file has more than `largest` bytes."""
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading. Raises OSError, instead of waiting or reading for ever, if `path` is a FIFO, a
+    device or a folder, also behind a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if largest is not None and status.st_size > largest:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, where {largest} are the most")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -39,10 +37,10 @@ def open_regular(path: Path, largest: int | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, largest: int = LARGEST_JSON) -> bytes:
-    """Return the content of a regular file; raises OSError as `open_regular` does."""
-    with open_regular(path, largest) as file:
+    """Return the content of a regular file. Raises OSError as `open_regular` does, and above `largest` bytes."""
+    with open_regular(path) as file:
         content = file.read(largest + 1)
-    if len(content) > largest:  # it grew, or is one that says nothing of its size, as in /proc
+    if len(content) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
     return content
 
@@ -86,11 +84,22 @@ def create_file(path: Path, buffering: int = -1) -> BinaryIO:
     return path.open("xb", buffering)  # "x": fails where a link appears in between
 
 
+def temporary_path(path: Path, mark: str) -> Path:
+    """Return the name of a file that is called `path` when it is whole. mark: of the writer, a `token_hex(4)`."""
+    return path.with_name(f".{path.name}.{mark}.new")
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """Return the temporary files that killed processes left of `path`; no other process may be writing it."""
+    named = ((p, TEMPORARY.fullmatch(p.name)) for p in path.parent.iterdir())
+    return sorted(p for p, name in named if name and name[1] == path.name)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
     the context fails, `path` stays what it was. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temporary = temporary_path(path, secrets.token_hex(4))
     try:
         with create_file(temporary) as file:
             yield file
@@ -133,43 +142,39 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
-def sync_tree(folder: Path) -> None:
-    """Wait until all files below a folder are on the disk, and their names."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_path(path)
-
-
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Another folder, to be filled within the context: it is called `folder` when all in it is on the disk. Where the
-    context fails nothing is left; an OSError becomes a UserError. Raises UserError where `folder` exists."""
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} exists already; give another path")
-    partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield another folder to fill; it is called `folder` when the context ends and all in it is on the disk. If the
+    context fails, nothing is left. Raises OSError."""
+    partial = folder.with_name(f".partial-{folder.name}-{platform.node()}-{os.getpid()}")
     try:
         remove_tree(partial)  # of a killed process that had the same number
         partial.mkdir(parents=True)
         yield partial
-        sync_tree(partial)
+        for path in [*partial.rglob("*"), partial]:
+            sync_path(path)
         partial.rename(folder)
         sync_path(folder.parent)
-    except OSError as error:
-        # A library that tells of a full disk in words of its own gives no number.
-        advice = remedy(error, "check the disk" if error.errno else "free space there")
-        raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
     finally:
         remove_tree(partial)
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError."""
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists already; give another path")
+    try:
+        with atomic_folder(folder) as partial:
+            yield partial
+    except OSError as error:
+        # A library that reports a full disk in its own words gives no number.
+        advice = remedy(error, "check the disk" if error.errno else "free space there")
+        raise UserError(f"{folder} cannot be written ({error}); {advice}, or give another path") from None
+
+
 class Held(Exception):
-    """Another process has the lock: `holder` says which, as "pid 17 on node3", where it is known."""
-
-    def __init__(self, holder: str):
-        super().__init__(holder)
-        self.holder = holder
-
-    def __str__(self) -> str:
-        return f"another process ({self.holder})" if self.holder else "another process"
+    """Another process has the lock: "another process (pid 17 on node3)", or without host and pid if unknown."""
 
 
 class FileLock:
@@ -181,7 +186,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path, wait: bool = False, remove: bool = False):
-        """wait: for another process, instead of raising Held. remove: the file when the lock is freed."""
+        """wait: wait for another process instead of raising Held. remove: remove the file when the lock is freed."""
         self.path, self._wait, self._remove = path, wait, remove
         self.problem = ""
         self._descriptor: int | None = None
@@ -214,11 +219,15 @@ class FileLock:
         return self._descriptor is not None and self._is_there(self._descriptor)
 
     def _lock(self, descriptor: int) -> None:
+        self.problem = ""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if self._wait else fcntl.LOCK_NB))
-            self.problem = ""
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(_holder(descriptor)) from None
+            held = Held(_holder(descriptor))
+            if not self._wait:
+                raise held from None
+            say(f"{self.path} is held by {held}; waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks
             self.problem = error.strerror or str(error)
 
@@ -246,7 +255,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    """What the file says of its holder; "" where it says nothing that can be one."""
+    """Return "another process", with the host and pid that the file names."""
     text = os.pread(descriptor, 512, 0).decode(errors="replace")
     found = re.match(r"pid \d{1,10} on [\w.-]{1,255}\n", text)
-    return found[0].strip() if found else ""
+    return f"another process ({found[0].strip()})" if found else "another process"

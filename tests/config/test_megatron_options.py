@@ -37,10 +37,11 @@ def table() -> str:
     lines = []
     for section, entries in OPTIONS.items():
         lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
-        for key, answer in entries.items():
-            word = key.partition(" ")[2]
+        for keys, answer in entries.items():
+            word = keys.split(", ")[0].partition(" ")[2]
             here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", fill(answer, word, ""))
-            lines.append(f"| `--{key}` | {here} |")
+            there = ", ".join(f"`--{key}`" for key in keys.split(", "))
+            lines.append(f"| {there} | {here} |")
     return "\n".join(lines) + "\n"
 
 
@@ -69,8 +70,8 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
         ("--load ckpt", "use --resume RUN to resume a run, or --init_from ckpt to start"),
         ("--save-interval 10", "use --checkpoint.interval 10"),
         ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
-        ("--distributed-timeout-minutes 20", "use --timeout 1200"),
-        ("--distributed-timeout-minutes", "use --timeout 60 x N"),
+        ("--distributed-timeout-minutes 20", "use --timeout S, where S is 20 x 60"),
+        ("--distributed-timeout-minutes", "where S is N x 60"),
         ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
         ("--lr-decay-style linear", "use --optimizer.schedule linear"),
         ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),

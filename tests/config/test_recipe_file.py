@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from dtgpt.cli import main, run_recipe
-from dtgpt.config.checks import check_recipe
 from dtgpt.config.recipe_file import call_recipe
 from dtgpt.train.settle import load_recipe
 from dtgpt.util.errors import UserError
@@ -123,5 +122,5 @@ def test_run_recipe_answers_a_function_that_fails(capsys):
 def test_types_are_checked_in_a_recipe_made_by_a_program_too(recipe):
     for changes in ({"steps": 2.0}, {"model": {"dropout": "0"}}, {"data": {"path": 3}}):
         with pytest.raises(UserError, match="is not valid; use"):
-            check_recipe(change(recipe, **changes))
+            change(recipe, **changes).validate()
     assert call_recipe(lambda: change(recipe, timeout=60, optimizer={"lr": 1})).timeout == 60

@@ -20,7 +20,7 @@ from dtgpt.data.megatron.blend import (
     parse_data_path,
 )
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.megatron.samples import Samples, load_samples
+from dtgpt.data.megatron.samples import SampleRequest, Samples, load_samples
 from dtgpt.util.errors import UserError
 from tests.data.test_samples import FIXTURES, INDICES, corpora, digest
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 def load_case(corpora, case, cache=None, **change):
     case = {**case, **change}
-    names = ("weights", "split", "which", "seq_length", "num_samples", "seed")
-    return load_blend([corpora[name] for name in case["corpora"]], *(case[name] for name in names), cache)
+    request = SampleRequest(*(case[name] for name in ("split", "which", "seq_length", "num_samples", "seed")), cache)
+    return load_blend([corpora[name] for name in case["corpora"]], case["weights"], request)
 
 
 @pytest.mark.parametrize("case", FIXTURES["blend"], ids=lambda case: case["name"])
@@ -93,21 +93,23 @@ def two(tmp_path):
 
 def test_without_weights_all_samples_come_once(two, tmp_path):
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
-        whole = load_blend(two, None, "1", "train", 8, None, 3, cache)
+        whole = load_blend(two, None, SampleRequest("1", "train", 8, None, 3, cache))
         assert [len(d) for d in whole.datasets] == [11, 31] and len(whole) == 42
         pairs = zip(whole.dataset_index.tolist(), whole.dataset_sample_index.tolist(), strict=True)
         assert sorted(pairs) == [(i, k) for i, n in enumerate((11, 31)) for k in range(n)]
-        few = load_blend(two, None, "1", "train", 8, 20, 3, cache)
+        few = load_blend(two, None, SampleRequest("1", "train", 8, 20, 3, cache))
         assert few.dataset_index.tolist() == [i for i, _ in naive_order(normalised([11, 31]), 20)]
-        assert len(load_blend(two, None, "1", "train", 8, 1000, 3, cache)) == 42  # there are no more
+        assert len(load_blend(two, None, SampleRequest("1", "train", 8, 1000, 3, cache))) == 42  # there are no more
 
 
 def test_one_dataset_is_a_blend_only_with_a_weight(two):
-    alone = load_blend(two[:1], None, "9,1", "train", 8, 40, 3, None)
-    assert isinstance(alone, Samples) and len(alone) == len(load_samples(two[0], "9,1", "train", 8, 40, 3, None))
-    weighted = load_blend(two[:1], [2.0], "9,1", "train", 8, 40, 3, None)
+    alone = load_blend(two[:1], None, SampleRequest("9,1", "train", 8, 40, 3))
+    assert isinstance(alone, Samples) and len(alone) == len(
+        load_samples(two[0], SampleRequest("9,1", "train", 8, 40, 3))
+    )
+    weighted = load_blend(two[:1], [2.0], SampleRequest("9,1", "train", 8, 40, 3))
     assert isinstance(weighted, Blend) and len(weighted) == 40
-    separate = load_blend(two[:1], [2.0], None, "valid", 8, 40, 3, None)  # one prefix for validation alone
+    separate = load_blend(two[:1], [2.0], SampleRequest(None, "valid", 8, 40, 3))  # one prefix for validation alone
     assert isinstance(separate, Samples) and set(separate.index.document_index.tolist()) == set(range(10))
 
 
@@ -119,12 +121,12 @@ def test_what_is_not_a_blend_is_refused(two):
         ([1.0, float("nan")], 10, "are not a blend"),
     ):
         with pytest.raises(UserError, match=sentence):
-            load_blend(two, weights, "1", "train", 8, count, 3, None)
-    datasets = load_blend(two, None, "1", "train", 8, None, 3, None).datasets
+            load_blend(two, weights, SampleRequest("1", "train", 8, count, 3))
+    datasets = load_blend(two, None, SampleRequest("1", "train", 8, None, 3)).datasets
     with pytest.raises(UserError, match=r"takes 12 samples of .*/a, which has 11 ready; ask for more samples, or"):
         Blend(datasets, np.zeros(12, np.int16), np.arange(12))
     with pytest.raises(IndexError):
-        load_blend(two, [1, 1], "1", "train", 8, 10, 3, None).windows([10])
+        load_blend(two, [1, 1], SampleRequest("1", "train", 8, 10, 3)).windows([10])
 
 
 def test_no_samples_of_a_blend_are_not_all_of_them(two, tmp_path):
@@ -135,9 +137,9 @@ def test_no_samples_of_a_blend_are_not_all_of_them(two, tmp_path):
 
 def test_a_dataset_without_a_whole_sample_is_named(two):
     with pytest.raises(UserError, match=r"the train part of .*/a under the split 9,1 is shorter than one sample of 83"):
-        load_blend(two, None, "9,1", "train", 82, None, 3, None)
+        load_blend(two, None, SampleRequest("9,1", "train", 82, None, 3))
     with pytest.raises(UserError, match=r"the valid part of .*/a under the split 99,1 has 0 documents .* or none"):
-        load_blend(two, None, "99,1", "valid", 8, None, 3, None)
+        load_blend(two, None, SampleRequest("99,1", "valid", 8, None, 3))
 
 
 @pytest.mark.parametrize(
@@ -184,16 +186,18 @@ def test_no_window_is_evaluated_twice(tmp_path, weights):
         with IndexedWriter(tmp_path / str(i), np.int32) as writer:
             writer.append(1000 * i + np.arange(4 * size + 1))
         datasets.append(IndexedDataset(tmp_path / str(i)))
-    every = load_each_once(datasets, weights, None, "valid", 4, 512, 1, tmp_path / "cache").windows(range(sum(sizes)))
+    every = load_each_once(datasets, weights, SampleRequest(None, "valid", 4, 512, 1, tmp_path / "cache")).windows(
+        range(sum(sizes))
+    )
     assert len(set(every[:, 0].tolist())) == sum(sizes)
-    few = load_each_once(datasets, weights, None, "valid", 4, 20, 1, None)
+    few = load_each_once(datasets, weights, SampleRequest(None, "valid", 4, 20, 1))
     assert torch.equal(few.windows(range(20)), every[:20])
-    as_megatron = load_blend(datasets, weights, None, "valid", 4, 20, 1, None)  # asks for an epoch at most
+    as_megatron = load_blend(datasets, weights, SampleRequest(None, "valid", 4, 20, 1))  # asks for an epoch at most
     assert torch.equal(few.windows(range(20)), as_megatron.windows(range(20)))
 
 
 def test_a_part_shorter_than_a_window_is_one_window(tmp_path):
     with IndexedWriter(tmp_path / "a", np.int32) as writer:
         writer.append([1, 2, 3])
-    found = load_each_once([IndexedDataset(tmp_path / "a")], None, None, "valid", 8, 512, 1, None)
+    found = load_each_once([IndexedDataset(tmp_path / "a")], None, SampleRequest(None, "valid", 8, 512, 1))
     assert found.windows(range(len(found))).tolist() == [[1, 2, 3] * 3]

@@ -12,6 +12,7 @@ import pytest
 import tiktoken
 import torch
 
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.dataset import Dataset, held_out_batches, load_dataset, training_batch
 from dtgpt.data.text import read_documents, split_documents
@@ -25,8 +26,8 @@ KEY = fold(root_key(1), "data")
 
 
 def load(path, tmp_path, **changes) -> Dataset:
-    settings = {"json_key": "text", "tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.1, **changes}
-    return load_dataset(str(path) if path else None, **settings, cache=tmp_path / "cache")
+    settings = {"tokenizer": "bpe", "bpe_vocab_size": 300, "held_out": 0.1, **changes}
+    return load_dataset(DataConfig(path=str(path) if path else None, **settings), tmp_path / "cache")
 
 
 def test_the_embedded_text_is_real_and_repeats_no_paragraph():
@@ -146,14 +147,14 @@ def test_what_killed_fillers_left_is_removed(tmp_path, text, filler):
     cache = tmp_path / "cache"
     filler.kill()
     filler.wait()
-    assert [path.name for path in cache.glob("partial-*")]
+    assert [path.name for path in cache.glob(".partial-*")]
     load(text, tmp_path)
     assert [path.name[:5] for path in cache.iterdir()] == ["text-"]
 
 
 def test_what_a_living_filler_writes_is_left_alone(tmp_path, text, filler):
     cache = tmp_path / "cache"
-    (partial,) = cache.glob("partial-*")
+    (partial,) = cache.glob(".partial-*")
     load(text, tmp_path)
     assert partial.is_dir()
     filler.communicate("\n\n", timeout=30)
@@ -191,10 +192,10 @@ def test_without_locks_two_processes_may_fill_at_once(tmp_path, filler, monkeypa
         ("a.pdf", b"x", ["a.pdf", ".txt or .jsonl"]),
         ("empty.txt", b"", ["empty.txt holds no text"]),
         ("blank.txt", b" \n\n", ["holds no text"]),
-        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 3)", "iconv"]),
+        ("latin.txt", "caf\xe9".encode("latin-1"), ["not UTF-8 (byte 4 of the file)", "iconv"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["line 2", "not JSON"]),
         ("b.jsonl", b'{"content": "x"}\n', ["line 1", "'text'", "--data.json_key"]),
-        ("c.jsonl", b'["text"]\n', ["line 1", "'text'"]),
+        ("c.jsonl", b'["text"]\n', ["line 1", "a JSON array"]),
         ("d.jsonl", b"", ["holds no text"]),
     ],
 )
@@ -267,7 +268,9 @@ def test_gpt2_without_cache_and_network_says_what_to_do(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UserError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR.*tokenizer bpe"):
+    with pytest.raises(
+        UserError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR.*another tokenizer"
+    ):
         make_tokenizer("gpt2", [], 0)
 
 

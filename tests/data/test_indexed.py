@@ -36,8 +36,8 @@ def same(dataset, documents):
     assert dataset.num_tokens == sum(map(len, sequences))
     assert dataset.documents.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
     for i, sequence in enumerate(sequences):
-        assert dataset.tokens(i).dtype == dataset.dtype
-        assert dataset.tokens(i).tolist() == list(sequence)
+        assert dataset.window(i).dtype == dataset.dtype
+        assert dataset.window(i).tolist() == list(sequence)
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_sequences_may_come_many_at_a_time(tmp_path):
         writer.append([])
         writer.extend([], [])
         writer.append(np.array([2**31 - 1], np.uint64))
-        with pytest.raises(ValueError, match="3 tokens are no sequences"):
+        with pytest.raises(ValueError, match="3 tokens are not sequences"):
             writer.extend([1, 2, 3], [2])
     dataset = IndexedDataset(tmp_path / "folder" / "many")
     assert dataset.lengths.tolist() == [2, 0, 4, 0, 1] and dataset.offsets.tolist() == [0, 8, 8, 24, 24]
-    assert dataset.tokens(2).tolist() == [2, 3, 4, 5] and dataset.tokens(4).tolist() == [2**31 - 1]
+    assert dataset.window(2).tolist() == [2, 3, 4, 5] and dataset.window(4).tolist() == [2**31 - 1]
 
 
 @pytest.mark.parametrize("place", [0, 3, 8_001, 15_996])
@@ -232,7 +232,7 @@ def test_shards_are_datasets(tmp_path, monkeypatch):
     second = nanogpt(tmp_path / "b.bin", [4, 99, 5, 6, 99, 7])
     shards = TokenShards([first, second], eot=99)
     sequences = [[99, 1, 2], [99], [99, 3], [4, 99], [5, 6, 99], [7]]
-    assert [shards.tokens(i).tolist() for i in range(len(shards))] == sequences
+    assert [shards.window(i).tolist() for i in range(len(shards))] == sequences
     assert shards.lengths.tolist() == list(map(len, sequences)) and shards.lengths.dtype == np.int32
     assert shards.num_tokens == 12 and shards.window(4, 1, 1).tolist() == [6]
     chosen, begins, counts = np.array([4, 0, 5, 0, 3]), np.array([1, 0, 0, 2, 0]), np.array([2, 2, 1, 1, 0])
@@ -252,8 +252,8 @@ def test_shards_are_datasets(tmp_path, monkeypatch):
         (lambda p: llmc(p, [1], version=2), "version 2 at byte 4"),
         (lambda p: llmc(p, [1, 2], magic=20240801, version=7), "Llama"),
         (lambda p: p.write_bytes(struct.pack("<i", 20240520)), "ends at byte 4, inside its header"),
-        (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are no uint16 tokens .byte 2"),
-        (lambda p: p.write_bytes(b""), "has 0 bytes, which are no uint16 tokens"),
+        (lambda p: p.write_bytes(b"\x01\x00\x02"), "has 3 bytes, which are not uint16 tokens .byte 2"),
+        (lambda p: p.write_bytes(b""), "has 0 bytes, which are not uint16 tokens"),
         (lambda p: None, "cannot be read .No such file"),
     ],
 )

@@ -67,7 +67,7 @@ def test_zstd_and_what_follows_its_first_frame(tmp_path):
 def test_without_zstandard_the_remedy_is_told_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
-    with pytest.raises(UserError, match="package zstandard is missing; run pip install"):
+    with pytest.raises(UserError, match="needs the package zstandard, which is missing; run pip install"):
         find_sources([str(tmp_path / "a.jsonl.zst")])
 
 
@@ -126,7 +126,7 @@ def test_a_quote_that_is_not_closed_names_the_line_where_its_record_began(tmp_pa
     path.write_text('id,text\n1,ok\n2,"open\n3,b\n4,"c"\n5,d\n')
     assert read([path])[1][0].startswith(f"{path}, line 3: not CSV") and "goes on to line 5" in read([path])[1][0]
     path.write_text('id,"text\n1,a\n')
-    with pytest.raises(UserError, match=r"a\.csv, line 1: names of columns are no CSV"):
+    with pytest.raises(UserError, match=r"a\.csv, line 1: the column names are not CSV"):
         read([path])
 
 
@@ -191,7 +191,7 @@ def test_a_text_is_one_document_or_one_a_line(tmp_path, small_blocks):
     assert texts_of([path]) == ["one\r\n\n zwei \nünf"]
     assert texts_of([path], txt="line") == ["one", " zwei ", "ünf"]
     path.write_bytes(b"ok\ncaf\xe9\n")
-    assert read([path])[1] == [f"{path}, line 2: not UTF-8 (byte 7 of the file), so the file is left out"]
+    assert read([path])[1] == [f"{path}, line 2: not UTF-8 (byte 7 of the file)"]
     assert read([path], txt="line") == ([{"text": ["ok"]}], [f"{path}, line 2: not UTF-8 (byte 4 of the line)"])
 
 
@@ -344,7 +344,7 @@ def test_a_line_or_text_beyond_all_bounds_is_refused(tmp_path, monkeypatch):
     for name in ("a.jsonl", "a.csv"):
         with pytest.raises(UserError, match=rf"{name}\.gz, line 1 or later: longer than 3 MiB"):
             texts_of([bomb(".gz", tmp_path / f"{name}.gz", 8 << 20, b"a")])
-    with pytest.raises(UserError, match=r"a\.txt\.gz is longer than 3 MiB, too long for one document; give --txt line"):
+    with pytest.raises(UserError, match=r"a\.txt\.gz is longer than 3 MiB, too long for one document; .*--txt line"):
         texts_of([bomb(".gz", tmp_path / "a.txt.gz", 8 << 20)])
     (tmp_path / "b.csv").write_bytes(b'text\n"' + b"\n" * (2 << 20))
     assert "field larger" in read([tmp_path / "b.csv"])[1][0]

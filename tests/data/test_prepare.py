@@ -36,7 +36,7 @@ def gpt2(tmp_path_factory):
 def test_the_bytes_are_those_of_megatron(tmp_path, gpt2, expected, workers):
     config = PrepareConfig(
         input=(str(DATA / "preprocess" / "docs.jsonl"),), output_prefix=str(tmp_path / "deep" / "out"), **gpt2,
-        append_eod="on" if expected["append_eod"] else "off", workers=workers,
+        append_eod=expected["append_eod"], workers=workers,
     )  # fmt: skip
     summary = prepare(config)
     for suffix in ("bin", "idx"):
@@ -61,7 +61,7 @@ def test_the_order_of_the_inputs_is_kept_by_any_number_of_workers(tmp_path, monk
 
 def test_lists_empty_texts_and_ends(tmp_path):
     documents = [{"text": ["a", "", "bc"]}, {"text": ""}, {"text": []}, {"text": "d"}]
-    summary, dataset = run(tmp_path, documents, append_eod="on")
+    summary, dataset = run(tmp_path, documents, append_eod=True)
     assert [dataset.window(i).tolist() for i in range(3)] == [[97], [98, 99, 256], [100, 256]]
     assert dataset.documents.tolist() == [0, 2, 2, 2, 3]
     assert (summary.empty, summary.longest, summary.tokens, summary.text_tokens, summary.text_bytes) == (2, 4, 6, 4, 4)
@@ -70,7 +70,7 @@ def test_lists_empty_texts_and_ends(tmp_path):
 
 def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path, gpt2):
     documents = [{"text": "a<|endoftext|>"}]
-    ids = [run(tmp_path, documents, **gpt2, encode_special=on)[1].window(0).tolist() for on in ("off", "on")]
+    ids = [run(tmp_path, documents, **gpt2, encode_special=on)[1].window(0).tolist() for on in (False, True)]
     assert ids == [[64, 27, 91, 437, 1659, 5239, 91, 29], [64, 50256]]
 
 
@@ -97,7 +97,7 @@ def test_broken_lines_are_warned_of_and_left_out(tmp_path, capsys):
 def test_strict_stops_at_the_first_broken_line_and_writes_nothing(tmp_path):
     lines = [{"text": "a"}] * 3 + [{"no": 1}] * 2
     with pytest.raises(UserError, match=r"in\.jsonl, line 4: no key 'text'; nothing was written"):
-        run(tmp_path, lines, strict="on", workers=2)
+        run(tmp_path, lines, strict=True, workers=2)
     assert leftovers(tmp_path) == []
 
 
@@ -124,9 +124,9 @@ def test_inputs_without_text_are_refused(tmp_path, content, words):
 def test_a_dataset_is_not_replaced_by_mistake_nor_by_a_failure(tmp_path):
     run(tmp_path, [{"text": "old"}])
     with pytest.raises(UserError, match=r"out_text_document\.bin exists already; .*--overwrite"):
-        run(tmp_path, [{"text": "new"}], overwrite="off")
+        run(tmp_path, [{"text": "new"}], overwrite=False)
     with pytest.raises(UserError, match="no key"):
-        run(tmp_path, [{"text": "new"}, {}], strict="on")
+        run(tmp_path, [{"text": "new"}, {}], strict=True)
     assert words_of(IndexedDataset(tmp_path / "out_text_document")) == ["old"]
     _, dataset = run(tmp_path, [{"text": "new"}])
     assert words_of(dataset) == ["new"] and len(leftovers(tmp_path)) == 3

@@ -90,7 +90,10 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
             "a.jsonl --output-prefix out --tokenizer-type Llama2Tokenizer",
             "needs a SentencePiece .model on this",
         ),
-        ("a.jsonl --output-prefix out --tokenizer bytes --prepend-bos", "names no begin of text"),
+        (
+            "a.jsonl --output-prefix out --tokenizer bytes --prepend-bos",
+            "does not have the token of --prepend-bos; leave it out",
+        ),
         ("a.jsonl --output-prefix out --append-eod yes", "--append-eod yes is not a choice; use on or off"),
         ("a.jsonl --output-prefix out --partitions 2", "--partitions of Megatron-LM does not exist here: one command"),
         ("a.jsonl --output-prefix out --max_documents=2", "--max-documents of Megatron-LM .* head -n"),
@@ -102,11 +105,11 @@ def test_flags_and_inputs_stand_where_they_like(words, changes):
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type SentencePieceTokenizer --tokenizer-model t.json",
-            "needs a SentencePiece .model, but t.json is none",
+            "needs a SentencePiece .model on this machine, which t.json is not",
         ),
         (
             "a.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.model",
-            "needs a tokenizer.json, but t.model is none",
+            "needs a tokenizer.json on this machine, which t.model is not",
         ),
         ("a.jsonl --output-prefix out --tokenizer-type GPT2BPETokenizer --tokenizer t.json", "needs --vocab-file and"),
         (
@@ -191,7 +194,7 @@ def test_a_training_that_cannot_succeed_is_refused_before_it_starts(tmp_path, mo
 def test_a_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"needs the package tokenizers; .* --tokenizer bytes of dtgpt prepare"):
+    with pytest.raises(UserError, match=r"needs the package tokenizers, which is missing; run pip install"):
         tokenizer_command(["train", str(tmp_path / "a.txt"), "--output", str(tmp_path / "new" / "own.json")])
     assert not (tmp_path / "new").exists()
 
@@ -199,11 +202,11 @@ def test_a_training_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr("dtgpt.data.prepare.progress.time.monotonic", lambda: next(clock))
-    with Progress(total=100) as progress:
-        progress.update(1000, 40_000_000, 25)
+    progress = Progress(total=100)
+    progress.update(1000, 40_000_000, 25)
     told = capsys.readouterr().err
     assert "25%" in told and "1,000 documents  50 documents/s  2.0 MB/s  eta 60s" in told
-    with Progress(total=None, every=1000) as progress:
-        for documents in (999, 1000, 1001, 2500):
-            progress.update(documents, 1, 0)
+    progress = Progress(total=None, every=1000)
+    for documents in (999, 1000, 1001, 2500):
+        progress.update(documents, 1, 0)
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["1,000", "2,500"]

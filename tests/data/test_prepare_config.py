@@ -9,7 +9,6 @@ import dtgpt.data.prepare
 from dtgpt.data.megatron.indexed import IndexedDataset
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.prepare.progress import Progress
-from dtgpt.data.prepare.target import lock_list
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of, write_lines
@@ -122,28 +121,13 @@ def test_a_list_of_broken_lines_does_not_appear_when_nothing_is_written(tmp_path
         assert leftovers(tmp_path) == []
 
 
-def test_a_list_of_broken_lines_belongs_to_one_process_and_its_leftovers_to_the_next(tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
-    left, other = tmp_path / ".list.jsonl.123.new", tmp_path / ".list.jsonl.old.new"
-    for path in (left, other):
-        path.write_text("half")
-    config = {"tokenizer": "bytes", "workers": 1, "broken": tmp_path / "list.jsonl"}
-    prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "one", **config))
-    assert not left.exists() and other.exists() and f"{left}, left by a preparation" in capsys.readouterr().err
-    before = sorted(tmp_path.iterdir())
-    with lock_list(tmp_path / "list.jsonl", True), pytest.raises(UserError, match=r"wait for it, or .* --broken"):
-        left.write_text("of the process that is at work")
-        prepare(PrepareConfig(input=tmp_path / "in.jsonl", output_prefix=tmp_path / "two", overwrite=True, **config))
-    assert left.exists() and sorted(tmp_path.iterdir()) == sorted([*before, left])
-
-
 def test_a_warning_does_not_share_its_line_with_the_progress(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("dtgpt.data.prepare.progress.REDRAW", 0.0)
-    with Progress(total=None) as progress:
-        progress.update(5, 5, 0)
-        progress.clear()
-        drawn = capsys.readouterr().err
-        assert drawn.endswith("\r") and len(drawn.split("\r")[-2].strip()) == 0
-        progress.clear()
-        assert capsys.readouterr().err == ""
+    progress = Progress(total=None)
+    progress.update(5, 5, 0)
+    progress.clear()
+    drawn = capsys.readouterr().err
+    assert drawn.endswith("\r") and len(drawn.split("\r")[-2].strip()) == 0
+    progress.clear()
+    assert capsys.readouterr().err == ""

@@ -28,7 +28,7 @@ prepare_command(sys.argv[2:])
 
 def test_a_second_preparation_is_refused_at_its_start(tmp_path):
     with lock_prefix(tmp_path / "out_text_document"):
-        with pytest.raises(UserError, match=r"is being written by another process \(pid \d+ on .*\); wait for it"):
+        with pytest.raises(UserError, match=r"is being written by another process \(pid \d+ on .*\); wait, or"):
             run(tmp_path, [{"text": "a"}])
         assert leftovers(tmp_path) == [".out_text_document.lock"]
     _, dataset = run(tmp_path, [{"text": "a"}])
@@ -54,16 +54,20 @@ def test_without_locks_nobody_elses_files_are_touched(tmp_path, monkeypatch, cap
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    (tmp_path / ".out.bin.123.new").write_bytes(b"x")
+    (tmp_path / ".out.bin.0123abcd.new").write_bytes(b"x")
     with lock_prefix(tmp_path / "out"):
-        assert (tmp_path / ".out.bin.123.new").exists()
+        assert (tmp_path / ".out.bin.0123abcd.new").exists()
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
 
 def test_leftovers_of_killed_preparations_are_removed_and_others_kept(tmp_path, capsys):
-    for name in (".out_text_document.bin.123.new", ".out_text_document.idx.123.new", ".out_text_document.lock"):
+    for name in (
+        ".out_text_document.bin.0123abcd.new",
+        ".out_text_document.idx.0123abcd.new",
+        ".out_text_document.lock",
+    ):
         (tmp_path / name).write_bytes(b"half")
-    others = [".out_text_document.bin.old.new", ".out_text_documents.bin.123.new"]
+    others = [".out_text_document.bin.old.new", ".out_text_documents.bin.0123abcd.new"]
     for name in others:
         (tmp_path / name).write_bytes(b"other")
     run(tmp_path, [{"text": "a"}])
@@ -83,7 +87,7 @@ def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys
     command = [sys.executable, "-c", RENAMES, str(renames), *words, "--output-prefix", str(tmp_path / "out")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     with pytest.raises(UserError, match="exists already"):
-        run(tmp_path, [{"text": "third"}], overwrite="off")
+        run(tmp_path, [{"text": "third"}], overwrite=False)
     assert words_of(IndexedDataset(tmp_path / "out_text_document")) == ["new text"]
     assert "it is in place now" in capsys.readouterr().err and len(leftovers(tmp_path)) == 3
 
@@ -91,8 +95,8 @@ def test_a_preparation_killed_between_its_renames_loses_nothing(tmp_path, capsys
 def test_a_half_written_index_is_not_put_in_place(tmp_path):
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.append([1, 2, 3])
-    (tmp_path / "x.bin").rename(tmp_path / ".out.bin.7.new")
-    (tmp_path / ".out.idx.7.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
+    (tmp_path / "x.bin").rename(tmp_path / ".out.bin.01234567.new")
+    (tmp_path / ".out.idx.01234567.new").write_bytes((tmp_path / "x.idx").read_bytes()[:-3])
     with lock_prefix(tmp_path / "out"):
         assert leftovers(tmp_path) == [".out.lock"]
 
@@ -103,7 +107,7 @@ def test_all_keys_of_a_killed_preparation_are_put_in_place_together(tmp_path):
     command = [sys.executable, "-c", RENAMES, "0", *words, "--output-prefix", str(tmp_path / "out")]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     with pytest.raises(UserError, match="exists already"):
-        run(tmp_path, [{"a": "x", "b": "y"}], json_keys=("a", "b"), overwrite="off")
+        run(tmp_path, [{"a": "x", "b": "y"}], json_keys=("a", "b"), overwrite=False)
     assert [words_of(IndexedDataset(tmp_path / f"out_{key}_document")) for key in "ab"] == [["x"], ["y"]]
 
 
@@ -113,14 +117,14 @@ def test_a_folder_is_not_replaced_by_a_dataset(tmp_path):
     (tmp_path / "out_text_document.bin").mkdir()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"out_text_document\.bin is a folder; give another --output-prefix"):
-        run(tmp_path, [{"text": "a"}], overwrite="on")
+        run(tmp_path, [{"text": "a"}], overwrite=True)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_folders_made_for_a_run_that_fails_are_removed_and_others_kept(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="no key"):
-        run(tmp_path, [{"no": 1}], strict="on", output_prefix=str(tmp_path / "mine" / "a" / "b" / "out"))
+        run(tmp_path, [{"no": 1}], strict=True, output_prefix=str(tmp_path / "mine" / "a" / "b" / "out"))
     assert (tmp_path / "mine").is_dir() and not (tmp_path / "mine" / "a").exists()
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
-from dtgpt.data.megatron.samples import load_samples
+from dtgpt.data.megatron.samples import SampleRequest, load_samples
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.models.batch import Batch
 from dtgpt.run.sinks import read_records
@@ -42,7 +43,7 @@ def recipe(recipe, tmp_path):
 
 def test_sample_i_of_a_run_is_sample_i_of_megatrons_order(recipe):
     run = training(recipe)
-    expected = load_samples(IndexedDataset(recipe.data.path), "90,10,0", "train", 16, 80, recipe.seed, None)
+    expected = load_samples(IndexedDataset(recipe.data.path), SampleRequest("90,10,0", "train", 16, 80, recipe.seed))
     windows, ids, _ = run.batches.take(0)
     assert torch.equal(windows, expected.windows(ids)) and ids.tolist() == list(range(8))
 
@@ -59,7 +60,9 @@ def test_every_plan_has_the_samples_of_one_process(recipe):
 def test_each_held_out_window_is_evaluated_once(recipe):
     """Of a validation part that has fewer than are asked for; the loss is their mean under every plan."""
     whole = training(change(recipe, log={"eval_samples": 512}))
-    index = load_samples(IndexedDataset(recipe.data.path), recipe.data.split, "valid", 16, None, recipe.seed, None)
+    index = load_samples(
+        IndexedDataset(recipe.data.path), SampleRequest(recipe.data.split, "valid", 16, None, recipe.seed)
+    )
     windows = torch.cat(list(whole.dataset.held_out("valid", 16, 4, 512)))
     assert 22 < len(windows) == len(index) < 512 and torch.equal(windows, index.windows(range(len(index))))
     losses = [whole.engine.mean_loss(Batch(w[None, :-1], targets=w[None, 1:])).item() for w in windows]
@@ -192,7 +195,7 @@ def test_a_test_part_without_data_is_left_out(recipe, tmp_path):
 @pytest.mark.parametrize("part", ["path", "valid_path", "test_path"])
 def test_tokens_that_the_tokenizer_does_not_know_are_refused_before_a_run_begins(recipe, tmp_path, part):
     foreign = write(tmp_path / "foreign", [[7, 8, 30_000, 256]] * 100)
-    with pytest.raises(UserError, match=r"foreign holds token 30000, but the tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match=r"foreign holds token 30000, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"split": "969,30,1", part: foreign}))
     assert not Path(recipe.runs).exists()
 
@@ -215,7 +218,7 @@ def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
 @pytest.mark.parametrize(
     "data, words",
     [
-        ({"tokenizer": "auto"}, ["nothing tells of which tokenizer", "--data.tokenizer_file"]),
+        ({"tokenizer": "auto"}, ["tokens of an unknown tokenizer", "--data.tokenizer_file"]),
         ({"split": "1,x"}, ["the split '1,x'", "949,50,1"]),
         ({"train_samples": 0}, ["data.train_samples=0 is out of range; use 1 or more"]),
         ({"vocab_file": "vocab.json"}, ["belong together"]),
@@ -238,7 +241,7 @@ def test_data_that_cannot_be_are_refused_before_a_run_begins(recipe, data, words
 
 def test_tokens_beyond_the_vocabulary_are_named(recipe, tmp_path):
     path = write(tmp_path / "large", [[1, 2, 300, 4] * 5] * 40)
-    with pytest.raises(UserError, match="holds token 300, but the tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match="holds token 300, but the tokenizer bytes has 257 tokens"):
         train(change(recipe, data={"path": path}))
 
 
@@ -256,5 +259,8 @@ def test_gpt2s_vocabulary_may_come_from_its_files(tmp_path):
     assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
     text = tmp_path / "text.txt"
     text.write_text("Hello world! " * 50)
-    dataset = load_dataset(str(text), "text", "gpt2", 0, 0.1, tmp_path / "cache", *map(str, files))
+    dataset = load_dataset(
+        DataConfig(path=str(text), tokenizer="gpt2", held_out=0.1, vocab_file=str(files[0]), merge_file=str(files[1])),
+        tmp_path / "cache",
+    )
     assert dataset.train[:3].tolist() == [15496, 995, 0]

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.data import index_cache
+from dtgpt.data.array_cache import cached_index
 from dtgpt.data.megatron import samples
 from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from dtgpt.data.megatron.samples import PADDING, build_sample_index, load_samples, split_fractions, split_range
+from dtgpt.data.megatron.samples import SampleRequest, build_sample_index, load_samples, split_fractions, split_range
 from dtgpt.data.megatron.token_shards import TokenShards
 from dtgpt.util.errors import UserError
 
@@ -46,7 +46,7 @@ def corpora(tmp_path_factory):
 
 def load_case(corpora, case, cache=None):
     names = ("split", "which", "seq_length", "num_samples", "seed")
-    return load_samples(corpora[case["corpus"]], *(case[name] for name in names), cache)
+    return load_samples(corpora[case["corpus"]], SampleRequest(*(case[name] for name in names), cache))
 
 
 @pytest.mark.parametrize("name", FIXTURES["corpora"])
@@ -71,18 +71,6 @@ def test_samples_are_those_of_megatron(corpora, tmp_path, case):
         assert windows.dtype == np.int64 and windows.shape == (expected["windows_hashed"], case["seq_length"] + 1)
         assert digest(windows) == expected["windows_sha256"]
         assert windows[:3, :8].tolist() == expected["first_3_windows_first_8_tokens"]
-
-
-def test_the_end_that_fills_no_window_can_be_kept(tmp_path):
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.extend(np.arange(11), [4, 0, 7])
-    dataset = IndexedDataset(tmp_path / "a")
-    found = load_samples(dataset, None, "valid", 4, None, 5, None, drop_last=False)
-    stream = np.concatenate([dataset.tokens(i) for i in found.index.document_index]).tolist()
-    windows = found.windows(np.argsort(found.index.shuffle_index)).tolist()
-    assert windows == [stream[:5], stream[4:9], [*stream[8:], PADDING, PADDING]]
-    assert len(load_samples(dataset, None, "valid", 4, None, 5, None)) == 2
-    assert len(load_samples(dataset, None, "valid", 5, None, 5, None, drop_last=False)) == 2  # fills up
 
 
 def test_a_document_may_be_longer_than_32_bits():
@@ -116,8 +104,8 @@ def test_other_splits_are_refused(split):
     ("change", "sentence"),
     [
         ({"seq_length": 1}, "seq_length=1 is too short"),
-        ({"seed": -1}, "seed=-1 is no seed"),
-        ({"seed": 2**32}, "is no seed of NumPy's RandomState; use one from 0 to 4294967295"),
+        ({"seed": -1}, "seed=-1 is not a seed"),
+        ({"seed": 2**32}, "is not a seed of NumPy's RandomState; use one from 0 to 4294967295"),
         ({"num_samples": -1}, "num_samples=-1 is negative"),
         ({"documents": range(2, 2)}, "this part of the dataset has 0 documents with 0 tokens, too few .* more weight"),
         ({"documents": range(2)}, "has 2 documents with 1 token, too few"),
@@ -147,7 +135,9 @@ def test_a_corpus_without_a_whole_window_has_no_samples():
 def test_shards_have_samples(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(40, dtype="<u2").tobytes())
     (tmp_path / "b.bin").write_bytes(np.arange(40, 90, dtype="<u2").tobytes())
-    found = load_samples(TokenShards([tmp_path / "a.bin", tmp_path / "b.bin"], 20), None, "train", 8, None, 1, None)
+    found = load_samples(
+        TokenShards([tmp_path / "a.bin", tmp_path / "b.bin"], 20), SampleRequest(None, "train", 8, None, 1)
+    )
     windows = found.windows(np.argsort(found.index.shuffle_index)).numpy()
     stream = [windows[0, 0], *windows[:, 1:].flatten()]
     assert len(found) == 11 and len(set(stream)) == 89 and found.sequences.lengths.tolist() == [21, 19, 50]
@@ -217,7 +207,7 @@ def test_a_cache_that_cannot_be_written_is_told(corpora, tmp_path):
 
 def build_at_once(cache, barrier, results):
     barrier.wait()
-    arrays = index_cache.cached(cache, {"kind": "test"}, lambda: {"a": np.arange(1 << 18)})
+    arrays = cached_index(cache, {"kind": "test"}, lambda: {"a": np.arange(1 << 18)})
     results.put(int(np.sum(arrays["a"])))
 
 

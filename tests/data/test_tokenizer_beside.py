@@ -12,8 +12,7 @@ from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
-from dtgpt.data.tokenizers.char import Char, Ids
-from dtgpt.data.tokenizers.nanogpt_meta import read_meta
+from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
@@ -62,7 +61,7 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
 
 def test_ids_need_no_tokenizer(chars):
     (Path(chars.data.path).parent / "meta.pkl").unlink()
-    with pytest.raises(UserError, match=r"nothing tells of which tokenizer.*--data.tokenizer_file.*or ids for losses"):
+    with pytest.raises(UserError, match=r"tokens of an unknown tokenizer.*--data.tokenizer_file.*or ids for losses"):
         read_dataset(chars)
     with pytest.raises(UserError, match=r"but the model has 20 tokens; give a larger --model.vocab_size: token 2\d is"):
         read_dataset(change(chars, data={"tokenizer": "ids"}, model={"vocab_size": 20}))
@@ -181,14 +180,15 @@ def test_merging_keeps_the_tokenizer_and_refuses_two(prepared, tmp_path, capsys)
     other = write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
     prepare(PrepareConfig(input=other, tokenizer="bytes", output_prefix=tmp_path / "b", workers=1))
     two = str(tmp_path / "b_text_document")
-    with pytest.raises(UserError, match="tell different tokenizers"):
+    with pytest.raises(UserError, match="are different tokenizers"):
         join_datasets(PrepareConfig(merge=(one, two), output_prefix=str(tmp_path / "no")))
     assert not idx_path(tmp_path / "no").exists() and not bin_path(tmp_path / "no").exists()
-    with pytest.raises(UserError, match="tell different tokenizers"):
+    with pytest.raises(UserError, match="are different tokenizers"):
         read_dataset(change(prepared, data={"path": f"{one} {two}"}))
     tokenizer_path(two).unlink()
     join_datasets(PrepareConfig(merge=(one, two), output_prefix=str(tmp_path / "half")))
-    assert not tokenizer_path(tmp_path / "half").exists() and "does not tell its tokenizer" in capsys.readouterr().err
+    assert not tokenizer_path(tmp_path / "half").exists()
+    assert "is saved without its tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows, told", [(257, False), (384, False), (512, True), (1024, True)])
@@ -229,5 +229,5 @@ def test_a_csv_without_a_header_and_a_text_of_three_tokens(recipe, tmp_path):
     with pytest.raises(UserError, match=r"empty.csv has no header, a first line that names its columns; add one to it"):
         prepare(PrepareConfig(input=tmp_path / "empty.csv", tokenizer="bytes", output_prefix=tmp_path / "x"))
     Path(recipe.data.path).write_text("ab")
-    with pytest.raises(UserError, match=r"has 3 tokens, but .* at least 17; use more text or a shorter --model.seq_l"):
+    with pytest.raises(UserError, match=r"has 3 tokens, but .* at least 17; use more text, a shorter --model.seq_l"):
         read_dataset(change(recipe, data={"held_out": 0.0}))

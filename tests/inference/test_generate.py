@@ -121,10 +121,10 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "--vocab_file and --merge_file", "--tokenizer"]),
-    (["--tokenizer", "nowhere"], ["tokenizer nowhere", "--vocab_file"]),
-    (["--vocab_file", "v"], ["--vocab_file and --merge_file belong together"]),
-    (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and --vocab_file v are both given"]),
+    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "vocab.json and merges.txt"]),
+    (["--tokenizer", "nowhere"], ["tokenizer nowhere", "vocab.json"]),
+    (["--vocab_file", "v"], ["the vocab file and the merge file belong together"]),
+    (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and the vocab file v are both given"]),
     (["--vocab_file", "V", "--merge_file", "M"], ["has 50257 tokens, the model 300"]),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreign, tmp_path, capsys, options, words):

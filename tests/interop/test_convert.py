@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -226,7 +227,7 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(run, tmp_path, monkeypa
 @pytest.mark.parametrize("to", ["dtgpt", "hf", "megatron"])
 def test_what_a_killed_conversion_left_is_in_nobodys_way(run, convert, tmp_path, to):
     """In a container the process often has the same number again."""
-    left = tmp_path / f".partial-out-{os.getpid()}"
+    left = tmp_path / f".partial-out-{platform.node()}-{os.getpid()}"
     left.mkdir()
     (left / "weights-00000-000.safetensors").write_text("half")
     convert(run, tmp_path / "out", "--to", to)

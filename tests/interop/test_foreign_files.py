@@ -13,6 +13,7 @@ import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.checkpoint.shard_file import Damaged
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.dataset import load_dataset
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
@@ -239,6 +240,6 @@ def test_a_fifo_is_no_tokenizer(tmp_path, name):
         elif name == "vocab.json":
             open_tokenizer(vocab_file=str(fifo), merge_file=str(tmp_path / "whole.json"))
         elif name == "of a run":
-            load_dataset(None, "text", "gpt2", 0, 0.0, tmp_path, vocab_file=str(fifo), merge_file=str(fifo))
+            load_dataset(DataConfig(tokenizer="gpt2", vocab_file=str(fifo), merge_file=str(fifo)), tmp_path)
         else:
             open_tokenizer(str(fifo))

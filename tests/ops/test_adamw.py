@@ -61,11 +61,11 @@ def test_a_restored_optimizer_goes_on_bitwise():
     optimizer, gradients = AdamW(slots, **SETTINGS), [make_gradients(slots, torch.bfloat16) for _ in range(4)]
     for g in gradients[:2]:
         optimizer.step(g, number(0.1), number(0.5))
-    others = [Slot(torch.empty_like(s.master), torch.empty_like(s.narrow), s.decay) for s in slots]
+    others = [Slot(torch.empty_like(s.master), torch.empty_like(s.low_precision), s.decay) for s in slots]
     other = AdamW(others, **SETTINGS)
     for old, new in zip(slots, others, strict=True):
         new.master.copy_(old.master)
-        new.narrow.copy_(old.master)
+        new.low_precision.copy_(old.master)
     for old, new in zip(optimizer.exp_avg + optimizer.exp_avg_sq, other.exp_avg + other.exp_avg_sq, strict=True):
         new.copy_(old)
     other.updates.fill_(optimizer.updates.item())
@@ -217,7 +217,7 @@ def test_nothing_waits_for_the_device():
     lr, scale, skip = number(0.1, "cuda"), number(1.0, "cuda"), number(False, "cuda")
 
     def work() -> None:
-        gradients = [torch.randn_like(slot.narrow) for slot in slots]  # at new addresses
+        gradients = [torch.randn_like(slot.low_precision) for slot in slots]  # at new addresses
         accumulator.store(gradients)
         accumulator.add(gradients)
         squared_norm(accumulator.totals)

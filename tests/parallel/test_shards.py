@@ -62,9 +62,9 @@ def test_shards_are_the_weights_of_one_process(name, world, config):
     counts = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
     for pieces, _, _ in answers:
         for piece in pieces:
-            # (a) every shard is its part of the one model, and the keepers cover it once
-            assert torch.equal(piece.local, weights[piece.name][slices(piece.part)]), piece.name
-            counts[piece.name][slices(piece.part)] += piece.keeper
+            # (a) every shard is its part of the one model, and the owners cover it once
+            assert torch.equal(piece.local, weights[piece.name][slices(piece.region)]), piece.name
+            counts[piece.name][slices(piece.region)] += piece.is_owner
     assert all((count == 1).all() for count in counts.values())
 
     # (b) gathered, the model is the one model, on rank 0 alone
@@ -81,8 +81,8 @@ def test_copies_are_counted_as_they_are(name, world, config):
     shares = {name: torch.zeros(weight.shape) for name, weight in whole_weights(config).items()}
     for pieces, _, _ in answers:
         for piece in pieces:
-            if not piece.second:
-                shares[piece.name][slices(piece.part)] += 1 / piece.copies
+            if not piece.is_tied_copy:
+                shares[piece.name][slices(piece.region)] += 1 / piece.replicas
     for share in shares.values():
         torch.testing.assert_close(share, torch.ones_like(share))
 
@@ -124,9 +124,9 @@ def test_a_rank_holds_its_share_and_no_more():
 def test_both_ends_of_a_pipeline_hold_the_table_and_one_keeps_it():
     first, last = pieces_of("pp2", 2)
     tables = [[p for p in pieces if p.name == TABLE] for pieces in (first, last)]
-    assert [(p.second, p.keeper) for (p,) in tables] == [(False, True), (True, False)]
+    assert [(p.is_tied_copy, p.is_owner) for (p,) in tables] == [(False, True), (True, False)]
     both, none = pieces_of("pp2_zbv", 2)  # down and up again: the first rank holds both ends
-    assert [(p.second, p.keeper) for p in both if p.name == TABLE] == [(False, True), (True, False)]
+    assert [(p.is_tied_copy, p.is_owner) for p in both if p.name == TABLE] == [(False, True), (True, False)]
     assert not any(p.name == TABLE for p in none)
 
 
@@ -150,11 +150,11 @@ def test_the_watch_sees_whole_parameters_where_they_are():
 
 def test_one_process_needs_no_group():
     stages, shards, mesh = build(CONFIG, plan_of("single", 1))
-    assert isinstance(mesh, Mesh) and mesh.devices is None and len(stages) == 1
+    assert isinstance(mesh, Mesh) and mesh.world == 1 and len(stages) == 1
     for shard in shards:
-        assert shard.local.data_ptr() == shard.parameter.data_ptr() and shard.narrow is None
+        assert shard.local.data_ptr() == shard.parameter.data_ptr() and shard.low_precision is None
         assert shard.local.shape == shard.parameter.shape and not shard.local.requires_grad
-        assert shard.keeper and shard.copies == 1 and not shard.partial
+        assert shard.is_owner and shard.replicas == 1 and not shard.partial
         shard.parameter.grad = whole_gradient(shard.name, tuple(shard.parameter.shape))
     shards.take_gradients()
     assert all(shards.gradient(shard) is shard.parameter.grad for shard in shards)

@@ -27,6 +27,11 @@ CPU = torch.device("cpu")
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+def report_of(recipe, world, gpu):
+    settings = recipe.planned(world)
+    return describe_plan(settings, recipe.name, recipe.notes(settings.plan.dp, settings.device.type), gpu)
+
+
 def planned(recipe, plan: str):
     return replace(recipe, plan=plan, global_batch_size=8, micro_batch_size=2)
 
@@ -119,7 +124,7 @@ finally:
 
 
 def test_a_model_that_is_too_large_does_not_fit(recipe):
-    report = describe_plan(planned(recipe, "single"), None, "0.0001")
+    report = report_of(planned(recipe, "single"), None, "0.0001")
     assert "DOES NOT FIT" in report
 
 
@@ -136,7 +141,7 @@ def test_a_model_that_is_too_large_does_not_fit(recipe):
 )
 def test_an_unknown_gpu_is_refused(recipe, gpu, words):
     with pytest.raises(UserError) as error:
-        describe_plan(planned(recipe, "single"), None, gpu)
+        report_of(planned(recipe, "single"), None, gpu)
     assert words in str(error.value) and str(error.value).startswith("--gpu ") and len(str(error.value)) < 300
 
 
@@ -153,7 +158,7 @@ def test_an_unknown_gpu_is_refused(recipe, gpu, words):
     ],
 )
 def test_a_gpu_is_a_name_or_a_size(recipe, gpu, words):
-    assert describe_plan(planned(recipe, "single"), None, gpu).endswith(words)
+    assert report_of(planned(recipe, "single"), None, gpu).endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_a_gpu_is_a_name_or_a_size(recipe, gpu, words):
 )
 def test_a_plan_for_another_world_speaks_of_the_option(recipe, plan, world, words):
     with pytest.raises(UserError) as error:
-        describe_plan(replace(recipe, plan=plan), world, None)
+        report_of(replace(recipe, plan=plan), world, None)
     assert all(word in str(error.value) for word in words), error.value
     assert "started" not in str(error.value) and "torchrun" not in str(error.value)
 
@@ -175,10 +180,10 @@ def test_a_plan_for_another_world_speaks_of_the_option(recipe, plan, world, word
 def test_the_report_fits_80_columns(monkeypatch, plan, world):
     monkeypatch.setenv("COLUMNS", "80")
     recipe = replace(load_recipe(RECIPES / "gpt3_175b.py", []), plan=plan, rampup_batch_size=None)
-    lines = describe_plan(recipe, world, "H200").splitlines()
+    lines = report_of(recipe, world, "H200").splitlines()
     assert max(map(len, lines)) <= 80 and any(line.startswith("ranks ") for line in lines)
 
 
 def test_small_models_are_counted_exactly(recipe):
-    report = describe_plan(planned(recipe, "single"), None, "H200")
+    report = report_of(planned(recipe, "single"), None, "H200")
     assert f" {recipe.model.num_parameters:,} " in report and " 0.0 M" not in report

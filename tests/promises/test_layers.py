@@ -55,3 +55,18 @@ def test_no_file_outside_models_and_interop_names_a_module_of_an_architecture():
                 words = node.value.replace(".", " ").replace("'", " ").replace("`", " ").split()
                 found += [f"{file.relative_to(ROOT)}:{node.lineno} {word}" for word in words if word in names]
     assert not found, "\n".join(found)
+
+
+def test_few_functions_take_a_whole_recipe():
+    """Others take the sections, values or settings that they read. What makes a recipe of a recipe is not counted."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        if file == ROOT / "config" / "recipe.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                types = [ast.unparse(a.annotation).strip("'") for a in node.args.args if a.annotation]
+                made = ast.unparse(node.returns).strip("'") if node.returns else ""
+                if "Recipe" in types and made != "Recipe":
+                    found.append(f"{file.relative_to(ROOT)}: {node.name}")
+    assert len(found) < 12, "\n".join(found)

@@ -14,9 +14,10 @@ from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.run.sinks import read_records
 from dtgpt.train import compare
-from dtgpt.train.compare import Record, difference, record
+from dtgpt.train.compare import Record, difference
 from dtgpt.train.loop import train
 from tests.support.ranks import pool
+from tests.support.runs import record
 
 # fp32 sums in another order differ in the last of 24 bits, and five steps of AdamW carry that on: 1e-6 is what is seen.
 TOLERANCE = 1e-5

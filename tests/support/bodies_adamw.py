@@ -51,8 +51,8 @@ class Truth:
             close(slot.master, weight, tolerance)
             close(optimizer.exp_avg[i], state["exp_avg"], tolerance)
             close(optimizer.exp_avg_sq[i], state["exp_avg_sq"], tolerance)
-            if slot.narrow is not None:
-                assert torch.equal(slot.narrow, rounded(slot.master, slot.narrow.dtype))
+            if slot.low_precision is not None:
+                assert torch.equal(slot.low_precision, rounded(slot.master, slot.low_precision.dtype))
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +66,7 @@ def close(found: Tensor, truth: Tensor, tolerance: float) -> None:
 
 
 def everything(optimizer: AdamW, slots: list[Slot]) -> list[Tensor]:
-    narrow = [slot.narrow for slot in slots if slot.narrow is not None]
+    narrow = [slot.low_precision for slot in slots if slot.low_precision is not None]
     return [*(s.master for s in slots), *narrow, *optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.updates]
 
 

@@ -91,15 +91,17 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
             for shard in run.shards:
                 for _, value in tensors_of(run):
                     value(shard).fill_(torch.nan)
-                if shard.narrow is not None:
-                    shard.narrow.fill_(torch.nan)
+                if shard.low_precision is not None:
+                    shard.low_precision.fill_(torch.nan)
             step = max((folder / "checkpoints").glob("step_*"))
             load_training(find_checkpoint(run.mesh, folder, step), run.shards, run.optimizer.adamw)
             for shard in run.shards:
                 for suffix, value in tensors_of(run):
-                    if not torch.equal(value(shard), truth[shard.name + suffix][slices(shard.part)]):
-                        wrong[f"{folder.name}: {shard.name}{suffix}"] = f"{shard.part}"
-                if shard.narrow is not None and not torch.equal(shard.narrow, shard.local.to(shard.narrow.dtype)):
+                    if not torch.equal(value(shard), truth[shard.name + suffix][slices(shard.region)]):
+                        wrong[f"{folder.name}: {shard.name}{suffix}"] = f"{shard.region}"
+                if shard.low_precision is not None and not torch.equal(
+                    shard.low_precision, shard.local.to(shard.low_precision.dtype)
+                ):
                     wrong[f"{folder.name}: {shard.name}"] = "narrow"
             whole = gather(run)
             if run.mesh.rank == 0 and whole.keys() != truth.keys():
@@ -217,7 +219,7 @@ def memory_of_loading(recipe: Recipe, folder: Path, greedy: bool) -> tuple[int, 
     reader = reading_whole_pieces if greedy else load.copy_overlap
     with open_trainer(recipe) as run, mock.patch.object(load, "copy_overlap", reader):
         owned = [value(shard) for shard in run.shards for _, value in tensors_of(run)]
-        owned += [shard.narrow for shard in run.shards if shard.narrow is not None]
+        owned += [shard.low_precision for shard in run.shards if shard.low_precision is not None]
         for tensor in owned:
             tensor.fill_(torch.nan)
         dist.barrier()

@@ -38,7 +38,7 @@ def held(path, plan, precision, tokens: Tensor) -> tuple[Tensor, set[torch.dtype
     model = load(path, plan, precision=precision)
     shards = list(model._engine.shards)
     dtypes = {dtype for s in shards for dtype in (s.parameter.dtype, s.local.dtype)}
-    return model(tokens), dtypes, any(s.narrow is not None for s in shards), sum(s.local.numel() for s in shards)
+    return model(tokens), dtypes, any(s.low_precision is not None for s in shards), sum(s.local.numel() for s in shards)
 
 
 def refusal(path, plan) -> str:

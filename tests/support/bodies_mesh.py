@@ -21,7 +21,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.run.folder import values_of
-from dtgpt.train.startup import read_on_every_node
+from dtgpt.train.startup import read_dataset, read_on_every_node
 from dtgpt.util.errors import UserError
 from tests.support.bodies_shards import settings_of
 
@@ -123,7 +123,7 @@ def read_texts(recipe: Recipe, paths: list[Path]) -> tuple[str | None, list[str]
     mesh = Mesh(ResolvedPlan(dp=len(paths)), CPU)
     mine = replace(recipe, data=replace(recipe.data, path=str(paths[mesh.rank])))
     process = Process(rank=mesh.rank, world=mesh.world, local_rank=mesh.rank, local_world=mesh.world)
-    return refusal(lambda: read_on_every_node(mine, mesh, process))
+    return refusal(lambda: read_on_every_node(lambda: read_dataset(mine), mesh, process))
 
 
 def timeouts(plan: ResolvedPlan, seconds: float) -> list[float]:

@@ -33,10 +33,10 @@ class Piece:
     """A shard as the parent gets it."""
 
     name: str
-    part: Part
-    copies: int
-    second: bool
-    keeper: bool
+    region: Part
+    replicas: int
+    is_tied_copy: bool
+    is_owner: bool
     local: Tensor
 
 
@@ -56,7 +56,7 @@ def shards_of(
 ) -> tuple[list[Piece], list[LocalParameter], dict[str, Tensor | None]]:
     """(what this rank holds, what `parameters_of` says that it does, the whole initial weights on rank 0)."""
     _, shards, mesh = build(config, plan)
-    pieces = [Piece(s.name, s.part, s.copies, s.second, s.keeper, s.local.detach().clone()) for s in shards]
+    pieces = [Piece(s.name, s.region, s.replicas, s.is_tied_copy, s.is_owner, s.local.detach().clone()) for s in shards]
     return pieces, parameters_of(config, plan, mesh.rank), dict(shards.gather(lambda shard: shard.local))
 
 
@@ -65,7 +65,7 @@ def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
     the model where two stages hold the table, and addends of several sizes by the tp ranks where they hold such."""
     _, shards, _ = build(config, plan)
     for shard in shards:
-        part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.part)].contiguous()
+        part = whole_gradient(shard.name, tuple(shard.parameter.shape))[slices(shard.region)].contiguous()
         if shard.name == TABLE and plan.num_stages > 1:
             part = part / 2
         if shard.partial:

@@ -16,7 +16,7 @@ def write_lines(path, documents) -> str:
 def run(tmp_path, documents, **options):
     """(summary, dataset) of some documents in bytes, in this process."""
     path = write_lines(tmp_path / "in.jsonl", documents)
-    settings = {"workers": 1, "output_prefix": str(tmp_path / "out"), "overwrite": "on"} | options
+    settings = {"workers": 1, "output_prefix": str(tmp_path / "out"), "overwrite": True} | options
     if "vocab_file" not in settings:
         settings.setdefault("tokenizer", "bytes")
     summary = prepare(PrepareConfig(input=(path,), **settings))

@@ -8,7 +8,8 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
-from dtgpt.train.startup import read_dataset
+from dtgpt.train import compare
+from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 
 
@@ -47,3 +48,9 @@ def change(recipe, **groups):
 def rate_of(step: int, recipe) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0."""
     return recipe.schedule.rates(step + 1, recipe.batch_sizes())[step]
+
+
+def record(recipe, steps: int):
+    """Return what `dtgpt compare` records of a plan, on rank 0."""
+    with open_trainer(recipe) as trainer:
+        return compare.record(trainer, steps)

@@ -118,7 +118,7 @@ def test_a_tokenizer_without_end_of_text_is_refused_for_training(recipe, tmp_pat
 
 def test_two_tokenizers_for_the_same_data_are_refused(recipe):
     data = {"path": "x.bin", "tokenizer_file": "a.model"}
-    with pytest.raises(UserError, match=r"data.tokenizer=gpt2 and .*a\.model both name a tokenizer"):
+    with pytest.raises(UserError, match=r"a\.model and data\.tokenizer=gpt2 both name a tokenizer"):
         train(change(recipe, data={**data, "tokenizer": "gpt2"}))
     files = {**data, "tokenizer": "auto", "vocab_file": "v", "merge_file": "m"}
     with pytest.raises(UserError, match=r"a\.model and data\.vocab_file=v both name a tokenizer"):

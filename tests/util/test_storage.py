@@ -211,10 +211,11 @@ def test_metrics_and_plot_of_a_planted_link_leave_its_target_alone(tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "x.png").is_symlink()
 
 
-def test_a_dataset_is_not_written_through_a_link(tmp_path):
+def test_a_dataset_is_not_written_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0123abcd")
     (tmp_path / "precious").write_text("mine")
     for suffix in ("bin", "idx"):
-        (tmp_path / f".out.{suffix}.{os.getpid()}.new").symlink_to(tmp_path / "precious")
+        (tmp_path / f".out.{suffix}.0123abcd.new").symlink_to(tmp_path / "precious")
         (tmp_path / f"out.{suffix}").symlink_to(tmp_path / "precious")
     with IndexedWriter(tmp_path / "out", "uint16") as writer:
         writer.append([1, 2, 3])

@@ -6,6 +6,7 @@ blended_megatron_dataset_builder.py, state of August 2026).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.array_cache import cached_index, check_memory
 from dtgpt.data.file_array import Array
-from dtgpt.data.index_cache import cached, check_memory
-from dtgpt.data.megatron.samples import Samples, check_samples, load_samples, part_name
+from dtgpt.data.megatron.samples import SampleRequest, Samples, check_samples, load_samples
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, shown
 
@@ -111,101 +112,85 @@ class Blend:
         """Return the tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU. Raises IndexError."""
         samples = check_samples(samples, len(self))
         chosen, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
-        windows = None
+        windows = torch.empty(len(samples), self.datasets[0].index.seq_length + 1, dtype=torch.int64)
         for i in np.unique(chosen):
-            mine = torch.from_numpy(np.flatnonzero(chosen == i))
-            part = self.datasets[i].windows(numbers[mine.numpy()])
-            windows = part.new_empty(len(samples), part.shape[1]) if windows is None else windows
-            windows[mine] = part
-        return self.datasets[0].windows([]) if windows is None else windows
+            mine = np.flatnonzero(chosen == i)
+            windows[torch.from_numpy(mine)] = self.datasets[i].windows(numbers[mine])
+        return windows
 
 
 def load_blend(
-    sequences: Sequence[TokenSequences],
-    weights: Sequence[float] | None,
-    split: str | None,
-    which: str,
-    seq_length: int,
-    num_samples: int | None,
-    seed: int,
-    cache: Path | None,
+    sequences: Sequence[TokenSequences], weights: Sequence[float] | None, request: SampleRequest
 ) -> Samples | Blend:
-    """Return the samples of `which` (train, valid or test) of one or several datasets.
+    """Return the samples that are asked of one or several datasets.
 
-    With weights, `num_samples` is needed, and the blend is at most a sample a dataset longer. Without, each dataset has
-    one epoch, in proportion to its samples: all of them, or the first `num_samples`. `split` None: the datasets are
-    there for `which` only. One process of a machine calls this first, then all others. Raises UserError.
+    With weights, the request needs a number of samples, and the blend is at most a sample per dataset longer. Without,
+    each dataset has one epoch, in proportion to its samples: all of them, or the first `num_samples`. One process of a
+    machine calls this first, then all others. Raises UserError.
     """
+    count = request.num_samples
     if weights is not None and len(weights) != len(sequences):
         raise UserError(f"{len(weights)} weights are given for {len(sequences)} datasets; give one each, or none")
-    if len(sequences) == 1 and (weights is None or split is None):
-        return load_samples(sequences[0], split, which, seq_length, num_samples, seed, cache)
-    if weights is not None and num_samples is None:
-        raise UserError("a blend with weights has no end of its own; give num_samples, or no weights")
-
-    def load(counts: Sequence[int | None]) -> list[Samples]:
-        asked = zip(sequences, counts, strict=True)
-        return [load_samples(s, split, which, seq_length, count, seed, cache) for s, count in asked]
-
-    if weights is not None and num_samples is not None:
+    if len(sequences) == 1 and (weights is None or request.split is None):
+        return load_samples(sequences[0], request)
+    if weights is not None:
+        if count is None:
+            raise UserError("a blend with weights has no end of its own; give num_samples, or no weights")
         weights = normalised(weights)
-        taken, counts = blend_sizes(weights, num_samples)
-        return Blend(load(counts), *_load_order(weights, sum(taken), cache))
-    datasets = load([None] * len(sequences))
+        taken, counts = blend_sizes(weights, count)
+        asked = (replace(request, num_samples=number) for number in counts)
+        datasets = [load_samples(*pair) for pair in zip(sequences, asked, strict=True)]
+        return Blend(datasets, *_load_order(weights, sum(taken), request.cache))
+    datasets = [load_samples(s, replace(request, num_samples=None)) for s in sequences]
     sizes = [len(dataset) for dataset in datasets]
     if 0 in sizes:
         raise UserError(
-            f"{part_name(sequences[sizes.index(0)], split, which)} is shorter than one sample of {seq_length + 1} "
+            f"{request.name(sequences[sizes.index(0)])} is shorter than one sample of {request.seq_length + 1} "
             "tokens; leave the dataset out of the blend, give weights, or use shorter samples"
         )
-    return Blend(datasets, *_load_order(sizes, None if num_samples is None else min(num_samples, sum(sizes)), cache))
+    return Blend(datasets, *_load_order(sizes, None if count is None else min(count, sum(sizes)), request.cache))
 
 
 def load_each_once(
-    sequences: Sequence[TokenSequences],
-    weights: Sequence[float] | None,
-    split: str | None,
-    which: str,
-    seq_length: int,
-    most: int,
-    seed: int,
-    cache: Path | None,
+    sequences: Sequence[TokenSequences], weights: Sequence[float] | None, request: SampleRequest
 ) -> Samples | Blend:
-    """Return the samples of `which` to evaluate on: the first `most` of `load_blend`, but no window twice. Where a
-    dataset has no more, the others of the blend go on in their proportions. Raises UserError."""
+    """Return the samples to evaluate on: the first `num_samples` of `load_blend`, but no window twice. When a dataset
+    has no more, the others of the blend go on in their proportions. Raises UserError."""
     if weights is None and len(sequences) > 1:
-        return load_blend(sequences, None, split, which, seq_length, most, seed, cache)
-    datasets = [_one_epoch(s, split, which, seq_length, seed, cache) for s in sequences]
-    if weights is None or (split is None and len(datasets) == 1):
+        return load_blend(sequences, None, request)
+    datasets = [_one_epoch(s, request) for s in sequences]
+    if weights is None or (request.split is None and len(datasets) == 1):
         return datasets[0]
     sizes = [len(dataset) for dataset in datasets]
-    return Blend(datasets, *_load_order(normalised(weights), min(most, sum(sizes)), cache, sizes))
+    size = sum(sizes) if request.num_samples is None else min(request.num_samples, sum(sizes))
+    return Blend(datasets, *_load_order(normalised(weights), size, request.cache, sizes))
 
 
-def _one_epoch(
-    sequences: TokenSequences, split: str | None, which: str, seq_length: int, seed: int, cache: Path | None
-) -> Samples:
-    """Return one epoch; where the part is shorter than a sample, one sample of its documents repeated."""
-    samples = load_samples(sequences, split, which, seq_length, None, seed, cache)
-    return samples if len(samples) else load_samples(sequences, split, which, seq_length, 1, seed, cache)
+def _one_epoch(sequences: TokenSequences, request: SampleRequest) -> Samples:
+    """Return one epoch; if the part is shorter than a sample, one sample of its documents repeated."""
+    samples = load_samples(sequences, replace(request, num_samples=None))
+    return samples if len(samples) else load_samples(sequences, replace(request, num_samples=1))
 
 
 def _load_order(
     weights: Sequence[float], size: int | None, cache: Path | None, limits: Sequence[int] | None = None
 ) -> tuple[Array, Array]:
-    """Return the arrays of a `Blend`, from the cache or built. `size` None: `weights` are numbers of samples, and all
-    of them are taken. `limits`: the most samples that each dataset gives."""
+    """Return the arrays of a `Blend`. size None: `weights` are numbers of samples, and all of them are taken. limits:
+    the most samples that each dataset gives."""
     shares = normalised(weights)  # again, where they were: Megatron-LM does, which may change their last bit
-    sizes = [int(weight) for weight in weights] if size is None else []
-    count = sum(sizes) if size is None else size
-    check_memory(count * (2 + 8), f"a blend of {count:,} samples")
+    if size is None:
+        limits = [int(weight) for weight in weights]
+        size = sum(limits)
+    check_memory(size * (2 + 8), f"a blend of {size:,} samples")
 
     def build() -> dict[str, np.ndarray]:
-        order = blend_order(shares, count, limits or sizes or None)
-        return dict(zip(("dataset", "dataset_sample"), order, strict=True))
+        return dict(zip(("dataset", "dataset_sample"), blend_order(shares, size, limits), strict=True))
 
-    settings: dict[str, object] = {"kind": "blend", "weights": [w.hex() for w in shares], "size": sizes or size}
-    if limits:
-        settings["limits"] = list(limits)
-    arrays = build() if cache is None else cached(cache, settings, build)
+    settings: dict[str, object] = {
+        "kind": "blend",
+        "weights": [share.hex() for share in shares],
+        "size": size,
+        "limits": limits,
+    }
+    arrays = cached_index(cache, settings, build)
     return arrays["dataset"], arrays["dataset_sample"]

@@ -7,11 +7,11 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; the bytes are th
 """
 
 import hashlib
-import os
+import secrets
 import struct
 from array import array
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -22,18 +22,18 @@ from numpy.typing import ArrayLike
 from dtgpt.data.file_array import FileArray, open_file
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, remedy
-from dtgpt.util.storage import create_file, sync_path
+from dtgpt.util.storage import create_file, sync_path, temporary_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code, S, D
 VERSION = 1
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are float64 and float32: no tokens
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are float64 and float32
 SMALL_VOCABULARY = 65500  # below it token ids are stored in 16 bits
 BLOCK = 1 << 20  # entries of an index looked at together
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type in which Megatron-LM stores the ids of a vocabulary (its true size, unpadded)."""
+    """Return the type in which Megatron-LM stores the ids of a vocabulary (its true size, unpadded)."""
     return np.dtype("<u2" if vocab_size < SMALL_VOCABULARY else "<i4")
 
 
@@ -46,17 +46,18 @@ def idx_path(prefix: Path | str) -> Path:
 
 
 def tokenizer_path(prefix: Path | str) -> Path:
-    """What the tokens are of, as `Tokenizer.save` writes it. Megatron-LM has no such file, and does not look for it."""
+    """Return the path of the tokenizer, a file that Megatron-LM does not have."""
     return Path(f"{prefix}.tokenizer.json")
 
 
 class IndexedDataset(TokenSequences):
-    """A .bin and its .idx: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents`
-    int64 [D]. Raises UserError, with the byte that disagrees, where the two files are not whole and of one piece."""
+    """A .bin and its .idx: `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes, `documents` int64 [D]. Raises
+    UserError, with the byte that disagrees, if the two files are not whole and of one piece."""
 
-    def __init__(self, prefix: Path | str):
+    def __init__(self, prefix: Path | str, files: tuple[Path, Path] | None = None):
+        """files: the .bin and the .idx, if they do not have their names yet."""
         self.prefix, self.name = Path(prefix), str(prefix)
-        self._path = idx_path(prefix)
+        path, self._path = files or (bin_path(prefix), idx_path(prefix))
         self._index = open_file(self._path)
         self.dtype, sequences, documents = self._header()
         self.lengths = FileArray(self._index, "<i4", HEADER.size, sequences)
@@ -64,7 +65,6 @@ class IndexedDataset(TokenSequences):
         self.documents = FileArray(self._index, "<i8", HEADER.size + 12 * sequences, documents)
         num_bytes = self._check_offsets()
         self._check_documents()
-        path = bin_path(prefix)
         file = open_file(path)
         if file.size != num_bytes:
             raise UserError(
@@ -80,15 +80,11 @@ class IndexedDataset(TokenSequences):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the .idx."""
+        """Return the SHA-256 of the .idx."""
         digest = hashlib.sha256()
         for chunk in self._index.chunks():
             digest.update(chunk)
         return digest.hexdigest()
-
-    def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
-        begin, count = self._bounds(i, begin, count)
-        return self._tokens.slice(int(self.offsets[i]) // self.dtype.itemsize + begin, count)
 
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return self._tokens.gather(self.offsets[sequences] // self.dtype.itemsize + begins, counts)
@@ -103,7 +99,7 @@ class IndexedDataset(TokenSequences):
         if version != VERSION:
             raise self._damaged(9, f"its version is {version}, not {VERSION}")
         if code not in CODES:
-            raise self._damaged(17, f"the code {code} of its token type is none of {', '.join(map(str, CODES))}")
+            raise self._damaged(17, f"the code {code} of its token type is not one of {', '.join(map(str, CODES))}")
         expected = HEADER.size + 12 * sequences + 8 * documents
         if size != expected:
             where, verb = min(size, expected), "ends" if size < expected else "goes on"
@@ -112,7 +108,7 @@ class IndexedDataset(TokenSequences):
         return np.dtype(CODES[code]), sequences, documents
 
     def _check_offsets(self) -> int:
-        """Sequences follow each other without a gap; returns where the last one ends, in bytes."""
+        """Check that sequences follow each other without a gap, and return the byte at which the last one ends."""
         end = 0
         for first in range(0, len(self.lengths), BLOCK):
             lengths = self.lengths[first : first + BLOCK].astype(np.int64)
@@ -125,8 +121,10 @@ class IndexedDataset(TokenSequences):
             if wrong.any():
                 i = first + int(np.argmax(wrong))
                 where = HEADER.size + 4 * len(self.lengths) + 8 * i
-                told = f"sequence {i} would begin at byte {self.offsets[i]} of the .bin, the one before it ends at"
-                raise self._damaged(where, f"{told} {begins[i - first]}")
+                expected = f"the one before it ends at {begins[i - first]}"
+                raise self._damaged(
+                    where, f"sequence {i} would begin at byte {self.offsets[i]} of the .bin, {expected}"
+                )
             end = int(ends[-1])
         return end
 
@@ -144,34 +142,33 @@ class IndexedDataset(TokenSequences):
             raise self._damaged(last, f"its last document ends at {bounds[-1]} of {len(self.lengths)} sequences")
 
     def _damaged(self, byte: int, reason: str) -> UserError:
-        return UserError(f"{self._path} is no whole index (byte {byte}: {reason}); copy or build the dataset again")
+        return UserError(f"{self._path} is not a whole index (byte {byte}: {reason}); copy or build the dataset again")
 
 
 class IndexedWriter:
-    """Writes a dataset sequence by sequence, as a context: under other names until all is on the disk, so that
-    `<prefix>.idx` is only ever beside its whole .bin. Leaving the context with an error leaves nothing behind. `seal`
-    all writers of datasets that belong together first: then none is in place where the disk is too full for another.
+    """Write a dataset sequence by sequence, as a context: under temporary names until all is on the disk, so that
+    `<prefix>.idx` is only ever beside its whole .bin. An error in the context leaves nothing behind. `seal` all writers
+    of datasets that belong together first: then none is in place if the disk is too full for another.
 
-    Raises UserError where a token does not fit `dtype` and where the files cannot be written.
+    Raises UserError if a token does not fit `dtype` or the files cannot be written.
     """
 
     def __init__(self, prefix: Path | str, dtype: np.dtype | type, tokenizer: str | None = None):
-        """`tokenizer`: as `Tokenizer.dumps` tells it, where it is known."""
+        """tokenizer: what `Tokenizer.dumps` returns, if the tokenizer is known."""
         self._tokenizer = tokenizer
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = next((c for c, name in CODES.items() if np.dtype(name) == self.dtype), None)
         if self._code is None:
             raise UserError(f"tokens cannot be stored as {np.dtype(dtype)}; use one of {', '.join(CODES.values())}")
         self._lengths, self._documents = array("i"), array("q", [0])  # of 4 and 8 bytes
-        paths = bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)
-        self._partial = [p.with_name(f".{p.name}.{os.getpid()}.new") for p in paths]
+        mark = secrets.token_hex(4)
+        paths = bin_path(prefix), tokenizer_path(prefix), idx_path(prefix)
+        self._partial = {path: temporary_path(path, mark) for path in paths}
 
     def __enter__(self) -> Self:
-        try:
+        with self._user_errors():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._file = create_file(self._partial[0], 1 << 20)
-        except OSError as error:
-            raise self._failed(error) from None
+            self._file = create_file(self._partial[bin_path(self.prefix)], 1 << 20)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -179,57 +176,53 @@ class IndexedWriter:
             if kind is None:
                 self.seal()
                 self._put_in_place()
-        except OSError as error:
-            raise self._failed(error) from None
         finally:
-            with suppress(OSError):  # of the flush, where the disk is full
+            with suppress(OSError):  # of the flush, if the disk is full
                 self._file.close()
-            for path in self._partial:
+            for path in self._partial.values():
                 path.unlink(missing_ok=True)
 
     def seal(self) -> None:
         """Bring all to the disk, so that leaving the context only renames; nothing can be added any more. Raises
-        UserError where the files cannot be written."""
+        UserError if the files cannot be written."""
         if self._file.closed:
             return
         if self._documents[-1] != len(self._lengths):
             self.end_document()
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            if self._tokenizer is not None:
-                with create_file(self._partial[2]) as file:
-                    file.write(self._tokenizer.encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-            with create_file(self._partial[1]) as file:
-                self._write_index(file.write)
-                file.flush()
-                os.fsync(file.fileno())
+        data, tokenizer, index = self._partial.values()
+        with self._user_errors():
             self._file.close()
-        except OSError as error:
-            raise self._failed(error) from None
+            sync_path(data)
+            if self._tokenizer is not None:
+                tokenizer.write_text(self._tokenizer)
+                sync_path(tokenizer)
+            with create_file(index) as file:
+                self._write_index(file.write)
+            sync_path(index)
 
     def append(self, tokens: ArrayLike) -> None:
-        """One sequence of the current document."""
+        """Add one sequence to the current document."""
         tokens = np.asarray(tokens)
         self.extend(tokens, [tokens.size])
 
-    def extend(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Several sequences, whose tokens lie one after another."""
+    def extend(self, tokens: ArrayLike, lengths: ArrayLike, counts: np.ndarray | None = None) -> None:
+        """Add several sequences, whose tokens lie one after another. counts: of the sequences in each document; None:
+        they belong to the current document."""
         lengths = np.asarray(lengths)
         stored = self._stored(np.asarray(tokens))
         if (lengths.size and (lengths.min() < 0 or lengths.max() >= 2**31)) or lengths.sum() != stored.size:
-            raise ValueError(f"{stored.size} tokens are no sequences of {lengths} tokens")
+            raise ValueError(f"{stored.size} tokens are not sequences of {lengths} tokens")
         self._write(stored)
+        if counts is not None:
+            self._documents.frombytes((len(self._lengths) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
     def end_document(self) -> None:
-        """The sequences since the last call are one document; there may be none. What is left at the end is one."""
+        """Make the sequences since the last call, perhaps none, a document. Those left at the end are one, too."""
         self._documents.append(len(self._lengths))
 
     def extend_from(self, dataset: IndexedDataset) -> None:
-        """All sequences and documents of a dataset. Raises UserError where its token type is another."""
+        """Add all sequences and documents of a dataset. Raises UserError if its token type is another."""
         if dataset.dtype != self.dtype:
             raise UserError(
                 f"{dataset.prefix} holds tokens of type {dataset.dtype}, the datasets before it {self.dtype}; merge "
@@ -242,10 +235,8 @@ class IndexedWriter:
         self._documents.frombytes((dataset.documents[1:] + first).tobytes())
 
     def _write(self, tokens: np.ndarray) -> None:
-        try:
+        with self._user_errors():
             self._file.write(tokens.tobytes())
-        except OSError as error:
-            raise self._failed(error) from None
 
     def _stored(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.dtype == self.dtype or tokens.size == 0:
@@ -259,34 +250,34 @@ class IndexedWriter:
         return tokens.astype(self.dtype)
 
     def _put_in_place(self) -> None:
-        tokenizer_path(self.prefix).unlink(missing_ok=True)  # before the index: it never tells of another dataset
-        idx_path(self.prefix).unlink(missing_ok=True)  # a former one would not fit the new .bin
-        self._partial[0].rename(bin_path(self.prefix))
-        if self._tokenizer is not None:
-            self._partial[2].rename(tokenizer_path(self.prefix))
-        self._partial[1].rename(idx_path(self.prefix))
-        sync_path(self.prefix.parent)
+        with self._user_errors():
+            for former in (tokenizer_path(self.prefix), idx_path(self.prefix)):  # which do not fit the new .bin
+                former.unlink(missing_ok=True)
+            for path, partial in self._partial.items():  # the index last
+                if path != tokenizer_path(self.prefix) or self._tokenizer is not None:
+                    partial.rename(path)
+            sync_path(self.prefix.parent)
 
     def _write_index(self, write: Callable) -> None:
         lengths, documents = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
         write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         write(lengths.astype("<i4", copy=False).data)
-        end = 0
-        for first in range(0, len(lengths), BLOCK):
-            block = lengths[first : first + BLOCK].astype(np.int64) * self.dtype.itemsize
-            ends = end + np.cumsum(block)
-            write((ends - block).astype("<i8").data)
-            end = int(ends[-1])
+        sizes = lengths.astype("<i8") * self.dtype.itemsize
+        write((np.cumsum(sizes) - sizes).data)
         write(documents.astype("<i8", copy=False).data)
 
-    def _failed(self, error: OSError) -> UserError:
-        path = bin_path(self.prefix)
-        return UserError(f"{path} cannot be written ({error.strerror}); {remedy(error, 'choose another folder')}")
+    @contextmanager
+    def _user_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            path, advice = bin_path(self.prefix), remedy(error, "choose another folder")
+            raise UserError(f"{path} cannot be written ({error.strerror}); {advice}") from None
 
 
 def merge(prefixes: Iterable[Path | str], target: Path | str, tokenizer: str | None = None) -> None:
-    """Write the datasets `prefixes` one after another as `target`; `tokenizer` as of `IndexedWriter`. Raises UserError
-    where their token types differ."""
+    """Write the datasets `prefixes` one after another as `target`, with the tokenizer as `IndexedWriter` takes it.
+    Raises UserError if their token types differ."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError(f"no datasets are given of which {target} would consist; give the prefix of at least one")

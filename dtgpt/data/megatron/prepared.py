@@ -21,12 +21,12 @@ from torch import Tensor
 from dtgpt.data.dataset import Dataset, Part, check_vocabulary, warn_of_unused_rows
 from dtgpt.data.megatron.blend import Blend, load_blend, load_each_once, parse_data_path
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.megatron.samples import SPLITS, Samples, split_fractions, split_range
+from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_tokens, split_fractions
 from dtgpt.data.megatron.token_shards import TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_of
 from dtgpt.data.text import SUFFIXES
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.util.console import say
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ PROBED = 256  # samples of each part that are looked at before a run begins
 
 
 class PreparedDataset(Dataset):
-    """Samples of a part for training, and of parts for validation and test, each None where there is none."""
+    """Samples for training, validation and test; the last two may be None."""
 
     def __init__(
         self, tokenizer: Tokenizer, train: Samples | Blend, valid: Samples | Blend | None,
@@ -54,7 +54,7 @@ class PreparedDataset(Dataset):
         return _num_tokens(self.valid) if self.valid else 0
 
     def windows(self, sample_ids: Tensor, seq_length: int, key: Tensor) -> Tensor:
-        """A run that takes more samples than its order was built for begins the order again."""
+        """Return training samples; those after the last of the shuffle index begin it again."""
         return self._known(self.train, sample_ids.numpy() % len(self.train))
 
     def held_out(self, part: Part, seq_length: int, batch_size: int, max_samples: int) -> Iterator[Tensor]:
@@ -79,21 +79,26 @@ class PreparedDataset(Dataset):
                 self._known(samples, np.arange(min(PROBED, len(samples))))
 
     def _known(self, samples: Samples | Blend, ids: np.ndarray) -> Tensor:
-        """Windows of the samples `ids`. Raises UserError where the tokenizer does not know a token of them."""
+        """Return the windows of the samples `ids`. Raises UserError if a token of them is unknown."""
         windows = samples.windows(ids)
-        wrong = windows[(windows < 0) | (windows >= self.tokenizer.vocab_size)]
-        if len(wrong):
-            names = " or ".join(dict.fromkeys(part.sequences.name for part in samples.datasets))
-            known, size = self.tokenizer, self.tokenizer.vocab_size
-            owner, remedy = "tokenizer", "give the tokenizer that the data were prepared with"
-            if not known.spells:
-                owner, remedy = "model", f"give a larger --model.vocab_size: token {int(wrong.max())} is among them"
-            raise UserError(f"{names} holds token {int(wrong[0])}, but the {owner} has {size} tokens; {remedy}")
+        check_ids(
+            windows.numpy(), self.tokenizer, " or ".join(dict.fromkeys(p.sequences.name for p in samples.datasets))
+        )
         return windows
 
 
+def check_ids(tokens: np.ndarray, tokenizer: Tokenizer, name: str) -> None:
+    """Raise UserError if `tokens`, of any shape, are not all known to the tokenizer. name: of what holds them."""
+    wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]
+    if wrong.size:
+        owner, remedy = f"tokenizer {tokenizer.name}", "give the tokenizer that the data were prepared with"
+        if not tokenizer.spells:
+            owner, remedy = "model", f"give a larger --model.vocab_size: token {wrong.max()} is among them"
+        raise UserError(f"{name} holds token {wrong[0]}, but the {owner} has {tokenizer.vocab_size} tokens; {remedy}")
+
+
 def is_prepared(path: str | None) -> bool:
-    """Whether a recipe's `data.path` names token files and not a text."""
+    """Return whether a recipe's `data.path` names token files and not a text."""
     if path is None:
         return False
     several = len(path.split()) > 1 and not os.path.exists(path)
@@ -101,7 +106,7 @@ def is_prepared(path: str | None) -> bool:
 
 
 def prefix_of(path: str) -> str:
-    """The prefix, where `path` names its .bin or .idx; anything else as it is."""
+    """Return the prefix if `path` names its .bin or .idx, else `path`."""
     stem = path[:-4] if path.endswith((".bin", ".idx")) else path
     return path if _has_index(path) or not _has_index(stem) else stem
 
@@ -111,12 +116,12 @@ def _has_index(prefix: str) -> bool:
 
 
 def prefixes_near(path: str) -> list[str]:
-    """Datasets that `dtgpt prepare --output-prefix path` made."""
+    """Return the prefixes of the datasets that `dtgpt prepare --output-prefix path` made."""
     return [name.removesuffix(".idx") for name in sorted(glob(f"{escape(path)}_*_document.idx"))]
 
 
 def no_dataset(path: str) -> UserError:
-    """There is nothing at `path`; here is what lies near it."""
+    """Return the error for a `path` with no dataset, which names what is near it."""
     near = prefixes_near(path)
     if path.endswith(SUFFIXES) and os.path.isfile(path):
         return UserError(
@@ -137,9 +142,10 @@ def load_prepared(
     data: "DataConfig", seq_length: int, train_samples: int, held_out_samples: int, seed: int, cache: Path,
     vocab_size: int = 0,
 ) -> PreparedDataset:  # fmt: skip
-    """`train_samples`: of how many the order is built, as Megatron-LM's --train-samples; `held_out_samples`: at most so
-    many for validation, and for test; `vocab_size` of the model. Raises UserError where a file is missing or damaged,
-    or the training or the validation part of the split has no data; a test part without is left out."""
+    """Open prepared data. train_samples: number of samples to build the shuffle index for, as Megatron-LM's
+    --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. Raises UserError
+    if a file is missing or damaged, or if the training or validation part has no data; an empty test part is left out.
+    """
     paths = {name: getattr(data, name) for name in ("path", "valid_path", "test_path")}
     parsed = {path: parse_data_path(_words(name, path)) for name, path in paths.items() if path is not None}
     prefixes = [prefix_of(prefix) for found, _ in parsed.values() for prefix in found]
@@ -160,9 +166,9 @@ def load_prepared(
         if split is not None and not _is_wanted(sequences, split, which, 2 if alone else seq_length + 1):
             return None
         if split is not None and which == "valid":
-            _point_to_validation_data(prefixes, sequences, split)
+            _check_validation(sequences, split)
         load = load_blend if which == "train" else load_each_once
-        return load(sequences, weights, split, which, seq_length, count, seed, cache)
+        return load(sequences, weights, SampleRequest(split, which, seq_length, count, seed, cache))
 
     own = data.valid_path is not None or data.test_path is not None  # each path is there for one part alone
     split = None if own else data.split
@@ -175,7 +181,7 @@ def load_prepared(
 
 
 def _words(name: str, path: str) -> list[str]:
-    """The prefixes, and weights, in the value of the option data.`name`."""
+    """Return the prefixes, and weights, in the value of the option data.`name`."""
     if _has_index(prefix_of(path)) or os.path.exists(path) or len(path.split()) == 1:
         return [path]
     try:
@@ -187,39 +193,25 @@ def _words(name: str, path: str) -> list[str]:
         ) from None
 
 
-def _point_to_validation_data(prefixes: Sequence[str], sequences: Sequence[TokenSequences], split: str) -> None:
-    """Shards of nanoGPT come with validation data of their own: say where they may be. Raises UserError where the
-    split leaves none of the documents for validation."""
-    shards = [Path(prefix) for prefix, s in zip(prefixes, sequences, strict=True) if isinstance(s, TokenShards)]
-    if not shards:
-        return
-    beside = next((path for path in (shard.with_name("val.bin") for shard in shards) if os.path.isfile(path)), None)
-    if beside in shards:
-        return
-    parts = [(s, split_range(split, "valid", len(s))) for s in sequences]
-    if not any(s.lengths[part.start : part.stop].sum(dtype=np.int64) for s, part in parts):
-        count = sum(map(len, sequences))
+def _check_validation(sequences: Sequence[TokenSequences], split: str) -> None:
+    """Raise UserError if the split leaves no token of shards for validation, which often have a file of its own."""
+    shards = next((s for s in sequences if isinstance(s, TokenShards)), None)
+    if shards is not None and not any(count_tokens(s, split, "valid") for s in sequences):
         raise UserError(
-            f"{shards[0]} is cut into {count} document{'s' * (count != 1)}, of which data.split={split} leaves none "
-            f"for validation; give others as --data.valid_path {beside or 'val.bin'}, or --data.split 1 for none"
+            f"{shards.name} is cut into {counted(sum(map(len, sequences)), 'document')}, of which data.split={split} "
+            "leaves none for validation; give others as --data.valid_path, such as val.bin, or --data.split 1 for none"
         )
-    if beside:
-        say(f"validation takes a part of {shards[0]}; {beside} beside it is taken with --data.valid_path {beside}")
 
 
 def _is_wanted(sequences: Sequence[TokenSequences], split: str, which: str, least: int) -> bool:
-    """Whether a part has a weight in the split; that for test, which not everybody cares for, needs `least` tokens of
-    each dataset too."""
+    """Return whether a part has a weight in the split; the part for test also needs `least` tokens of each dataset."""
     if split_fractions(split)[SPLITS.index(which)] is None:
         return which == "train"  # without which nothing goes on: an error later
-    if which != "test":
-        return True
-    parts = [s.lengths[r.start : r.stop] for s in sequences for r in [split_range(split, which, len(s))]]
-    return all(part.sum(dtype=np.int64) >= least for part in parts)
+    return which != "test" or all(count_tokens(s, split, which) >= least for s in sequences)
 
 
 def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
-    """A prefix of `.bin` and `.idx`, or one of these, or shards `.bin` (a glob: several). Raises UserError."""
+    """Open a prefix of `.bin` and `.idx`, one of these, or shards `.bin` (a glob: several). Raises UserError."""
     prefix = prefix_of(path)
     if _has_index(prefix):
         return IndexedDataset(prefix)
@@ -231,7 +223,7 @@ def open_sequences(path: str, end_of_text: int | None) -> TokenSequences:
 
 
 def _num_tokens(samples: Samples | Blend) -> int:
-    """Of one epoch of all datasets."""
+    """Return the number of tokens in one epoch of all datasets."""
     total = 0
     for part in samples.datasets:
         documents = np.asarray(part.index.document_index)  # all of a range, in each epoch
@@ -240,7 +232,7 @@ def _num_tokens(samples: Samples | Blend) -> int:
 
 
 def _digest(tokenizer: Tokenizer, *parts: Samples | Blend | None) -> str:
-    """Of all that decides which tokens a sample has: lengths, contents as far as they are looked at, and the order."""
+    """Return a digest of what decides the tokens of samples: lengths, contents (in part) and order."""
     settings: list[object] = [hashlib.sha256(b"".join(tokenizer.ranks)).hexdigest()]
     for samples in parts:
         if not samples:

@@ -8,7 +8,6 @@ state of August 2026); the sample index is computed here from cumulated lengths,
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,17 +17,35 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dtgpt.data.array_cache import cached_index, check_memory
 from dtgpt.data.file_array import Array
-from dtgpt.data.index_cache import cached, check_memory
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
 JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
-PADDING = -1  # fills the last window of `drop_last=False`
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
 INT32_MAX = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Which samples to load. split: relative sizes of the parts; None: the data are for `which` (train, valid or test)
+    alone. seq_length: tokens of a sample, without its last target. num_samples: None for one epoch. cache: folder that
+    keeps indices; None: nothing is kept."""
+
+    split: str | None
+    which: str
+    seq_length: int
+    num_samples: int | None
+    seed: int
+    cache: Path | None = None
+
+    def name(self, sequences: TokenSequences) -> str:
+        """Return what messages call the part of these sequences."""
+        under = "" if self.split is None else f" under the split {self.split}"
+        return f"the {self.which} part of {sequences.name}{under}"
 
 
 @dataclass(frozen=True)
@@ -47,16 +64,15 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the documents are repeated; `samples_apart`: the windows before the last epoch, where that is shuffled
-    apart, else None."""
+    """How often the documents are repeated; `samples_apart`: the windows before a last epoch that is shuffled apart."""
 
     count: int
     samples_apart: int | None
 
 
 def split_fractions(split: str) -> list[tuple[float, float] | None]:
-    """Where training, validation and test begin and end, as fractions of the documents; None: nowhere. `split` is up to
-    three weights, as "949,50,1". Raises UserError."""
+    """Return where training, validation and test begin and end, as fractions of the documents; None for an empty part.
+    `split` is up to three weights, such as "949,50,1". Raises UserError."""
     wrong = f"the split {shown(split)} is not one to three weights, such as 949,50,1"
     try:
         weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
@@ -65,14 +81,12 @@ def split_fractions(split: str) -> list[tuple[float, float] | None]:
     if not 1 <= len(weights) <= len(SPLITS) or re.search(r"[^\s.0-9,/;:]", split) or not 0 < sum(weights) < np.inf:
         raise UserError(wrong)
     weights += [0.0] * (len(SPLITS) - len(weights))
-    bounds = [0.0]
-    for weight in (np.array(weights) / np.sum(weights)).tolist():
-        bounds.append(bounds[-1] + weight)
+    bounds = np.cumsum([0.0, *np.array(weights) / np.sum(weights)]).tolist()
     return [(a, b) if a < b else None for a, b in pairwise(bounds)]
 
 
 def split_range(split: str | None, which: str, num_sequences: int) -> range:
-    """The sequences of `which` (train, valid or test); `split` None: all of them. Empty where it has no weight. Raises
+    """Return the sequences of `which` (train, valid or test), none if it has no weight; all if `split` is None. Raises
     UserError."""
     if which not in SPLITS:
         raise UserError(f"there is no part {shown(which)} of a dataset; use one of {', '.join(SPLITS)}")
@@ -80,8 +94,14 @@ def split_range(split: str | None, which: str, num_sequences: int) -> range:
     return range(*(round(f * float(num_sequences)) for f in fractions)) if fractions else range(0)
 
 
+def count_tokens(sequences: TokenSequences, split: str | None, which: str) -> int:
+    """Return the number of tokens in a part. Raises UserError as `split_range` does."""
+    part = split_range(split, which, len(sequences))
+    return int(sequences.lengths[part.start : part.stop].sum(dtype=np.int64))
+
+
 def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> Epochs:
-    """The fewest epochs with `num_samples` windows (None: one epoch)."""
+    """Return the fewest epochs with `num_samples` windows (None: one epoch)."""
     if num_samples is None:
         return Epochs(1, None)
     count = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -99,12 +119,10 @@ def build_sample_index(
     seq_length: int,
     num_samples: int | None,
     seed: int,
-    drop_last: bool = True,
     part: str = "this part of the dataset",
 ) -> SampleIndex:
-    """At least `num_samples` windows (None: one epoch of them) of T + 1 tokens, T = `seq_length`. `lengths [S]`: tokens
-    of every sequence; `documents`: those to draw from. `drop_last=False` keeps the tokens that fill no window, as
-    Megatron-LM can for validation. `part`: what an error calls these documents. Raises UserError."""
+    """Return at least `num_samples` windows (None: one epoch) of `seq_length` + 1 tokens. lengths `[S]`: tokens of
+    every sequence. documents: those to draw from. part: what an error calls these documents. Raises UserError."""
     _check(lengths, documents, seq_length, num_samples, seed)
     local = lengths[documents.start : documents.stop]
     tokens = int(local.sum(dtype=np.int64))
@@ -114,8 +132,7 @@ def build_sample_index(
             "samples from; add documents, or give the part more weight in the split, or none if it is not for training"
         )
     epochs = count_epochs(tokens, seq_length, num_samples)
-    total = epochs.count * tokens - 1  # that have a token before them
-    count = total // seq_length if drop_last else int(np.ceil(np.float32(total) / np.float32(seq_length)))
+    count = (epochs.count * tokens - 1) // seq_length
     check_memory(epochs.count * len(documents) * (4 + 8) + count * (8 + 4 + 8), f"{part} with {count:,} samples")
     rng = np.random.RandomState(seed)
     last = 0 if epochs.samples_apart is None else 1
@@ -132,7 +149,7 @@ def _check(lengths: Array, documents: range, seq_length: int, num_samples: int |
     if seq_length < 2:
         raise UserError(f"seq_length={seq_length} is too short for samples; use 2 or more")
     if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} is no seed of NumPy's RandomState; use one from 0 to {2**32 - 1}")
+        raise UserError(f"seed={seed} is not a seed of NumPy's RandomState; use one from 0 to {2**32 - 1}")
     if num_samples is not None and num_samples < 0:
         raise UserError(f"num_samples={num_samples} is negative; use 0 or more, or none for one epoch")
     if len(lengths) > INT32_MAX:
@@ -140,7 +157,7 @@ def _check(lengths: Array, documents: range, seq_length: int, num_samples: int |
 
 
 def _shuffled(values: range, repeats: int, dtype: type, rng: np.random.RandomState) -> np.ndarray:
-    """Shuffled as 64 bits, for which NumPy has a faster loop; the permutation does not depend on the type."""
+    """Shuffle as 64 bits, for which NumPy has a faster loop; the permutation does not depend on the type."""
     wide = np.tile(np.arange(values.start, values.stop), repeats)
     rng.shuffle(wide)
     return wide.astype(dtype)
@@ -157,8 +174,8 @@ def _shuffle_index(count: int, apart: int | None, rng: np.random.RandomState) ->
 
 
 def _fill_rows(rows: np.ndarray, lengths: np.ndarray, document_index: np.ndarray, first: int, seq_length: int) -> None:
-    """Row k > 0 is where token k T of the stream lies: the last token of window k - 1 and the first of window k. Row 0
-    is (0, 0), even where document 0 is empty. `lengths` are those of the documents from `first` on."""
+    """Fill row k > 0 with the place of token k T of the stream: the last token of window k - 1, the first of window k.
+    Row 0 is (0, 0), even if document 0 is empty. `lengths` are those of the documents from `first` on."""
     count, row, end = len(rows), 1, 0
     for begin in range(0, len(document_index), BLOCK):
         documents = document_index[begin : begin + BLOCK]
@@ -177,12 +194,6 @@ def _fill_rows(rows: np.ndarray, lengths: np.ndarray, document_index: np.ndarray
         rows[row:stop, 0] = places + begin
         rows[row:stop, 1] = np.arange(row, stop) * seq_length - (ends - sizes)[places]
         row, end = stop, int(ends[-1])
-    if row < count:  # the tokens run out in the last window
-        if row + 1 < count:
-            raise UserError(
-                f"{end} tokens are too many for drop_last=False, whose count Megatron rounds; drop the last"
-            )
-        rows[row] = len(document_index) - 1, lengths[document_index[-1] - first] - 1
 
 
 class Samples:
@@ -196,10 +207,9 @@ class Samples:
         return len(self.index)
 
     def windows(self, samples: ArrayLike) -> Tensor:
-        """Tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU; a short last window is filled with PADDING.
-        Raises IndexError."""
+        """Return the tokens int64 [B, T + 1] of the samples `samples [B]`, on the CPU. Raises IndexError."""
         samples = check_samples(samples, len(self))
-        index, width = self.index, self.index.seq_length + 1
+        index = self.index
         windows = index.shuffle_index[samples].astype(np.int64)
         begin, end = (index.sample_index[rows].astype(np.int64) for rows in (windows, windows + 1))
         spans = end[:, 0] - begin[:, 0] + 1  # documents that each window touches
@@ -210,57 +220,31 @@ class Samples:
         begins[stop - spans] = begin[:, 1]
         ends[stop - 1] = end[:, 1] + 1
         tokens = self.sequences.read(sequences, begins, ends - begins).astype(np.int64)
-        if len(tokens) < len(samples) * width:
-            tokens = _padded(tokens, np.add.reduceat(ends - begins, stop - spans), width)
-        return torch.from_numpy(tokens.reshape(len(samples), width))
+        return torch.from_numpy(tokens.reshape(len(samples), index.seq_length + 1))
 
 
 def check_samples(samples: ArrayLike, count: int) -> np.ndarray:
-    """The numbers as int64 [B]. Raises IndexError where there is no such sample."""
+    """Return the numbers as int64 [B]. Raises IndexError if there is no such sample."""
     samples = np.asarray(samples, dtype=np.int64).reshape(-1)
     if samples.size and (samples.min() < 0 or samples.max() >= count):
         raise IndexError(f"samples {samples.min()} to {samples.max()} of {count}")
     return samples
 
 
-def _padded(tokens: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    filled = np.full((len(counts), width), PADDING, np.int64)
-    filled[np.arange(width) < counts[:, None]] = tokens
-    return filled
-
-
-def part_name(sequences: TokenSequences, split: str | None, which: str) -> str:
-    """What messages call it."""
-    under = "" if split is None else f" under the split {split}"
-    return f"the {which} part of {sequences.name}{under}"
-
-
-def load_samples(
-    sequences: TokenSequences,
-    split: str | None,
-    which: str,
-    seq_length: int,
-    num_samples: int | None,
-    seed: int,
-    cache: Path | None,
-    drop_last: bool = True,
-) -> Samples:
-    """The samples of `which` (train, valid or test) under `split` (None: of everything), their index from `cache` or
-    built and put there. One process of a machine calls this first, then all others. Raises UserError."""
-    documents = split_range(split, which, len(sequences))
+def load_samples(sequences: TokenSequences, request: SampleRequest) -> Samples:
+    """Return the samples that are asked for, with their index from the cache. One process of a machine calls this
+    first, then all others. Raises UserError."""
+    documents = split_range(request.split, request.which, len(sequences))
+    asked = request.seq_length, request.num_samples, request.seed
 
     def build() -> dict[str, np.ndarray]:
-        part = part_name(sequences, split, which)
-        index = build_sample_index(sequences.lengths, documents, seq_length, num_samples, seed, drop_last, part)
-        return {name: getattr(index, f"{name}_index") for name in ("document", "sample", "shuffle")}
+        index = build_sample_index(sequences.lengths, documents, *asked, request.name(sequences))
+        return {name: np.asarray(getattr(index, f"{name}_index")) for name in ("document", "sample", "shuffle")}
 
-    arrays: Mapping[str, Array]
-    if cache is None:
-        arrays = build()
-    else:
-        settings = {
-            "kind": "samples", "sequences": sequences.digest, "documents": [documents.start, documents.stop],
-            "seq_length": seq_length, "num_samples": num_samples, "seed": seed, "drop_last": drop_last,
-        }  # fmt: skip
-        arrays = cached(cache, settings, build)
-    return Samples(sequences, SampleIndex(seq_length, arrays["document"], arrays["sample"], arrays["shuffle"]))
+    settings = {
+        "kind": "samples", "sequences": sequences.digest, "documents": [documents.start, documents.stop],
+        "seq_length": request.seq_length, "num_samples": request.num_samples, "seed": request.seed,
+    }  # fmt: skip
+    arrays = cached_index(request.cache, settings, build)
+    index = SampleIndex(request.seq_length, arrays["document"], arrays["sample"], arrays["shuffle"])
+    return Samples(sequences, index)

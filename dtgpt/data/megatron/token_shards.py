@@ -25,7 +25,7 @@ PIECES, PIECE = 256, 1 << 13  # of a dataset's tokens that its content digest re
 
 
 def pieces(tokens: FileArray, most: int) -> Iterator[np.ndarray]:
-    """`most` pieces in equal distances, the first and the last among them; or all tokens, where they are fewer."""
+    """Yield `most` pieces in equal distances, including the first and the last, or all tokens if they are fewer."""
     count = len(tokens)
     if count <= most * PIECE:
         begins = list(range(0, count, PIECE))
@@ -50,17 +50,17 @@ class TokenSequences(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Of whatever decides the order of samples."""
+        """Return the digest of what decides the order of samples."""
 
     @property
     def most_pieces(self) -> int:
-        """Of each file, in the content digest."""
+        """Return the number of pieces of each file that the content digest reads."""
         return max(2, PIECES // len(self.stored))
 
     @cached_property
     def content_digest(self) -> str:
-        """SHA-256 of the tokens, or, where they are many, of PIECES pieces of them: quick, however large the files are.
-        It tells other data of the same lengths, but not one changed token between two pieces."""
+        """Return the SHA-256 of the tokens, or of PIECES pieces of many tokens, which is quick for any size. It differs
+        for other data of the same lengths, but not for one changed token between two pieces."""
         digest = hashlib.sha256(self.dtype.str.encode())
         for tokens in self.stored:
             digest.update(f" {len(tokens)} ".encode())
@@ -69,25 +69,18 @@ class TokenSequences(ABC):
         return digest.hexdigest()
 
     @abstractmethod
-    def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
-        """`count` tokens (None: all that follow) of sequence `i` from token `begin`. Raises IndexError."""
-
-    @abstractmethod
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The tokens of P pieces one after another: `counts` tokens of `sequences` from token `begins`, int64 [P]."""
+        """Read P pieces one after another: `counts` tokens of `sequences` from token `begins`, all int64 [P]."""
 
-    def tokens(self, i: int) -> np.ndarray:
-        """Sequence `i`. Raises IndexError."""
-        return self.window(i)
-
-    def _bounds(self, i: int, begin: int, count: int | None) -> tuple[int, int]:
+    def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
+        """Return `count` tokens (None: all that follow) of sequence `i` from token `begin`. Raises IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)}")
         length = int(self.lengths[i])
         count = length - begin if count is None else int(count)
         if begin < 0 or count < 0 or begin + count > length:
             raise IndexError(f"tokens {begin} to {begin + count} of a sequence of {length}")
-        return int(begin), count
+        return self.read(*(np.array([number], np.int64) for number in (i, begin, count)))
 
 
 class TokenShards(TokenSequences):
@@ -116,13 +109,8 @@ class TokenShards(TokenSequences):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the lengths of the sequences."""
-        return hashlib.sha256(b"shards" + self.lengths.astype("<i8").tobytes()).hexdigest()
-
-    def window(self, i: int, begin: int = 0, count: int | None = None) -> np.ndarray:
-        begin, count = self._bounds(i, begin, count)
-        shard = int(np.searchsorted(self._first, i, side="right")) - 1
-        return self.stored[shard].slice(int(self._begins[i] - self._bases[shard]) + begin, count)
+        """Return the SHA-256 of the lengths of the sequences."""
+        return hashlib.sha256(b"shards" + np.asarray(self.lengths, "<i8").tobytes()).hexdigest()
 
     def read(self, sequences: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
         shard_of = np.searchsorted(self._first, sequences, side="right") - 1
@@ -138,17 +126,17 @@ class TokenShards(TokenSequences):
 
 
 def _open_shard(path: Path) -> tuple[FileArray, bool]:
-    """The tokens of a file, and whether its documents begin (not end) with the end-of-text token."""
+    """Return the tokens of a file, and whether its documents begin (not end) with the end-of-text token."""
     file = open_file(path)
     size = file.size
     magic, version, count = np.frombuffer(file.read(0, min(size, 12)).ljust(12, b"\0"), "<i4").tolist()
     if magic == LLMC_LLAMA_MAGIC:
-        raise UserError(f"{path} holds tokens of llm.c's Llama format, which GPT-2 has not; tokenize for gpt-2")
+        raise UserError(f"{path} holds tokens of llm.c's Llama format, not GPT-2; tokenize for gpt-2")
     if magic != LLMC_MAGIC:  # ids of GPT-2 cannot spell it: its upper half would be token 55432
         if size == 0 or size % 2:
             raise UserError(
-                f"{path} has {size} bytes, which are no uint16 tokens (byte {size - size % 2} has no second half); "
-                "it is truncated or no shard of nanoGPT or llm.c: copy or build it again"
+                f"{path} has {size} bytes, which are not uint16 tokens (byte {size - size % 2} has no second half); "
+                "it is truncated or not a shard of nanoGPT or llm.c: copy or build it again"
             )
         return FileArray(file, "<u2", 0, size // 2), False
     if size < LLMC_HEADER:
@@ -166,7 +154,7 @@ def _open_shard(path: Path) -> tuple[FileArray, bool]:
 
 
 def _sequence_lengths(shard: FileArray, eot: int | None, eot_first: bool) -> np.ndarray:
-    """int64; the sequences cover the shard."""
+    """Return the lengths int64 of the sequences, which cover the shard."""
     count, cuts = len(shard), []
     for begin in range(0, count if eot is not None else 0, SCAN):
         found = np.flatnonzero(shard[begin : begin + SCAN] == eot)

@@ -1,4 +1,4 @@
-"""Which tokenizer token files are of: as the recipe names it, or as a file beside them tells.
+"""The tokenizer of token files: the one that the recipe names, or the one saved beside them.
 
 `dtgpt prepare` writes `PREFIX.tokenizer.json` beside `PREFIX.bin` and `.idx`, and nanoGPT `meta.pkl` beside the
 `train.bin` of character data. Where neither is there, the recipe has to name the tokenizer.
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtgpt.data.megatron.indexed import idx_path, tokenizer_path
-from dtgpt.data.tokenizers.char import Char, Ids
-from dtgpt.data.tokenizers.nanogpt_meta import read_meta
-from dtgpt.data.tokenizers.open import OF_TRAINING, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.char import Char, Ids, read_meta
+from dtgpt.data.tokenizers.open import open_tokenizer, read_saved
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError
 
@@ -24,22 +23,22 @@ GPT2_TOKENS = 50257
 
 
 def tokenizer_of(data: "DataConfig", prefixes: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer of the datasets `prefixes` (shards by the names of their files), for a model of `vocab_size`
-    tokens. Raises UserError where nothing tells, or the recipe names another one than the files."""
+    """Return the tokenizer of the datasets `prefixes` (shards by their files), for a model of `vocab_size` tokens.
+    Raises UserError if it is unknown, or if the recipe names another one than the files."""
     if data.tokenizer == "ids":
         return Ids(vocab_size)
-    named, told = _named(data), tokenizer_beside(prefixes)
-    if data.tokenizer == "char" and (told is None or not isinstance(told[1], Char)):
+    named, saved = _named(data), tokenizer_beside(prefixes)
+    if data.tokenizer == "char" and (saved is None or not isinstance(saved[1], Char)):
         raise UserError(
             f"data.tokenizer=char, but nothing beside {data.path} says which character each token is; copy nanoGPT's "
             "meta.pkl there, or use --data.tokenizer ids, which needs none"
         )
-    if named and told and not named[1].is_same(told[1]):
+    if named and saved and not named[1].is_same(saved[1]):
         raise UserError(
-            f"{named[0]} is not the tokenizer that {told[0]} says {data.path} is of ({told[1].name}, "
-            f"{told[1].vocab_size} tokens); leave it out to take that one, or use --data.tokenizer ids for none"
+            f"{named[0]} is not the tokenizer that {saved[0]} says {data.path} is of ({saved[1].name}, "
+            f"{saved[1].vocab_size} tokens); leave it out to take that one, or use --data.tokenizer ids for none"
         )
-    tokenizer = named[1] if named else told[1] if told else _guessed(data, vocab_size)
+    tokenizer = named[1] if named else saved[1] if saved else _guessed(data, vocab_size)
     if tokenizer.spells and tokenizer.opening is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
@@ -49,8 +48,8 @@ def tokenizer_of(data: "DataConfig", prefixes: Iterable[str], vocab_size: int) -
 
 
 def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
-    """The file beside the datasets that tells their tokenizer, and that. Raises UserError where one is damaged or two
-    of them tell different ones."""
+    """Return the file beside the datasets that holds their tokenizer, and the tokenizer. Raises UserError if one is
+    damaged or two of them differ."""
     found: list[tuple[Path, Tokenizer]] = []
     tokenizer: Tokenizer | None
     for path in dict.fromkeys(path for prefix in prefixes for path in _files_beside(prefix)):
@@ -62,7 +61,7 @@ def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:
             continue
         if found and not tokenizer.is_same(found[0][1]):
             raise UserError(
-                f"{found[0][0]} and {path} tell different tokenizers, so one model cannot be trained on both; prepare "
+                f"{found[0][0]} and {path} are different tokenizers, so one model cannot be trained on both; prepare "
                 "both datasets with the same one"
             )
         found.append((path, tokenizer))
@@ -78,19 +77,14 @@ def _files_beside(prefix: str) -> list[Path]:
 
 
 def _named(data: "DataConfig") -> tuple[str, Tokenizer] | None:
-    """The option that names a tokenizer, and that."""
-    if data.tokenizer_file is not None and data.vocab_file is not None:
-        raise UserError(
-            f"data.tokenizer_file={data.tokenizer_file} and data.vocab_file={data.vocab_file} both name a tokenizer; "
-            "leave one out"
-        )
+    """Return the option that names a tokenizer, and the tokenizer."""
     if data.tokenizer_file is not None:
-        return f"data.tokenizer_file={data.tokenizer_file}", open_tokenizer(data.tokenizer_file, options=OF_TRAINING)
+        return f"data.tokenizer_file={data.tokenizer_file}", open_tokenizer(data.tokenizer_file)
     if data.vocab_file is not None:
         files = data.vocab_file, data.merge_file
-        return f"data.vocab_file={data.vocab_file}", open_tokenizer("gpt2", *files, options=OF_TRAINING)
+        return f"data.vocab_file={data.vocab_file}", open_tokenizer("gpt2", *files)
     if data.tokenizer in ("gpt2", "bytes"):
-        return f"data.tokenizer={data.tokenizer}", open_tokenizer(data.tokenizer, options=OF_TRAINING)
+        return f"data.tokenizer={data.tokenizer}", open_tokenizer(data.tokenizer)
     if data.tokenizer == "bpe":
         raise UserError(
             f"data.tokenizer=bpe is trained on plain text, but {data.path} holds tokens; leave it out, or give the "
@@ -100,11 +94,11 @@ def _named(data: "DataConfig") -> tuple[str, Tokenizer] | None:
 
 
 def _guessed(data: "DataConfig", vocab_size: int) -> Tokenizer:
-    """GPT-2's, where the model has room for its tokens."""
+    """Return GPT-2's if the model has as many tokens. Raises UserError."""
     if vocab_size >= GPT2_TOKENS:
-        return open_tokenizer("gpt2", options=OF_TRAINING)
+        return open_tokenizer("gpt2")
     raise UserError(
-        f"{data.path} holds tokens, and nothing tells of which tokenizer; give the file that dtgpt prepare --tokenizer "
+        f"{data.path} holds tokens of an unknown tokenizer; give the file that dtgpt prepare --tokenizer "
         "took as --data.tokenizer_file, or --data.tokenizer gpt2 (or bytes, where each token is a byte of text), or "
         "ids for losses without bits/byte and samples"
     )

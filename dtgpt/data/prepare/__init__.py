@@ -5,12 +5,12 @@
 
 `job.prepare` does it: `config.py` says what can be asked for, `inputs.py` finds and cuts the files, `documents.py`
 reads what stands in them, `encode.py` makes tokens in the processes of `pool.py`, `data/megatron/indexed.py` writes
-them under names that `target.py` claims, and `broken.py` tells of lines that were left out.
+them under names that `target.py` locks, and `progress.py` reports how far it is and which lines are left out.
 """
 
 
 def __getattr__(name: str):
-    """What does the work is imported when it is asked for, so that a command answers at once."""
+    """Import what does the work when it is asked for, so that a command answers at once."""
     if name in ("PrepareConfig", "prepare"):
         from dtgpt.data.prepare import job
 

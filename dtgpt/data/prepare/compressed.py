@@ -1,4 +1,4 @@
-"""Files as streams of bytes, whatever they are compressed with; the first bytes tell, not the name."""
+"""Files as streams of bytes, whatever they are compressed with: the first bytes decide, not the name."""
 
 import bz2
 import gzip
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from io import BufferedReader
 from typing import Any
 
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, optional_package
 
 SUFFIXES = (".gz", ".xz", ".zst", ".bz2")
 PIECE = 1 << 18  # bytes read at once, and bytes of a piece at most
 ZSTD_INPUT = 1 << 11  # bytes of which zstd makes 64 MiB at most
-HEAD = 512  # bytes that tell a format
+HEAD = 512  # bytes by which a format is known
 LARGEST_WINDOW = 1 << 30  # bytes of memory that a file of xz may ask for
 GZIP, XZ = rb"\x1f\x8b", rb"\xfd7zXZ\x00"
 BZIP2 = rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"  # a text may well begin with BZh
@@ -58,7 +58,7 @@ def decompressed(raw: BufferedReader, name: str) -> Iterator[bytes]:
     except MemoryError:
         raise UserError(f"{name} needs more memory than there is; compress it with a smaller window") from None
     except OSError as error:
-        if error.errno is None:  # how bz2 tells of damage
+        if error.errno is None:  # how bz2 reports damage
             raise UserError(f"{name} is damaged ({error}); fetch or compress it again") from None
         raise UserError(f"{name} cannot be read: {error.strerror}") from None
 
@@ -70,7 +70,7 @@ def check_format(head: bytes, name: str) -> None:
         if re.match(magic, head, re.DOTALL):
             raise UserError(f"{name} is {what}, which is not read; {remedy}")
     if re.match(ZSTD, head):
-        zstandard(name)
+        optional_package("zstandard", f"{name}, compressed with zstd,")
 
 
 def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
@@ -84,7 +84,7 @@ def _check_packed_once(head: bytes, content: bytes, name: str) -> None:
 
 def _content(raw: BufferedReader, head: bytes, name: str) -> Iterator[bytes]:
     if re.match(ZSTD, head):
-        package = zstandard(name)
+        package = optional_package("zstandard", f"{name}, compressed with zstd,")
         return _frames(raw, package.ZstdDecompressor().decompressobj, None, package.ZstdError)
     if re.match(XZ, head):
         return _frames(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=LARGEST_WINDOW), PIECE)
@@ -114,14 +114,3 @@ def _frames(
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("the last frame has no end")
-
-
-def zstandard(name: str) -> Any:
-    """Return the package for .zst. Raises UserError where it is not installed."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(
-            f"{name} is compressed with zstd, for which the package zstandard is missing; run pip install 'dtgpt[data]'"
-        ) from None
-    return zstandard

@@ -1,8 +1,8 @@
 """The options of `dtgpt prepare`, for a command line and for Python."""
 
 import os
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from dtgpt.data.tokenizers.open import check_named_once
 from dtgpt.util.errors import UserError
@@ -13,8 +13,7 @@ OF_MERGE = {"merge", "output_prefix", "overwrite"}  # the options for joining da
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """In Python, "on" and "off" may stand for True and False, a list or a single value for a tuple, and any path for a
-    text. `validate` raises UserError for what is wrong without looking at a file."""
+    """In Python, a list or a single value may stand for a tuple, and any path for a text."""
 
     input: Annotated[tuple[str, ...], "inputs, in addition to INPUT"] = ()
     json_keys: Annotated[tuple[str, ...], "JSON keys, or columns of a .csv; each becomes a dataset"] = ("text",)
@@ -47,10 +46,15 @@ class PrepareConfig:
     log_interval: Annotated[int, "number of documents between progress lines; 0: by time", Bounds(0)] = 0
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _as_declared(getattr(self, name), hint))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, tuple) and isinstance(value, str | os.PathLike):
+                value = (value,)
+            texts = tuple(map(_as_text, value)) if isinstance(value, list | tuple) else _as_text(value)
+            object.__setattr__(self, field.name, texts)
 
     def validate(self) -> None:
+        """Raise UserError for what is wrong without a look at files."""
         check_fields(self)
         if not self.output_prefix or self.output_prefix.endswith("/"):
             raise UserError("the dataset needs a name; give --output-prefix, as in --output-prefix data/mine")
@@ -62,15 +66,6 @@ class PrepareConfig:
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys):
             raise UserError(f"--json-keys {' '.join(self.json_keys)}: give each key once, such as --json-keys text")
         check_named_once(self.tokenizer, self.vocab_file, self.merge_file)
-
-
-def _as_declared(value: Any, hint: Any) -> Any:
-    if hint is bool and isinstance(value, str):
-        return {"on": True, "off": False}.get(value, value)
-    if hint == tuple[str, ...]:
-        values = [value] if isinstance(value, str | os.PathLike) else value
-        return tuple(map(_as_text, values)) if isinstance(values, list | tuple) else value
-    return _as_text(value)
 
 
 def _as_text(value: Any) -> Any:

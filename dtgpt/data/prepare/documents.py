@@ -1,4 +1,4 @@
-"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is none."""
+"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is not one."""
 
 import csv
 import io
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from dtgpt.data.text import paired
 from dtgpt.util.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ Document = dict[str, list[str]]
 
 
 class Broken(NamedTuple):
-    """A line that is no document."""
+    """A line that is not a document."""
 
     source: str
     line: int  # from 1
@@ -46,12 +45,12 @@ class Source(NamedTuple):
 
 
 class Unreadable(Exception):
-    """Why a line is no document."""
+    """Why a line is not a document."""
 
 
 def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in the
-    text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
+    """Yield (number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in
+    the text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
     held: list[bytes] = []
     first, size = 1, 0
     for piece in pieces:
@@ -76,7 +75,7 @@ def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, 
 
 
 def count_lines(data: bytes) -> int:
-    """Ends of lines in `data`."""
+    """Return the number of line ends in `data`."""
     return data.count(b"\n") + (data.count(b"\r") - data.count(b"\r\n") if b"\r" in data else 0)
 
 
@@ -93,7 +92,7 @@ def json_document(line: bytes, keys: tuple[str, ...]) -> Document:
     if isinstance(fields, list):
         raise Unreadable(f"a JSON array; {ONE_A_LINE}")
     if not isinstance(fields, dict):
-        raise Unreadable('no JSON object; each line must be one, such as {"text": ...}')
+        raise Unreadable('not a JSON object; each line must be one, such as {"text": ...}')
     document = {key: _texts(fields, key) for key in keys}
     if b"\\u" in line:
         return {key: [paired(text) for text in texts] for key, texts in document.items()}
@@ -109,6 +108,11 @@ def _texts(fields: dict, key: str) -> list[str]:
     return texts
 
 
+def paired(text: str) -> str:
+    """Return the text with U+FFFD for halves of surrogate pairs, which a JSON string may escape."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
     try:
         return {keys[0]: [line.decode()]}
@@ -122,43 +126,40 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
         held += piece
         if len(held) > LONGEST_TEXT:
             raise UserError(
-                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; give --txt line, "
-                "or cut it into several files"
+                f"{source.name} is longer than {LONGEST_TEXT >> 20} MiB, too long for one document; cut it into "
+                "several files, or let dtgpt prepare read it with --txt line"
             )
     data = held.removeprefix(BYTE_ORDER_MARK) if held.startswith(BYTE_ORDER_MARK) else held
     try:
         return {keys[0]: [data.decode()]}
     except UnicodeDecodeError as error:
         line = count_lines(bytes(data[: error.start])) + 1
-        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file), so the file is left out")
+        return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
 
 
 def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
-    """Columns by the names in the first row. A record may go over several lines; its first one is its number."""
-    limit = csv.field_size_limit(LONGEST_FIELD)
+    """Yield columns by the names in the first row. A record may have several lines; its first is its number."""
+    csv.field_size_limit(LONGEST_FIELD)
+    lines = (
+        line
+        for _, data in whole_lines(source, pieces)
+        for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+    )
+    reader = csv.reader(lines, strict=True)
     try:
-        lines = (
-            line
-            for _, data in whole_lines(source, pieces)
-            for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
+        header = next(reader, [])
+    except csv.Error as error:
+        raise UserError(f"{source.name}, line 1: the column names are not CSV ({error}); fix them") from None
+    if not header:
+        raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
+    missing = [key for key in keys if key not in header]
+    if missing:
+        raise UserError(
+            f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
+            "right one with --json-keys"
         )
-        reader = csv.reader(lines, strict=True)
-        try:
-            header = next(reader, [])
-        except csv.Error as error:
-            raise UserError(f"{source.name}, line 1: names of columns are no CSV ({error}); mend them") from None
-        if not header:
-            raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
-        missing = [key for key in keys if key not in header]
-        if missing:
-            raise UserError(
-                f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
-                "right one with --json-keys"
-            )
-        columns = [header.index(key) for key in keys]
-        yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
-    finally:
-        csv.field_size_limit(limit)
+    columns = [header.index(key) for key in keys]
+    yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
 
 
 def _records(source: Source, reader: "_Reader", columns: dict[str, int]) -> Iterator[Document | Broken]:

@@ -20,31 +20,18 @@ class EncodedKey:
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """Over all keys: `documents`, `empty` ones among them (no token under any key), the `longest` in tokens,
-    `text_bytes` of UTF-8 and `text_tokens` (those of text, without ends of documents and the like)."""
-
-    documents: int = 0
-    empty: int = 0
-    longest: int = 0
-    text_bytes: int = 0
-    text_tokens: int = 0
-
-    def count(self, other: "Counts") -> None:
-        self.documents += other.documents
-        self.empty += other.empty
-        self.longest = max(self.longest, other.longest)
-        self.text_bytes += other.text_bytes
-        self.text_tokens += other.text_tokens
-
-
-@dataclass(kw_only=True)
-class Encoded(Counts):
-    """A block: its fields by key. `position` as the block's."""
+class Encoded:
+    """A block: its fields by key, broken lines, and counts over all keys. `position` as the block's; `empty` documents
+    have no token under any key; `longest` in tokens; `text_tokens` without ends of documents and the like."""
 
     position: int
     keys: dict[str, EncodedKey]
     broken: list[Broken]
+    documents: int
+    empty: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+    text_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Encoder:
         return encoded
 
     def _encode(self, encoded: Encoded, documents: list[list[str]], sizes: np.ndarray) -> EncodedKey:
-        """Adds to the counts of `encoded`, and to `sizes [D]` the tokens of each document."""
+        """Add to the counts of `encoded`, and the tokens of each document to `sizes [D]`."""
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         counts: list[int] = []

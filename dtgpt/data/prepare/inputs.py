@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -42,8 +43,8 @@ KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv",
 
 @dataclass
 class Lines:
-    """Whole lines, not looked into; `first` is the number of the first one. `position`: bytes of all inputs, as they
-    lie on disk, up to the end of the block."""
+    """Whole lines, not parsed; `first` is the number of the first one. `position`: bytes of all inputs on disk, up to
+    the end of the block."""
 
     position: int
     source: Source
@@ -51,7 +52,7 @@ class Lines:
     data: bytes
 
     def documents(self, keys: tuple[str, ...]) -> Iterator[Document | Broken]:
-        """Blank lines are no documents."""
+        """Yield a document per line that is not blank."""
         if self.data.isspace():
             return
         read = json_document if self.source.kind == "jsonl" else text_line
@@ -75,10 +76,10 @@ class Parsed:
 
 
 def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> list[Source]:
-    """The inputs that `patterns` (paths, globs and "-" for standard input) name, those of a glob sorted.
+    """Return the inputs that `patterns` (paths, globs and "-" for standard input) name, those of a glob sorted.
 
-    `kind`: "auto" (by suffix) or "jsonl", "csv", "txt"; `txt`: whether a text has a document a "file" or a "line".
-    Raises UserError where one does not exist, cannot be opened or is of no known kind: before hours of work.
+    kind: "auto" (by suffix) or "jsonl", "csv", "txt". txt: whether a text has a document per "file" or "line". Raises
+    UserError, before hours of work, if one does not exist, cannot be opened or is not of a known kind.
     """
     names = [name for pattern in patterns for name in _expand(pattern)]
     if names.count(STDIN) > 1:
@@ -94,7 +95,7 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
 
 
 def check_keys(sources: list[Source], keys: tuple[str, ...]) -> None:
-    """Raises UserError where several keys are asked for of a text, which has none."""
+    """Raise UserError if several keys are asked for and an input is a text, which has none."""
     if len(keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
         raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
 
@@ -107,39 +108,32 @@ def total_bytes(sources: list[Source]) -> int | None:
 
 
 def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
-    """All inputs in order. Raises UserError where one cannot be read to its end."""
-    items, size, position = [], 0, 0
-    for position, found in _read_all(sources, keys):
-        if not isinstance(found, Lines):
-            items.append(found)
-            size += 0 if isinstance(found, Broken) else sum(len(piece) for pieces in found.values() for piece in pieces)
-        if items and (size >= BLOCK or isinstance(found, Lines)):  # small files share a block
-            yield Parsed(position, items)
-            items, size = [], 0
-        if isinstance(found, Lines):
-            yield found
-    if items:
-        yield Parsed(position, items)
-
-
-def _read_all(sources: list[Source], keys: tuple[str, ...]) -> Iterator[tuple[int, Lines | Document | Broken]]:
-    before = 0
+    """Yield all inputs in order. Raises UserError if one cannot be read to its end."""
+    before, size = 0, 0
+    items: list[Document | Broken] = []
     for source in sources:
         with _opened(source) as raw:
-            for found in _read(source, decompressed(raw, source.name), keys):
-                position = before + _position(raw)
-                if isinstance(found, Lines):
-                    found.position = position
-                yield position, found
+            pieces = decompressed(raw, source.name)
+            if source.kind in ("csv", "txt"):
+                for found in _parsed(source, pieces, keys):
+                    items.append(found)
+                    size += sum(map(len, chain(*found.values()))) if isinstance(found, dict) else 0
+                    if size >= BLOCK:  # small files share a block
+                        yield Parsed(before + _position(raw), items)
+                        items, size = [], 0
+            else:
+                if items:
+                    yield Parsed(before, items)
+                    items, size = [], 0
+                for first, data in whole_lines(source, pieces):
+                    yield Lines(before + _position(raw), source, first, data)
             before += _position(raw)
+    if items:
+        yield Parsed(before, items)
 
 
-def _read(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Lines | Document | Broken]:
-    if source.kind == "csv":
-        return csv_documents(source, pieces, keys)
-    if source.kind == "txt":
-        return iter([whole_text(source, pieces, keys)])
-    return (Lines(0, source, first, data) for first, data in whole_lines(source, pieces))
+def _parsed(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
+    return csv_documents(source, pieces, keys) if source.kind == "csv" else iter([whole_text(source, pieces, keys)])
 
 
 def _expand(pattern: str) -> list[str]:
@@ -165,7 +159,7 @@ def _check_readable(name: str) -> None:
 def _kind_of(name: str) -> str:
     path = Path(name)
     path = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
-    if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no name to tell
+    if name == STDIN or (os.path.exists(name) and not os.path.isfile(name)):  # a pipe has no suffix
         return "jsonl"
     if path.suffix.lower() not in KINDS:
         known = ", ".join(KINDS)

@@ -10,13 +10,12 @@ import numpy as np
 from dtgpt.config.sections import DEFAULT_SPLIT
 from dtgpt.data.megatron.blend import Blend, blend_sizes, load_blend, normalised
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path
-from dtgpt.data.megatron.prepared import prefix_of
-from dtgpt.data.megatron.samples import SPLITS, Samples, count_epochs, split_range
+from dtgpt.data.megatron.prepared import check_ids, prefix_of
+from dtgpt.data.megatron.samples import SPLITS, SampleRequest, Samples, count_epochs, count_tokens, split_range
 from dtgpt.data.megatron.token_shards import PIECE, TokenSequences, TokenShards
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
 HASHED = 200  # samples whose tokens go into a digest, at most
@@ -66,18 +65,16 @@ def digests(
 ) -> dict[str, Any]:
     """Return facts about the samples; each hash is the SHA-256 of little-endian int64 values. Raises UserError, also if
     the first tokens are not in the `vocabulary`."""
-    asked = config.num_samples
-    blend = load_blend(
-        sequences, weights, config.split, config.subset, config.seq_length, asked, config.seed, cache=None
-    )
+    request = SampleRequest(config.split, config.subset, config.seq_length, config.num_samples, config.seed)
+    blend = load_blend(sequences, weights, request)
     windows = blend.windows(np.arange(min(len(blend), HASHED))).numpy()
     if vocabulary is not None:
         check_ids(windows, vocabulary, sequences[0].name if len(sequences) == 1 else "the blend")
     if not isinstance(blend, Blend):
-        return _of_one(sequences[0], blend, config) | _of_index(blend) | _first(blend) | _of_windows(windows)
+        return _of_one(sequences[0], blend, config) | _of_index(blend) | _of_windows(windows)
     requested: list[int] | list[None] = [None] * len(sequences)
-    if weights is not None and asked is not None:
-        requested = blend_sizes(normalised(weights), asked)[1]
+    if weights is not None and config.num_samples is not None:
+        requested = blend_sizes(normalised(weights), config.num_samples)[1]
     pairs = np.stack([np.asarray(blend.dataset_index, np.int64), blend.dataset_sample_index], axis=1)
     return {
         "num_samples_built": len(blend),
@@ -93,7 +90,7 @@ def digests(
 
 def _of_one(sequences: TokenSequences, samples: Samples, config: InspectDataConfig) -> dict[str, Any]:
     documents = split_range(config.split, config.subset, len(sequences))
-    tokens = int(sequences.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    tokens = count_tokens(sequences, config.split, config.subset)
     epochs = count_epochs(tokens, config.seq_length, config.num_samples)
     return {
         "document_range": [documents.start, documents.stop],
@@ -103,20 +100,14 @@ def _of_one(sequences: TokenSequences, samples: Samples, config: InspectDataConf
         "separate_last_epoch": epochs.samples_apart is not None,
         "num_samples_before_last_epoch": epochs.samples_apart,
         "num_samples_built": len(samples),
+        "document_index_first_8": samples.index.document_index[:8].tolist(),
+        "sample_index_first_4_rows": samples.index.sample_index[:4].tolist(),
+        "shuffle_index_first_8": samples.index.shuffle_index[:8].tolist(),
     }
 
 
 def _of_index(samples: Samples) -> dict[str, str]:
     return {f"{name}_index_sha256": _sha256(getattr(samples.index, f"{name}_index")) for name in INDICES}
-
-
-def _first(samples: Samples) -> dict[str, Any]:
-    index = samples.index
-    return {
-        "document_index_first_8": index.document_index[:8].tolist(),
-        "sample_index_first_4_rows": index.sample_index[:4].tolist(),
-        "shuffle_index_first_8": index.shuffle_index[:8].tolist(),
-    }
 
 
 def _of_windows(windows: np.ndarray) -> dict[str, Any]:
@@ -143,10 +134,12 @@ def _statistics(sequences: TokenSequences, share: float | None, split: str) -> l
         middle = f"median {int(np.median(lengths)):,}, mean {total / count:,.1f}"
         empty = int((lengths == 0).sum())
         lines.append(f"  tokens of a sequence: {lengths.min():,} to {lengths.max():,}, {middle}; {empty:,} are empty")
-    parts = {which: split_range(split, which, count) for which in SPLITS}
-    sums = {which: int(lengths[r.start : r.stop].sum(dtype=np.int64)) for which, r in parts.items()}
-    sizes = [f"{which} {counted(len(parts[which]), 'sequence')}, {counted(sums[which], 'token')}" for which in SPLITS]
-    lines.append(f"  split {split}: {'; '.join(sizes)}")
+    parts = (
+        f"{which} {counted(len(split_range(split, which, count)), 'sequence')}, "
+        f"{counted(count_tokens(sequences, split, which), 'token')}"
+        for which in SPLITS
+    )
+    lines.append(f"  split {split}: {'; '.join(parts)}")
     whole = all(len(tokens) <= PIECE * sequences.most_pieces for tokens in sequences.stored)
     lines.append(f"  digest of the lengths {sequences.digest}")
     lines.append(f"  digest of the tokens{'' if whole else ', of pieces of them'} {sequences.content_digest}")
@@ -175,13 +168,3 @@ def _beginnings(sequences: TokenSequences, count: int, vocabulary: Tokenizer | N
             shown = repr(vocabulary.decode(tokens)[:SHOWN])
         lines.append(f"  sequence {i}: {shown}")
     return lines
-
-
-def check_ids(tokens: np.ndarray, vocabulary: Tokenizer, name: str) -> None:
-    """Raise UserError if `tokens`, of any shape, are not all in the vocabulary. name: of what holds them."""
-    wrong = tokens[(tokens < 0) | (tokens >= vocabulary.vocab_size)]
-    if wrong.size:
-        raise UserError(
-            f"{name} holds token {wrong[0]}, but the tokenizer {vocabulary.name} has {vocabulary.vocab_size} tokens; "
-            "give the tokenizer that the data were prepared with"
-        )

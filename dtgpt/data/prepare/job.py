@@ -9,21 +9,19 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
-from dtgpt.data.prepare.broken import BrokenLines
 from dtgpt.data.prepare.config import PrepareConfig
 from dtgpt.data.prepare.documents import Broken
-from dtgpt.data.prepare.encode import Counts, Encoded, EncodedKey, Encoder
+from dtgpt.data.prepare.encode import Encoded, Encoder
 from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
-from dtgpt.data.prepare.progress import Progress
-from dtgpt.data.prepare.target import check_target, lock_list, lock_prefix
+from dtgpt.data.prepare.progress import BrokenLines, Progress
+from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
@@ -39,21 +37,27 @@ SUFFIXES = {
 
 
 @dataclass(kw_only=True)
-class Summary(Counts):
-    """What was prepared. `broken` lines were left out. `files` by their prefixes."""
+class Summary:
+    """What was prepared: prefixes of the files, and counts as in `Encoded`. `broken` lines were left out."""
 
     files: list[Path]
+    documents: int = 0
+    empty: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+    text_tokens: int = 0
     sequences: int = 0
     tokens: int = 0
     broken: int = 0
     seconds: float = 0.0
 
     def add(self, block: Encoded) -> None:
-        self.count(block)
+        for name in ("documents", "empty", "text_bytes", "text_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(block, name))
+        self.longest = max(self.longest, block.longest)
+        self.sequences += sum(len(encoded.lengths) for encoded in block.keys.values())
+        self.tokens += sum(len(encoded.tokens) for encoded in block.keys.values())
         self.broken += len(block.broken)
-        for encoded in block.keys.values():
-            self.sequences += len(encoded.lengths)
-            self.tokens += len(encoded.tokens)
 
     def __str__(self) -> str:
         rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
@@ -68,7 +72,7 @@ class Summary(Counts):
 def prepare(config: PrepareConfig) -> Summary:
     """Encode `config.input` into `<output_prefix>_<key>_document.bin` and `.idx`, with the tokenizer beside them.
 
-    Broken lines are warned of and left out. Raises UserError where an input cannot be read, a broken line is met under
+    Broken lines are reported and left out. Raises UserError if an input cannot be read, a line is broken under
     `strict`, nothing is left to write, the dataset or the list of broken lines exists, another process writes it or
     the disk is full; then nothing is left behind.
     """
@@ -85,34 +89,37 @@ def prepare(config: PrepareConfig) -> Summary:
     with ExitStack() as stack:
         for prefix in prefixes.values():
             stack.enter_context(lock_prefix(prefix))
-        for prefix in prefixes.values():  # when all that a killed process left is mended
+        for prefix in prefixes.values():  # after what a killed process left is removed or put in place
             check_target(prefix, overwrite)
         if listed is not None:
-            stack.enter_context(lock_list(listed, overwrite))
+            check_list(listed, overwrite)
         encoder = make_encoder(config, vocabulary_of(config))
         encoded = stack.enter_context(ordered_map(encoder, config.workers or _cores()))
-        progress = stack.enter_context(Progress(total_bytes(sources), config.log_interval))
-        told = encoder.dtype, encoder.vocabulary.dumps()
-        writers = {key: stack.enter_context(IndexedWriter(prefix, *told)) for key, prefix in prefixes.items()}
-        with BrokenLines(listed, config.strict, progress) as broken:
-            for block in encoded(read_blocks(sources, config.json_keys)):
-                broken.add(block.broken)
-                for key, writer in writers.items():
-                    _write(writer, block.keys[key])
-                summary.add(block)
-                progress.update(summary.documents, summary.text_bytes, block.position)
-            broken.summarise()
-            _check_any(summary, sources, broken.first)
-            for writer in writers.values():
-                writer.seal()
+        progress = Progress(total_bytes(sources), config.log_interval)
+        stack.callback(progress.clear)
+        stored = encoder.dtype, encoder.vocabulary.dumps()
+        writers = {key: stack.enter_context(IndexedWriter(prefix, *stored)) for key, prefix in prefixes.items()}
+        file = None if listed is None else stack.enter_context(open_list(listed))
+        broken = BrokenLines(file, config.strict, progress)
+        for block in encoded(read_blocks(sources, config.json_keys)):
+            broken.add(block.broken)
+            for key, writer in writers.items():
+                encoded_key = block.keys[key]
+                writer.extend(encoded_key.tokens, encoded_key.lengths, encoded_key.counts)
+            summary.add(block)
+            progress.update(summary.documents, summary.text_bytes, block.position)
+        broken.summarise()
+        _check_any(summary, sources, broken.first)
+        for writer in writers.values():
+            writer.seal()
     summary.seconds = time.monotonic() - started
     return summary
 
 
 def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
     """Write the datasets `config.merge`, prefixes or globs of them, one after another as `<output_prefix>.bin` and
-    `.idx`; returns that prefix and how many they are. Globs do not find the output. Raises UserError where one is
-    missing, damaged or the output, or their token types differ; then nothing is left."""
+    `.idx`; return that prefix and their number. Globs do not find the output. Raises UserError if one is missing,
+    damaged or the output, or their token types differ; then nothing is left behind."""
     config.validate()
     target = Path(config.output_prefix)
     prefixes = [prefix for pattern in config.merge for prefix in _datasets(pattern, target)]
@@ -123,18 +130,16 @@ def join_datasets(config: PrepareConfig) -> tuple[Path, int]:
 
 
 def _common_tokenizer(prefixes: list[str]) -> str | None:
-    """That of all datasets, None where one of them does not tell. Raises UserError where they differ."""
-    told = tokenizer_beside(prefixes)
-    silent = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
-    if told is None or silent:
-        if told:
-            say(f"{silent[0]} does not tell its tokenizer, so the joined dataset does not either", warning=True)
-        return None
-    return told[1].dumps()
+    """Return the tokenizer of all datasets, None if one of them is saved without. Raises UserError if they differ."""
+    found = tokenizer_beside(prefixes)
+    without = [prefix for prefix in prefixes if not tokenizer_path(prefix).exists()]
+    if found and without:
+        say(f"{without[0]} is saved without its tokenizer, so the joined dataset is, too", warning=True)
+    return found[1].dumps() if found and not without else None
 
 
 def _datasets(pattern: str, target: Path) -> list[str]:
-    """Prefixes that a prefix, the name of one of its files or a glob of these means; of a glob, all but `target`."""
+    """Return the prefixes that a prefix, one of its files or a glob of these means; of a glob, all but `target`."""
     if not glob.has_magic(pattern) or idx_path(pattern).exists():
         prefix = _without_suffix(pattern)
         if _is_same(prefix, target):
@@ -156,50 +161,42 @@ def _without_suffix(name: str) -> str:
 
 
 def vocabulary_of(config: PrepareConfig) -> Tokenizer:
-    """The tokenizer that is asked for. Raises UserError where it is not of the type that is named."""
+    """Return the tokenizer that is asked for. Raises UserError if it is not of the type that is named."""
     kind = config.tokenizer_type
     given = config.vocab_file or config.tokenizer
     path = Path(given)
     path = path / "tokenizer.json" if path.is_dir() else path
     wanted = SUFFIXES.get(kind)
-    if wanted is not None and (config.vocab_file is not None or not path.is_file()):
+    fits = path.is_file() and config.vocab_file is None and (path.suffix == ".json") == (wanted == "tokenizer.json")
+    if wanted is not None and not fits:
         raise UserError(
             f"--tokenizer-type {kind} needs a {wanted} on this machine, which {given} is not; give it as "
-            "--tokenizer-model (nothing is fetched from the hub)"
+            "--tokenizer-model (nothing is fetched from the hub), or leave --tokenizer-type out"
         )
-    if wanted is not None and (path.suffix == ".json") != (wanted == "tokenizer.json"):
-        raise UserError(f"--tokenizer-type {kind} needs a {wanted}, but {given} is none; leave --tokenizer-type out")
     if kind == "GPT2BPETokenizer" and config.vocab_file is None and config.tokenizer != "gpt2":
         raise UserError(
             f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
         )
     vocabulary = open_tokenizer(config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
-        raise UserError(f"--tokenizer-type {kind} opens texts with a begin of text, which {given} has not; "
-                        "use --tokenizer-type SentencePieceTokenizer")  # fmt: skip
+        raise UserError(f"{given} has no begin of text; use --tokenizer-type SentencePieceTokenizer")
     return vocabulary
 
 
 def make_encoder(config: PrepareConfig, vocabulary: Tokenizer) -> Encoder:
-    """Raises UserError where the tokenizer lacks a token that is asked for."""
-    ids = {}
-    for option, name, value in (
-        (config.append_eod, "append-eod", vocabulary.end_of_text),
-        (config.prepend_bos, "prepend-bos", vocabulary.begin_of_text),
-    ):
-        if option and value is None:
-            kind = "end" if name == "append-eod" else "begin"
-            raise UserError(f"the tokenizer {vocabulary.name} names no {kind} of text; leave --{name} out")
-        ids[name] = value if option else None
-    begin = ids["prepend-bos"]
-    if begin is not None and vocabulary.encode("")[:1] == [begin]:
-        begin = None  # the tokenizer itself opens texts with it
-    end, special = ids["append-eod"], config.encode_special
-    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, special)
+    """Return the encoder that the options ask for. Raises UserError if the tokenizer lacks a token for it."""
+    end, begin = vocabulary.end_of_text, vocabulary.begin_of_text
+    for asked, found, option in ((config.append_eod, end, "append-eod"), (config.prepend_bos, begin, "prepend-bos")):
+        if asked and found is None:
+            raise UserError(f"the tokenizer {vocabulary.name} does not have the token of --{option}; leave it out")
+    end = end if config.append_eod else None
+    if not config.prepend_bos or vocabulary.encode("")[:1] == [begin]:  # the tokenizer itself opens texts with it
+        begin = None
+    return Encoder(vocabulary, config.json_keys, dtype_of(vocabulary), end, begin, config.encode_special)
 
 
 def dtype_of(vocabulary: Tokenizer) -> np.dtype:
-    """As Megatron-LM chooses it, by the number of tokens; wider where ids have such holes that they would not fit."""
+    """Return the type that Megatron-LM chooses by the number of tokens; a wider one if ids do not fit into it."""
     dtype = token_dtype(vocabulary.num_tokens)
     if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max:
         return dtype
@@ -213,15 +210,6 @@ def dtype_of(vocabulary: Tokenizer) -> np.dtype:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write(writer: IndexedWriter, encoded: EncodedKey) -> None:
-    sequences = np.concatenate([[0], np.cumsum(encoded.counts)])
-    tokens = np.concatenate([[0], np.cumsum(encoded.lengths, dtype=np.int64)])[sequences].tolist()
-    for document, (first, last) in enumerate(pairwise(sequences.tolist())):
-        if last > first:
-            writer.extend(encoded.tokens[tokens[document] : tokens[document + 1]], encoded.lengths[first:last])
-        writer.end_document()
 
 
 def _check_any(summary: Summary, sources: list[Source], first: Broken | None) -> None:

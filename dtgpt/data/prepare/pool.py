@@ -37,13 +37,18 @@ def ordered_map(task: Task, workers: int) -> Iterator[Callable[[Iterable], Itera
     `task` and the blocks are pickled. Raises UserError where `task` did, or where a worker was killed; RuntimeError,
     with the worker's traceback, for any other exception of `task`. All processes have ended when the context ends.
     """
+    count = workers if workers > 1 else 0
+    idle: SimpleQueue[Task] = SimpleQueue()
     with ExitStack() as stack:
         # One thread for each worker: it sleeps in the pipe while the worker is busy. The workers end first.
-        threads = stack.enter_context(Threads(workers if workers > 1 else 0))
-        started = _start_workers(task, workers, stack) if workers > 1 else []
-        idle: SimpleQueue[Task] = SimpleQueue()
-        for worker in started:
-            idle.put(worker)
+        threads = stack.enter_context(Threads(count))
+        pickled = pickle.dumps(task)
+        try:
+            for _ in range(count):
+                idle.put(stack.enter_context(_worker(pickled)))
+        except BlockingIOError as error:  # a limit on processes
+            say(f"{idle.qsize()} of {count} worker processes could be started ({error.strerror})", warning=True)
+        started = idle.qsize()
 
         def run(block: Any) -> Any:
             worker = idle.get()
@@ -56,23 +61,12 @@ def ordered_map(task: Task, workers: int) -> Iterator[Callable[[Iterable], Itera
             pending: deque[Future] = deque()
             for block in blocks:
                 pending.append(threads.submit(run, block))
-                if len(pending) >= AHEAD * len(started):
+                if len(pending) >= AHEAD * started:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 
         yield map_blocks if started else lambda blocks: map(task, blocks)
-
-
-def _start_workers(task: Task, count: int, stack: ExitStack) -> list[Task]:
-    started: list[Task] = []
-    pickled = pickle.dumps(task)
-    try:
-        for _ in range(count):
-            started.append(stack.enter_context(_worker(pickled)))
-    except BlockingIOError as error:  # a limit on processes
-        say(f"{len(started)} of {count} worker processes could be started ({error.strerror})", warning=True)
-    return started
 
 
 @contextmanager
@@ -93,10 +87,8 @@ def _worker(task: bytes) -> Iterator[Task]:
             raise answer
         return answer
 
-    main, sys.modules["__main__"] = (
-        sys.modules["__main__"],
-        ModuleType("__main__"),
-    )  # else the worker would run it again
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # else the worker would run the user's script again
     try:
         process.start()
     finally:
@@ -125,13 +117,11 @@ def _serve(pipe: Connection, pickled: bytes) -> None:
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         task = pickle.loads(pickled)
         while True:
-            pipe.send(_attempt(task, pipe.recv()))
-
-
-def _attempt(task: Task, block: Any) -> Any:
-    try:
-        return task(block)
-    except UserError as error:
-        return error
-    except BaseException:  # a panic of tiktoken is no Exception
-        return RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+            block = pipe.recv()
+            try:
+                answer = task(block)
+            except UserError as error:
+                answer = error
+            except BaseException:  # a panic of tiktoken is not an Exception
+                answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+            pipe.send(answer)

@@ -1,17 +1,23 @@
-"""Show on stderr how far a preparation is: one line that is redrawn on a terminal, a line now and then elsewhere."""
+"""Report on stderr how far a preparation is, and which lines it left out."""
 
+import json
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
-from typing import Self
+from typing import IO
 
-from dtgpt.util.console import duration
+from dtgpt.data.prepare.documents import Broken
+from dtgpt.util.console import counted, duration, say
+from dtgpt.util.errors import UserError
 
 REDRAW, REPEAT = 0.5, 10.0  # seconds between two drawings on a terminal, and between two lines elsewhere
+SHOWN = 20  # broken lines that are named one by one, and files that are named at the end
 
 
 class Progress:
-    """`total`: bytes of the inputs on disk, None where unknown; `every`: documents between lines, 0: by time."""
+    """One line that is redrawn on a terminal, a line now and then elsewhere. total: bytes of the inputs on disk, None
+    if unknown. every: documents between lines; 0: by time."""
 
     def __init__(self, total: int | None, every: int = 0):
         self._total, self._every = total, every
@@ -20,12 +26,6 @@ class Progress:
         self._shown_documents = 0
         self._drawn = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.clear()
-
     def clear(self) -> None:
         """Leave the terminal's line empty for what comes next."""
         if self._drawn:
@@ -33,7 +33,7 @@ class Progress:
             self._drawn = ""
 
     def update(self, documents: int, text_bytes: int, position: int) -> None:
-        """After a block: documents and bytes of text so far, and the position in the inputs, in bytes on disk."""
+        """Show documents and bytes of text so far, and the position in the inputs, in bytes on disk."""
         now = time.monotonic()
         if self._every and not self._terminal:
             due = documents // self._every > self._shown_documents // self._every
@@ -61,3 +61,39 @@ class Progress:
         with suppress(OSError):  # a reader that is gone must not end the work
             sys.stderr.write(text)
             sys.stderr.flush()
+
+
+class BrokenLines:
+    """Lines that are left out: the first are named, all are counted by file, and listed in `file` as JSON."""
+
+    def __init__(self, file: IO[bytes] | None, strict: bool, progress: Progress):
+        self._file, self._strict, self._progress = file, strict, progress
+        self._counts: Counter[str] = Counter()
+        self.first: Broken | None = None
+
+    def add(self, lines: list[Broken]) -> None:
+        """Report lines, and count them. Raises UserError at the first line under `strict`."""
+        for line in lines:
+            self.first = self.first or line
+            if self._file is not None:
+                self._file.write((json.dumps(line._asdict(), ensure_ascii=False) + "\n").encode())
+            if self._strict:
+                raise UserError(f"{line}; nothing was written: fix the line, or drop --strict to leave such lines out")
+            self._counts[line.source] += 1
+            if self._counts.total() <= SHOWN:
+                self._warn(f"{line}; it is left out")
+            elif self._counts.total() == SHOWN + 1:
+                self._warn("more broken lines follow; they are counted, and --broken FILE lists all")
+
+    def summarise(self) -> None:
+        """Name the files that have broken lines, if not each line was named."""
+        if self._counts.total() <= SHOWN:
+            return
+        for source, count in self._counts.most_common(SHOWN):
+            self._warn(f"{source}: {counted(count, 'broken line')} left out")
+        if len(self._counts) > SHOWN:
+            self._warn(f"{len(self._counts) - SHOWN:,} more files have broken lines; --broken FILE lists all")
+
+    def _warn(self, text: str) -> None:
+        self._progress.clear()
+        say(text, warning=True)

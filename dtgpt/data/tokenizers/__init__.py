@@ -1,2 +1,2 @@
 """Text <-> ids: `tokenizer.py` says what each can do and has byte-level BPE, `libraries.py` those of other packages;
-`open.py` opens one by the name or file that the user gives, `training.py` makes one of the user's text."""
+`open.py` opens one by the name or file that the user gives, and `char.py` has characters."""

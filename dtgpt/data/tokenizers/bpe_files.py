@@ -7,7 +7,6 @@ by one merge only, and the tokens before it, merged by tiktoken's rule, leave of
 across its borders, what lies between them goes the same way as it does alone.)
 """
 
-import errno
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +16,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from dtgpt.data.tokenizers.tokenizer import special_token
-from dtgpt.util.console import counted, say
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
 
 Piece = TypeVar("Piece", bytes, str)
 LARGEST = 1 << 28  # bytes of a vocabulary's file
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LIKE_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")  # <pad>, <|im_start|>, <0x0A>, [MASK]: names, and no pieces of text
 
 
@@ -39,10 +39,7 @@ def read_content(path: Path) -> bytes:
     try:
         return read_regular(path, LARGEST)
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            large = f"{path} has more than {LARGEST >> 20} MiB, which no vocabulary has; give another file"
-            raise UserError(large) from None
-        raise UserError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; give the file of a vocabulary") from None
 
 
 def read_text(path: Path) -> str:
@@ -55,7 +52,7 @@ def read_text(path: Path) -> str:
 
 
 def from_merges(ids: dict[str, int], merges: Iterable[list[str]], specials: dict[str, int]) -> BytePairs | None:
-    """Return the tokens that bytes and merges make, for tiktoken; None where it would encode some text to other ids."""
+    """Return the tokens that bytes and merges make, for tiktoken; None if it would encode some text to other ids."""
     letters = letter_bytes()
     known = {token: i for token, i in ids.items() if token not in specials}
     if not all(letter in known for letter in letters):
@@ -81,12 +78,11 @@ def check_merges(
     ids: Mapping[str, int], merges: Sequence[list[str]], specials: Mapping[str, int], vocab: Path, source: Path,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Raise UserError where merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be
-    cut into other tokens. `model`: settings of a tokenizer.json.
+    """Raise UserError if merges (of the file `source`) or tokens (of `vocab`) are missing, so that texts would be cut
+    into other tokens. model: settings of a tokenizer.json.
 
-    Every token but bytes and special ones is made by a merge. Where none makes it, though it is the union of two
-    others, its merge is lost. A token that no two others make was put into the vocabulary by hand, and so perhaps was
-    one with the name of a special token, or where whole words need no merge (`ignore_merges`): that is a warning.
+    Every token but bytes and special ones is made by a merge. If none makes it, though it is the union of two others,
+    its merge is lost, unless whole words need no merge (`ignore_merges`) or it is named like a special token.
     """
     words = {name: value for name, value in model.items() if isinstance(value, str)}
     prefix, suffix = (words.get(name, "") for name in ("continuing_subword_prefix", "end_of_word_suffix"))
@@ -102,28 +98,17 @@ def check_merges(
                 "that one was cut off or they are of two tokenizers; fetch them again"
             )
     apart = {*specials, words.get("unk_token")}
-    unmade = [
+    lost = [
         token for token in ids
         if token not in made and token not in apart and len(token.removesuffix(suffix).removeprefix(prefix)) > 1
+        and any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
+        and not LIKE_SPECIAL.fullmatch(token)
     ]  # fmt: skip
-    lost = [token for token in unmade if _is_union(token, ids)]
-    ordinary = [token for token in lost if not LIKE_SPECIAL.fullmatch(token)]
-    if ordinary and not model.get("ignore_merges"):
+    if lost and not model.get("ignore_merges"):
         raise UserError(
-            f"{source} lacks the merges of {counted(len(ordinary), 'token')} of {vocab}, such as {shown(ordinary[0])}, "
+            f"{source} lacks the merges of {counted(len(lost), 'token')} of {vocab}, such as {shown(lost[0])}, "
             "so that it was cut off or is of another tokenizer; fetch it again"
         )
-    strange = lost or [token for token in unmade if not LIKE_SPECIAL.fullmatch(token)]
-    if strange:
-        say(
-            f"{vocab} has {counted(len(strange), 'token')} that no merge of {source} makes, such as "
-            f"{shown(strange[0])}; check that both are whole",
-            warning=True,
-        )
-
-
-def _is_union(token: str, ids: Mapping[str, int]) -> bool:
-    return any(token[:i] in ids and token[i:] in ids for i in range(1, len(token)))
 
 
 def _leaves(tokens: dict[bytes, int], left: bytes, right: bytes) -> bool:
@@ -164,13 +149,13 @@ def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]],
 
 
 def tokenizer_json(
-    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict, decoder: dict,
+    ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict | None = None,
     ignore_merges: bool = False,
 ) -> str:  # fmt: skip
-    """Return a BPE in Hugging Face's format."""
+    """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization."""
     model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
     added = [special_token(name, i) for name, i in specials.items()]
-    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer or BYTE_LEVEL, "decoder": BYTE_LEVEL, "model": model}
     return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
 
 

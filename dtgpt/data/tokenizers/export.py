@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from dtgpt.data.tokenizers.bpe_files import letter_bytes, merges_of, tokenizer_json
+from dtgpt.data.tokenizers.bpe_files import BYTE_LEVEL, letter_bytes, merges_of, tokenizer_json
 from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
@@ -32,7 +32,7 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
     _compare(tokenizer, library)
-    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is no special token
+    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is not a special token
     names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
     config = {
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
@@ -53,11 +53,7 @@ def export_note(tokenizer: Tokenizer) -> str | None:
 
 def first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
-    try:
-        opening = tokenizer.encode("")
-    except UserError:  # of a tokenizer that knows no text
-        opening = []
-    return next(iter(opening), tokenizer.opening if tokenizer.spells else None)
+    return next(iter(tokenizer.encode("")), tokenizer.opening if tokenizer.spells else None)
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -81,25 +77,23 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
     def spelled(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    before = byte_level
+    before = None
     if tokenizer.pattern not in PATTERNS:
         pattern = {"Regex": _for_oniguruma(tokenizer.pattern)}
         split = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": True}  # keeps what matches
-        before = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
+        before = {"type": "Sequence", "pretokenizers": [split, {**BYTE_LEVEL, "use_regex": False}]}
     return tokenizer_json(
         {spelled(token): i for token, i in tokens.items()},
         [f"{spelled(left)} {spelled(right)}" for left, right in merges],
         tokenizer.specials,
-        pre_tokenizer=before,
-        decoder=byte_level,
-        ignore_merges=whole_words,
+        before,
+        whole_words,
     )
 
 
 def _for_oniguruma(pattern: str) -> str:
     """Return `pattern` in the syntax of tokenizers' library for regular expressions, in which `$` is the end of any
-    line, and `+` after a number of repetitions is no possessive but one more repetition."""
+    line, and `+` after a number of repetitions is not possessive but one more repetition."""
     pattern = re.sub(r"(?<!\\)(\{\d*,?\d*\})\+", r"\1", pattern)
     return re.sub(r"(?<!\\)\$", r"\\z", pattern)
 
@@ -126,4 +120,4 @@ def _compare(tokenizer: Tokenizer, library: Any) -> None:
 
 
 def _inexpressible(tokenizer: Tokenizer, reason: str) -> UserError:
-    return UserError(f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json: {reason}")
+    return UserError(f"the tokenizer {tokenizer.name} cannot be expressed in a tokenizer.json: {reason}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtgpt.data.tokenizers.bpe_files import letter_bytes
 from dtgpt.data.tokenizers.tokenizer import ENDS, MOST, Tokenizer, panics_as_user_errors
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
@@ -20,12 +20,12 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 class HuggingFace(Tokenizer):
     """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
-    of text, where a file beside it tells."""
+    of text, if a file beside it has one."""
 
     def __init__(self, name: str, content: str, end: str | None = None):
         self.name, self._content = name, content
         self.ranks = [content.encode()]
-        ids = self._plain.get_vocab(with_added_tokens=True)
+        ids = self._parsed.get_vocab(with_added_tokens=True)
         if max(ids.values(), default=0) >= MOST:
             raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
@@ -34,22 +34,14 @@ class HuggingFace(Tokenizer):
         self.begin_of_text = next((ids[token] for token in BEGINS if token in ids), None)
 
     @cached_property
-    def _plain(self) -> Any:
-        parsed = parse_tokenizer(self.name, self._content)
-        parsed.encode_special_tokens = True
-        return parsed
-
-    @cached_property
-    def _special(self) -> Any:
+    def _parsed(self) -> Any:
         return parse_tokenizer(self.name, self._content)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_plain", "_special")}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with panics_as_user_errors(self.name):
             try:
-                return (self._special if special else self._plain).encode(text).ids
+                self._parsed.encode_special_tokens = not special
+                return self._parsed.encode(text).ids
             except Exception as error:  # the package raises plain Exception
                 raise UserError(
                     f"the tokenizer {self.name} cannot encode {shown(text)} ({error}); use other characters, or "
@@ -57,14 +49,14 @@ class HuggingFace(Tokenizer):
                 ) from None
 
     def _decode(self, ids: list[int]) -> str:
-        return self._plain.decode(ids, skip_special_tokens=False)
+        return self._parsed.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
         sizes = np.zeros(self.vocab_size, np.int64)
         letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}
-        for token, i in self._plain.get_vocab(with_added_tokens=False).items():
+        for token, i in self._parsed.get_vocab(with_added_tokens=False).items():
             sizes[i] = len(token) if letters and letters.keys() >= set(token) else spelled(token)
-        for i, token in self._plain.get_added_tokens_decoder().items():
+        for i, token in self._parsed.get_added_tokens_decoder().items():
             sizes[i] = 0 if token.special else spelled(token.content)
         return sizes
 
@@ -86,26 +78,16 @@ class SentencePiece(Tokenizer):
 
     @cached_property
     def _processor(self) -> Any:
-        try:
-            import sentencepiece
-        except ImportError:
-            raise UserError(
-                f"{self.name} needs the package sentencepiece, which is missing; run pip install 'dtgpt[data]'"
-            ) from None
-        processor = sentencepiece.SentencePieceProcessor()
+        processor = optional_package("sentencepiece", self.name).SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(self.ranks[0])
         except RuntimeError:
             raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
         return processor
 
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_processor"}
-
     def encode(self, text: str, special: bool = False) -> list[int]:
         if special:
-            raise UserError(f"{self.name} is a SentencePiece model, which has no names of special tokens in text; "
-                            "leave --encode-special out")  # fmt: skip
+            raise UserError(f"{self.name} is a SentencePiece model, without special tokens; leave --encode-special out")
         return self._processor.encode(text, out_type=int, add_bos=self._begin)
 
     def _decode(self, ids: list[int]) -> str:
@@ -118,7 +100,7 @@ class SentencePiece(Tokenizer):
     def token_bytes(self) -> np.ndarray:
         known = self._processor
         silent = [known.is_control(i) or known.is_unknown(i) for i in range(self.vocab_size)]
-        return np.array([0 if none else spelled(known.id_to_piece(i)) for i, none in enumerate(silent)], np.int64)
+        return np.array([0 if none else spelled(self.piece(i)) for i, none in enumerate(silent)], np.int64)
 
     def to_json(self) -> dict[str, Any]:
         model = base64.b64encode(self.ranks[0]).decode()
@@ -132,12 +114,7 @@ def spelled(token: str) -> int:
 
 def parse_tokenizer(name: str, content: str) -> Any:
     """Parse a tokenizer.json by Hugging Face's library. Raise UserError where that cannot read it or is missing."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            f"{name} needs the package tokenizers, which is missing; run pip install 'dtgpt[data]'"
-        ) from None
+    tokenizers = optional_package("tokenizers", name)
     try:
         with panics_as_user_errors(name):
             parsed = tokenizers.Tokenizer.from_str(content)

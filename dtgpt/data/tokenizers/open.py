@@ -7,7 +7,7 @@ Ids are those of the files, whoever encodes.
 import base64
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tiktoken
 
@@ -20,10 +20,9 @@ from dtgpt.data.tokenizers.bpe_files import (
     read_text,
     tokenizer_json,
 )
-from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id
-from dtgpt.data.tokenizers.char import Char, Ids
+from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id, train_ranks
+from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
-from dtgpt.data.tokenizers.nanogpt_meta import read_meta
 from dtgpt.data.tokenizers.tokenizer import (
     CHECKSUM,
     END_OF_TEXT,
@@ -33,47 +32,20 @@ from dtgpt.data.tokenizers.tokenizer import (
     checksum,
     panics_as_user_errors,
 )
-from dtgpt.data.tokenizers.training import train_ranks
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json, read_json
 
-SAVED = (
-    "ranks",
-    "tokenizer_json",
-    "sentencepiece",
-    "characters",
-    "ids",
-)  # one of these is in what Tokenizer.save writes
-
-
-class OptionNames(NamedTuple):
-    """What the options that name a tokenizer are called by the command that the user has typed."""
-
-    tokenizer: str
-    vocab_file: str
-    merge_file: str
-
-    @property
-    def remedy(self) -> str:
-        return (
-            f"give {self.vocab_file} and {self.merge_file}, or {self.tokenizer} with a file: tokenizer.json or a "
-            "SentencePiece .model"
-        )
-
-
-OF_PREPARE = OptionNames("--tokenizer", "--vocab-file", "--merge-file")
-OF_TRAINING = OptionNames("--data.tokenizer_file", "--data.vocab_file", "--data.merge_file")
-OF_MODELS = OptionNames("--tokenizer", "--vocab_file", "--merge_file")  # of dtgpt generate and dtgpt convert
+SAVED = ("ranks", "tokenizer_json", "sentencepiece", "characters", "ids")  # one is in what Tokenizer.save writes
+FILES = "a tokenizer.json, a SentencePiece .model, or vocab.json and merges.txt"  # which a user may give
 
 
 def open_tokenizer(
-    name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False,
-    options: OptionNames = OF_PREPARE,
-) -> Tokenizer:  # fmt: skip
+    name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False
+) -> Tokenizer:
     """Open the tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two
-    files. `begin`: a SentencePiece model opens each text with its begin of text. `options`: for messages. Raise
-    UserError where a file cannot be read or is of another kind, or where an encoding is not at hand."""
-    check_named_once(name, vocab_file, merge_file, options)
+    files. begin: a SentencePiece model opens each text with its begin of text. Raises UserError if a file cannot be
+    read or is of another kind, or an encoding is not at hand."""
+    check_named_once(name, vocab_file, merge_file)
     if vocab_file is not None and merge_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
     if name == "bytes":
@@ -85,46 +57,39 @@ def open_tokenizer(
         return _from_file(path, begin)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(f"the tokenizer {name} is neither a file nor one of {known}; {options.remedy}")
-    return from_tiktoken(name, options.remedy)
+        raise UserError(f"the tokenizer {name} is neither a file nor one of {known}; give {FILES}")
+    return from_tiktoken(name)
 
 
-def check_named_once(
-    name: str, vocab_file: str | None, merge_file: str | None, options: OptionNames = OF_PREPARE
-) -> None:
-    """Raise UserError where the two files do not go together, or go with the name of another tokenizer."""
+def check_named_once(name: str, vocab_file: str | None, merge_file: str | None) -> None:
+    """Raise UserError if one of the two files is missing, or they are given with the name of another tokenizer."""
     if (vocab_file is None) != (merge_file is None):
-        both = f"{options.vocab_file} and {options.merge_file}"
-        raise UserError(f"{both} belong together; give both, vocab.json and merges.txt")
+        raise UserError("the vocab file and the merge file belong together; give both, vocab.json and merges.txt")
     if vocab_file is not None and name != "gpt2":
-        raise UserError(f"the tokenizer {name} and {options.vocab_file} {vocab_file} are both given; leave one out")
+        raise UserError(f"the tokenizer {name} and the vocab file {vocab_file} are both given; leave one out")
 
 
-OWN = f"use --data.tokenizer bpe, or give {OF_TRAINING.vocab_file} and {OF_TRAINING.merge_file}"
-
-
-def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int, remedy: str = OWN) -> ByteLevel | Char:
+def make_tokenizer(kind: str, documents: Iterable[str], bpe_vocab_size: int) -> ByteLevel | Char:
     """Make the tokenizer `kind`: "bpe", trained on the documents; "char", the characters of the documents; "gpt2", as
-    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raise UserError where it
+    tiktoken carries it (from its cache, or fetched by it once); or "bytes", the 256 bytes. Raises UserError if it
     cannot be made."""
     if kind == "char":
         return Char.of_texts(list(documents))
     if kind == "gpt2":
-        return from_tiktoken("gpt2", remedy)
+        return from_tiktoken("gpt2")
     if kind == "bytes":
         return ByteLevel("bytes", PATTERN, [bytes([b]) for b in range(256)])
     return ByteLevel("bpe", PATTERN, train_ranks(documents, bpe_vocab_size))
 
 
-def from_tiktoken(name: str, remedy: str) -> ByteLevel:
-    """Open one of tiktoken's encodings. Raise UserError, with another `remedy` besides filling tiktoken's cache, where
-    it is not at hand."""
+def from_tiktoken(name: str) -> ByteLevel:
+    """Open one of tiktoken's encodings. Raises UserError if it is not at hand."""
     try:
         return ByteLevel.from_encoding(tiktoken.get_encoding(name))
     except Exception as error:  # tiktoken passes on whatever its download raised
         raise UserError(
             f"the vocabulary of {name} is not in tiktoken's cache and could not be fetched ({type(error).__name__}); "
-            f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, or {remedy}"
+            f"connect once, set TIKTOKEN_CACHE_DIR to a filled cache, give {FILES}, or use another tokenizer"
         ) from None
 
 
@@ -196,11 +161,7 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)
     if byte_pairs is None:
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-        content = tokenizer_json(
-            ids, list(map(" ".join, pairs)), specials, pre_tokenizer=byte_level, decoder=byte_level
-        )
-        return HuggingFace(str(vocab), content, end)
+        return HuggingFace(str(vocab), tokenizer_json(ids, list(map(" ".join, pairs)), specials), end)
     return _byte_level(vocab.name, byte_pairs, ids, end)
 
 
@@ -258,7 +219,7 @@ def _pair(merge: Any) -> list[str]:
 
 def _plain_byte_pairs(saved: dict) -> BytePairs | None:
     """Return the tokens of a tokenizer.json where it encodes as GPT-2's does; else None, also where it is damaged:
-    then Hugging Face's library tells how."""
+    then Hugging Face's library reports how."""
     try:
         model, before = saved["model"], saved.get("pre_tokenizer") or {}
         plain = (
@@ -304,5 +265,5 @@ def _end_named_beside(path: Path) -> str | None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that the run was trained with."""
+    """Return the tokenizer that the run in this folder was trained with."""
     return read_saved(folder / "tokenizer.json", remedy="copy it from another run on the same data")

@@ -7,7 +7,7 @@ from typing import Any
 from dtgpt.data.tokenizers.bpe_files import merges_of
 from dtgpt.data.tokenizers.libraries import BLANK, SentencePiece
 from dtgpt.data.tokenizers.tokenizer import special_token
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, optional_package
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # and of their pieces
@@ -22,7 +22,7 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
     if trainer.model_type == WORD:
         raise UserError(f"the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be")
     if trainer.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
-        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot tell")
+        raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express")
     added = [
         special_token(piece.piece, i, special=piece.type != USER_DEFINED)
         for i, piece in enumerate(model.pieces)
@@ -47,15 +47,8 @@ def normalizes(tokenizer: SentencePiece) -> bool:
 
 
 def _parse(tokenizer: SentencePiece) -> Any:
-    try:
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} cannot be told in a tokenizer.json without the package protobuf, which is "
-            "missing; run pip install 'dtgpt[data]'"
-        ) from None
-    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
-    model = messages.ModelProto()
+    messages = "sentencepiece.sentencepiece_model_pb2"
+    model = optional_package("protobuf", f"a tokenizer.json of {tokenizer.name}", messages).ModelProto()
     model.ParseFromString(tokenizer.ranks[0])
     return model
 

@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ class Tokenizer(ABC):
     begin_of_text: int | None = None
     ranks: list[bytes]
     spells = True  # whether text becomes tokens at all, and tokens text
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the libraries' objects, which are made again when they are used."""
+        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     @property
     def opening(self) -> int | None:

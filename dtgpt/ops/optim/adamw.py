@@ -28,7 +28,7 @@ class Slot:
     """A weight, or this rank's shard of it. Contiguous, and updated in place: its memory must not be replaced."""
 
     master: Tensor  # fp32
-    narrow: Tensor | None  # bf16 or fp16, of the same shape: the rounded master, with which the model computes
+    low_precision: Tensor | None  # bf16 or fp16, of the same shape: the rounded master, with which the model computes
     decay: bool
 
 
@@ -58,7 +58,7 @@ class AdamW:
             _check_slot(i, slot)
         self.slots = tuple(slots)
         self._masters = [slot.master.detach() for slot in slots]
-        self._narrow = [None if slot.narrow is None else slot.narrow.detach() for slot in slots]
+        self._narrow = [None if slot.low_precision is None else slot.low_precision.detach() for slot in slots]
         self.exp_avg = tuple(torch.zeros_like(m) for m in self._masters)
         self.exp_avg_sq = tuple(torch.zeros_like(m) for m in self._masters)
         self._betas, self._eps, self._weight_decay = (beta1, beta2), eps, weight_decay
@@ -111,9 +111,9 @@ class AdamW:
             new = reference(master, exp_avg, exp_avg_sq, gradients[i], factors, self._betas, self._eps)
             for old, value in zip((master, exp_avg, exp_avg_sq), new, strict=True):
                 old.copy_(value if skip is None else torch.where(skip, old, value))
-            if slot.narrow is not None:
-                rounded = master.to(slot.narrow.dtype)
-                slot.narrow.copy_(rounded if skip is None else torch.where(skip, slot.narrow, rounded))
+            if slot.low_precision is not None:
+                rounded = master.to(slot.low_precision.dtype)
+                slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))
 
 
 class Accumulator:
@@ -174,7 +174,7 @@ def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _check_slot(i: int, slot: Slot) -> None:
-    master, narrow = slot.master, slot.narrow
+    master, narrow = slot.master, slot.low_precision
     if master.dtype != torch.float32 or not master.is_contiguous():
         raise ValueError(f"slot {i}: the master must be fp32 and contiguous")
     if narrow is None:
