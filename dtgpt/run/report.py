@@ -43,12 +43,11 @@ class Report:
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
-        self._say_header(recipe, data, step)
+        self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, step)
 
-    def _say_header(self, recipe: Recipe, data: Dataset, step: int) -> None:
-        model, tokenizer, batch = self.settings.model, data.tokenizer, f"{recipe.global_batch_size}"
-        if recipe.rampup_batch_size is not None:
-            batch = f"{parse_rampup(recipe.rampup_batch_size)[0]} to {batch}"
+    def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, step: int) -> None:
+        model, tokenizer = self.settings.model, data.tokenizer
+        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup)[0]} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         header = [
             f"model   {parameters(model.num_parameters)}; "
