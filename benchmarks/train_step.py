@@ -157,7 +157,7 @@ def work(plan: str, args: argparse.Namespace, overrides: list[str]) -> list[dict
 def measured(training: Trainer, rounds: list[list[float]], steps: int) -> dict[str, float]:
     """Of the slowest and the fullest rank, on every rank the same: seconds of a step and of its host, GiB."""
     device = training.mesh.device
-    mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)[0]}
+    mine = {"host": host_time(training.train_step, min(steps, 10), device), "allocated": peak_memory(device)}
     mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     mine["step"] = statistics.median(t for times in rounds for t in times)
     everyone = training.mesh.gather(mine)

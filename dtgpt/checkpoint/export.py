@@ -1,7 +1,5 @@
-"""A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep. The tokenizer
-is in it where the source is a run."""
+"""A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -9,21 +7,17 @@ import torch
 from dtgpt.checkpoint.manifest import file_name, write_state
 from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
 from dtgpt.checkpoint.staging import FILE_LIMIT
+from dtgpt.checkpoint.state import describe_model
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.models.source import Source, parameter_shapes
-from dtgpt.util.environment import package_versions
-from dtgpt.util.errors import UserError
+from dtgpt.models.source import Source, iterate_shapes
 from dtgpt.util.storage import new_folder
 
 
 def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
-    """Write the weights of `source` as the checkpoint `folder`, whose memory is that of one file at a time. `origin`:
-    where they came from, for its reader. Raises UserError where the folder exists."""
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; give another path")
+    """Write the weights of `source` as the checkpoint `folder`, one file in memory at a time, with the tokenizer.
+    `origin`: where they came from, for its reader. Raise UserError where the folder exists."""
     with new_folder(folder) as partial:
-        shapes = parameter_shapes(source.config)
-        whole = [Piece(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()]
+        whole = (Piece.whole(name, shape) for name, shape in iterate_shapes(source.config))
         files: dict[str, Written] = {}
         for number, pieces in enumerate(by_size(whole, FILE_LIMIT)):
             name = file_name("weights", 0, number)
@@ -31,13 +25,5 @@ def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer
             files[name] = write_file(partial / name, pieces, data)
         if tokenizer is not None:
             tokenizer.save(partial / "tokenizer.json")
-        write_state(partial, _state(source, origin), files)
-
-
-def _state(source: Source, origin: str) -> dict:
-    config = source.config
-    return {
-        "step": 0, "updates": 0, "consumed_samples": 0, "tokens": 0, "data_digest": "", "origin": origin,
-        "architecture": config.architecture, "model": asdict(config), "padded_vocab_size": config.padded_vocab_size,
-        "versions": package_versions(),
-    }  # fmt: skip
+        counts = dict.fromkeys(("step", "updates", "consumed_samples", "tokens"), 0)
+        write_state(partial, {**counts, "data_digest": "", "origin": origin, **describe_model(source.config)}, files)

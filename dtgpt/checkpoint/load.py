@@ -83,7 +83,6 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
         for moment in MOMENTS:
             read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
 
-    checkpoint.share_headers(shards.mesh, "weights", "optimizer")
     fill(shards, load)
 
 
@@ -136,8 +135,8 @@ def find_checkpoint(
         tried.append(folder)
         checkpoint, problem = None, None
         try:
-            checkpoint = Checkpoint(folder, check)
-            problem = checkpoint.problem(mesh.rank, mesh.world, weights_alone)
+            checkpoint = Checkpoint(folder, check, weights_alone)
+            problem = checkpoint.problem(mesh.rank, mesh.world)
             if not chosen and checkpoint.state["step"] != step_of(folder):
                 problem = f"{folder} is of step {checkpoint.state['step']}; give it back its name"
         except Damaged as damage:
@@ -147,7 +146,7 @@ def find_checkpoint(
         if problem is None and len(set(digests)) > 1:
             raise UserError(f"the nodes see different files in {folder}; let --runs name a folder that they share")
         if problem is None and checkpoint is not None:
-            checkpoint.share_headers(mesh, *(["weights"] if weights_alone else ["weights", "optimizer"]))
+            checkpoint.share_headers(mesh)
             return checkpoint
     if problem is None:
         raise UserError(f"{run} has no checkpoint; give a run folder that holds checkpoints/step_...")

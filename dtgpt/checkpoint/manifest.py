@@ -17,12 +17,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, read_header, verify_file
+from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.models.architectures import ARCHITECTURES, FIRST
 from dtgpt.optim.loss_scale import check_state
 from dtgpt.parallel.mesh import Mesh
@@ -65,44 +64,44 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 class Checkpoint:
     """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
-    `check` raises ValueError, TypeError or KeyError for what others than this package added to it."""
+    `check` raises ValueError, TypeError or KeyError for what others than this package added to it. weights_alone: leave
+    out the optimizer's files, which are twice as large."""
 
-    def __init__(self, folder: Path, check: Check | None = None):
+    def __init__(self, folder: Path, check: Check | None = None, weights_alone: bool = False):
         self.folder = folder
         self.state = read_state(folder, check)
         self.config = ARCHITECTURES[self.state["architecture"]](**self.state["model"])
-        self.files = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
-        self._pieces: dict[str, dict[str, list[tuple[str, Piece, int]]]] = {}  # kind of file -> tensor -> where
+        listed = {name: Written(f["bytes"], f["sha256"]) for name, f in self.state["files"].items()}
+        self.files = {name: f for name, f in listed.items() if not (weights_alone and name.startswith("optimizer"))}
+        self._pieces: dict[str, list[tuple[str, Piece, int]]] | None = None  # tensor -> where
 
     @property
     def has_optimizer(self) -> bool:
-        return any(_kind(name) == "optimizer" for name in self.files)
+        return any(name.startswith("optimizer") for name in self.files)
 
-    def problem(self, share: int = 0, of: int = 1, weights_alone: bool = False) -> str | None:
+    def problem(self, share: int = 0, of: int = 1) -> str | None:
         """Return what is wrong with the files, in one sentence, or None where all are what was written. This process
-        checks each `of`th file. `weights_alone`: skip the optimizer's files, which are twice as large."""
-        mine = [item for item in self.files.items() if not weights_alone or _kind(item[0]) == "weights"][share::of]
+        checks each `of`th file."""
+        mine = list(self.files.items())[share::of]
         with Threads(READERS) as pool:
-            found = list(pool.map(lambda item: _problem(self.folder / item[0], item[1]), mine))
-        return next(filter(None, found), None)
+            found = list(pool.map(lambda item: find_damage(self.folder / item[0], item[1]), mine))
+        return next((str(damage) for damage in found if damage), None)
 
     def pieces(self, tensor: str) -> list[tuple[str, Piece, int]]:
         """Return (file, piece, position in the file) of all that is saved of a tensor."""
-        kind = "optimizer" if tensor.endswith(tuple(f".{m}" for m in MOMENTS)) else "weights"
-        if kind not in self._pieces:
-            self._pieces[kind] = self._read_headers(kind)
-        return self._pieces[kind].get(tensor, [])
+        if self._pieces is None:
+            self._pieces = self._read_headers()
+        return self._pieces.get(tensor, [])
 
-    def share_headers(self, mesh: Mesh, *kinds: str) -> None:
+    def share_headers(self, mesh: Mesh) -> None:
         """Let rank 0 read the headers of all files for everyone: a thousand ranks would else open each other's files a
         million times."""
-        for kind in (k for k in kinds if k not in self._pieces):
-            self._pieces[kind] = mesh.on_rank_0(partial(self._read_headers, kind))
+        self._pieces = mesh.on_rank_0(self._read_headers)
 
-    def _read_headers(self, kind: str) -> dict[str, list[tuple[str, Piece, int]]]:
+    def _read_headers(self) -> dict[str, list[tuple[str, Piece, int]]]:
         found: dict[str, list[tuple[str, Piece, int]]] = {}
         for name in self.files:
-            for piece, position in read_header(self.folder / name) if _kind(name) == kind else []:
+            for piece, position in read_header(self.folder / name):
                 found.setdefault(piece.name, []).append((name, piece, position))
         return found
 
@@ -110,25 +109,6 @@ class Checkpoint:
     def digest(self) -> str:
         """Return the digest of all that `state.json` says."""
         return _digest(self.state)
-
-
-def _kind(name: str) -> str:
-    return name.partition("-")[0]
-
-
-def _problem(path: Path, expected: Written) -> str | None:
-    try:
-        verify_file(path, expected)
-    except Damaged as damage:
-        return str(damage)
-    return None
-
-
-def _state_text(state: dict[str, Any], files: dict[str, Written]) -> str:
-    """Return the text of `state.json`, which ends with the digest of all before it."""
-    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
-    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
-    return _text(whole | {"digest": _digest(whole)})
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -204,7 +184,9 @@ def write_state(partial: Path, state: dict[str, Any], files: dict[str, Written])
     for name, file in files.items():  # what a rank of another attempt reports is not here
         if (size := (partial / name).stat().st_size) != file.num_bytes:
             raise Damaged(partial / name, f"it has {size} bytes, {file.num_bytes} were written")
-    write_text(partial / STATE, _state_text(state, files))
+    listed = {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(files.items())}
+    whole = {"format": FORMAT, "version": VERSION, **state, "files": listed}
+    write_text(partial / STATE, _text(whole | {"digest": _digest(whole)}))  # of all before it
 
 
 def commit(partial: Path, folder: Path, state: dict[str, Any], files: dict[str, Written]) -> None:
@@ -231,8 +213,8 @@ def point_latest(checkpoints: Path, folder: Path) -> None:
 
 
 def quarantine_newer(checkpoints: Path, step: int) -> list[str]:
-    """Rename checkpoints of later steps than `step`, from which the run goes on: they are of another history, or
-    damaged. Returns the new names."""
+    """Rename checkpoints of later steps than `step`, from which the run resumes: they are damaged, or of another
+    history. Return the new names."""
     names = []
     for folder in list_checkpoints(checkpoints):
         if step_of(folder) > step:

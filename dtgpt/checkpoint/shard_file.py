@@ -33,11 +33,7 @@ class Damaged(UserError):
     """A file of a checkpoint is not what was written."""
 
     def __init__(self, path: Path, reason: object):
-        text = str(reason)
-        super().__init__(
-            f"{path} is damaged ({text if len(text) <= LONGEST_REASON else f'{text[:LONGEST_REASON]}...'})"
-        )
-        self.path, self.reason = path, reason
+        super().__init__(f"{path} is damaged ({str(reason)[:LONGEST_REASON]})")
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,11 @@ class Piece:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
     size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "Piece":
+        """Return the piece that is all of a tensor."""
+        return cls(name, shape, (0,) * len(shape), shape)
 
     @property
     def num_bytes(self) -> int:
@@ -134,17 +135,18 @@ def _entry(name: str, entry: dict, where: dict, data: int, size: int) -> tuple[P
     return piece, data + begin
 
 
-def verify_file(path: Path, expected: Written) -> None:
-    """Raise Damaged where the file is not, byte for byte, the one that was written."""
+def find_damage(path: Path, expected: Written) -> Damaged | None:
+    """Return what is wrong with a file that is not, byte for byte, the one that was written."""
     try:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
-                raise Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
+                return Damaged(path, f"it has {size} bytes, {expected.num_bytes} were written")
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise Damaged(path, error.strerror) from None
+        return Damaged(path, error.strerror)
     if found != expected.sha256:
-        raise Damaged(path, f"its sha256 is {found[:12]}..., {expected.sha256[:12]}... was written")
+        return Damaged(path, f"its sha256 is {found[:12]}..., {expected.sha256[:12]}... was written")
+    return None
 
 
 def copy_overlap(path: Path, piece: Piece, position: int, part: tuple[range, ...], target: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dtgpt.checkpoint.manifest import MOMENTS, file_name
 from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
 from dtgpt.ops.optim.adamw import AdamW
-from dtgpt.parallel.shards import Part, Shards
+from dtgpt.parallel.shards import Shards
 
 # Bytes of data, so that several files are hashed and written at a time. Pinned memory comes in powers of two.
 FILE_LIMIT = 1 << 29
@@ -60,12 +60,9 @@ def files_of(shards: Shards, optimizer: AdamW) -> Iterator[StagedFile]:
             for shard in shards:
                 part, rows = shard.own
                 if all(map(len, part)):
-                    pieces.append(_piece(shard.name + suffix, tuple(shard.parameter.shape), part))
+                    offset, size = tuple(r.start for r in part), tuple(map(len, part))
+                    pieces.append(Piece(shard.name + suffix, tuple(shard.parameter.shape), offset, size))
                     values[pieces[-1].name] = value(shard)[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)
             yield StagedFile(name, group, [values[p.name] for p in group])
-
-
-def _piece(name: str, shape: tuple[int, ...], part: Part) -> Piece:
-    return Piece(name, shape, tuple(r.start for r in part), tuple(map(len, part)))

@@ -1,4 +1,4 @@
-"""Sampling text from a model. The draw for position i is a function of (key, i): samples can be repeated."""
+"""Sample text from a model. The draw for position i is a function of (key, i), so that samples can be repeated."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -51,13 +51,13 @@ class Model:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens: int64 `[B, T]`, T up to `config.seq_length` -> logits `[B, T, V]`, V the true vocabulary, of the
-        dtype that the model computes in."""
+        """Return logits `[B, T, V]`, V the true vocabulary, of the dtype that the model computes in, of tokens int64
+        `[B, T]`, T up to `config.seq_length`."""
         if tokens.dim() != 2 or tokens.is_floating_point() or not len(tokens):
             raise UserError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give whole numbers [B, T]")
         length, whole = tokens.shape[1], self.config.seq_length
         if not 1 <= length <= whole:
-            raise UserError(f"{length} tokens are no input; the model sees 1 to {whole}")
+            raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
         self._check_ids(int(tokens.min()), int(tokens.max()))
         tokens, plan = tokens.to(self.mesh.device), self.mesh.plan
         if plan.pp > 1 or plan.sequence_parallel:  # one length alone is cut and sent
@@ -70,10 +70,9 @@ class Model:
     def generate(
         self, prompt: list[int], new_tokens: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0
     ) -> list[int]:
-        """Up to `new_tokens` ids after the non-empty `prompt`; temperature 0 takes the likeliest token."""
-
+        """Return up to `new_tokens` ids after the non-empty `prompt`; temperature 0 takes the likeliest token."""
         if not prompt:
-            raise UserError("an empty prompt tells nothing to go on from; give at least one token")
+            raise UserError("the prompt is empty; give at least one token")
         self._check_ids(min(prompt), max(prompt))
         for name, value in (("new_tokens", new_tokens), ("temperature", temperature), ("top_k", top_k)):
             if value < 0:
@@ -88,19 +87,19 @@ class Model:
     def _check_ids(self, smallest: int, largest: int) -> None:
         if smallest < 0 or largest >= self.config.vocab_size:
             raise UserError(
-                f"ids {smallest} to {largest} are no tokens of this model; use 0 to {self.config.vocab_size - 1}"
+                f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {self.config.vocab_size - 1}"
             )
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        """Columns of tp ranks side by side, then from the stage that has the head to all others."""
+        """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
         mesh, plan = self.mesh, self.mesh.plan
-        if logits is not None and plan.tp > 1:
+        if logits is None:
+            logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
+        elif plan.tp > 1:
             parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(plan.tp)]
             dist.all_gather(parts, logits.contiguous(), group=mesh.tp_group)
             logits = torch.cat(parts, dim=-1)
         if plan.pp > 1:
-            if logits is None:
-                logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
             last = mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1))
             logits = logits.contiguous()
             dist.broadcast(logits, last, group=mesh.pp_group)
@@ -113,9 +112,9 @@ def load(
     device: str = "auto",
     precision: str = "auto",
 ) -> Model:
-    """The model at `path`, whatever wrote it (see `dtgpt.interop.open`), cut by `plan` over the processes that torchrun
-    started; None: tensor parallel over all of them. device: "auto", "cpu" or "cuda"; precision: "auto", "fp32", "bf16"
-    or "fp16". Raises UserError where the path, the plan or the device is wrong."""
+    """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
+    tensor parallel over all of them. device: "auto", "cpu" or "cuda"; precision: "auto", "fp32", "bf16" or "fp16".
+    Raise UserError where the path, the plan or the device is wrong."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")

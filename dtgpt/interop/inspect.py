@@ -9,12 +9,11 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.interop.open import open_source
-from dtgpt.models.gpt2 import TABLE
-from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-VERIFIED = "  every file is as it was written"
+WHOLE = "every file as it was written"
 
 
 def inspect(path: Path, tensors: bool = False) -> str:
@@ -23,45 +22,34 @@ def inspect(path: Path, tensors: bool = False) -> str:
     tensors: list every parameter with its shape and the SHA-256 of its values.
     Raises UserError if there is no model, or only damaged ones.
     """
-    lines: list[str] = []
-    if (path / "recipe.json").is_file():
-        found = list_checkpoints(path / "checkpoints")
-        if not found:
-            raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
-        opened = {folder: _open(folder) for folder in found}
-        lines = [f"run {path}: {counted(len(found), 'checkpoint')}"]
-        lines += [_one_line(folder, *result) for folder, result in opened.items()]
-        whole = [checkpoint for checkpoint, problem in opened.values() if checkpoint and not problem]
-        if not whole:
-            raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
-        source: Source = Saved(whole[-1])
-        lines += [*_checkpoint(whole[-1]), VERIFIED]
-    elif (path / STATE).is_file():
-        checkpoint, problem = _open(path)
-        if checkpoint is None or problem:
-            raise UserError(f"{problem}; restore the file, or give another checkpoint")
-        source = Saved(checkpoint)
-        lines = [*_checkpoint(checkpoint), VERIFIED]
-    else:
+    is_run = (path / "recipe.json").is_file()
+    if not is_run and not (path / STATE).is_file():
         source = open_source(path)
         lines = [f"{type(source).__name__} model {path}", *_model(source), *source.notes]
-    if tensors:
-        lines += list(_tensors(source))
-    return "\n".join(lines)
+    else:
+        folders = list_checkpoints(path / "checkpoints") if is_run else [path]
+        if not folders:
+            raise UserError(f"{path} has no checkpoint yet; train on, or give another path")
+        opened = {folder: _open(folder) for folder in folders}
+        lines = [f"run {path}: {counted(len(folders), 'checkpoint')}"]
+        lines += [f"  {folder.name}: {size}{problem or WHOLE}" for folder, (_, size, problem) in opened.items()]
+        whole = [checkpoint for checkpoint, _, problem in opened.values() if checkpoint and not problem]
+        if not whole and is_run:
+            raise UserError("; ".join([*lines, "every checkpoint is damaged: restore one"]))
+        if not whole:
+            raise UserError(f"{opened[path][2]}; restore the file, or give another checkpoint")
+        source = Saved(whole[-1])
+        lines = [*(lines if is_run else []), *_checkpoint(whole[-1]), f"  {WHOLE}"]
+    return "\n".join([*lines, *(_tensors(source) if tensors else [])])
 
 
-def _open(folder: Path) -> tuple[Checkpoint | None, str | None]:
-    """Return the checkpoint in `folder`, None if it cannot be opened, and what is wrong with it, None if nothing is."""
+def _open(folder: Path) -> tuple[Checkpoint | None, str, str | None]:
+    """Return the checkpoint in `folder`, None where it cannot be opened; its size; what is wrong with it, if any."""
     try:
         checkpoint = Checkpoint(folder)
-        return checkpoint, checkpoint.problem()
+        return checkpoint, f"{_size(checkpoint)}, ", checkpoint.problem()
     except Damaged as damage:
-        return None, str(damage)
-
-
-def _one_line(folder: Path, checkpoint: Checkpoint | None, problem: str | None) -> str:
-    size = f"{_size(checkpoint)}, " if checkpoint else ""
-    return f"  {folder.name}: {size}{problem or 'every file as it was written'}"
+        return None, "", str(damage)
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
@@ -91,7 +79,9 @@ def _model(source: Source) -> Iterator[str]:
 def _tensors(source: Source) -> Iterator[str]:
     for name in parameter_shapes(source.config):
         values = source.read(name)
-        if name == TABLE:  # without the padding, whose values are arbitrary, and which not every format has
+        if has_vocabulary(
+            name, source.config
+        ):  # without the padding, whose values are arbitrary, and which not every format has
             values = values[: source.config.vocab_size]
         digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
         yield f"  {digest}  {name} {list(values.shape)}"

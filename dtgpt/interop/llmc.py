@@ -7,22 +7,23 @@ all blocks; the final LayerNorm. Matrices are `[out, in]`, the fused QKV is `[3,
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.interop.hf.gpt2 import checked, from_gpt2
+from dtgpt.interop.foreign import as_parameter, checked
+from dtgpt.interop.hf.gpt2 import reorder_qkv
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import open_regular
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # by the version in the header
-POSITIONS = "embedding.wpe.weight"
 
 
 class LLMC(Source):
@@ -48,11 +49,10 @@ class LLMC(Source):
             raise UserError(f"{path} has {size} bytes, where its header asks for {wanted}; copy it again, whole")
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        kind = re.sub(r"^blocks\.\d+\.", "", name)
-        start, shape = self._layout[kind]
-        if kind != name:  # of a block
+        start, shape = self._layout[re.sub(r"^blocks\.\d+", "blocks.0", name)]
+        if name.startswith("blocks."):
             start += int(name.split(".")[1]) * math.prod(shape)
-        return from_gpt2(self._map(start, shape), name, self.config, part)
+        return as_parameter(reorder_qkv(self._map(start, shape), name, self.config), name, self.config, part)
 
     def _map(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """Map `shape` elements from the element `start` on, as they are in the file."""
@@ -80,18 +80,11 @@ def _header(path: Path) -> tuple[list[int], int]:
 
 
 def _layout(config: GPT2Config, rows: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-    """Return (first element, shape) by name, for blocks that of block 0 by the name within it, and the number of
-    elements."""
-    h = config.hidden_size
-    blocks = {
-        "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
-        "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
-        "mlp.fc.weight": (4 * h, h), "mlp.fc.bias": (4 * h,), "mlp.proj.weight": (h, 4 * h), "mlp.proj.bias": (h,),
-    }  # fmt: skip
-    shapes = {TABLE: (rows, h), POSITIONS: (config.seq_length, h), **blocks}
-    shapes |= {"head.ln_f.weight": (h,), "head.ln_f.bias": (h,)}
+    """Return (first element, shape) by name, for blocks that of block 0, and the number of elements. llm.c's order is
+    that of dtgpt's modules."""
+    shapes = parameter_shapes(replace(config, num_layers=1)) | {TABLE: (rows, config.hidden_size)}
     layout, start = {}, 0
     for name, shape in shapes.items():
         layout[name] = start, shape
-        start += math.prod(shape) * (config.num_layers if name in blocks else 1)
+        start += math.prod(shape) * (config.num_layers if name.startswith("blocks.") else 1)
     return layout, start

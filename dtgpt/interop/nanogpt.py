@@ -7,18 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.interop.hf.gpt2 import (
-    check_tensors,
-    checked,
-    from_gpt2,
-    gpt2_name,
-    gpt2_shapes,
-    plain_names,
-    setting,
-    untied,
-)
+from dtgpt.interop.foreign import as_parameter, check_tensors, checked, plain_names, untied, whole_number
+from dtgpt.interop.hf.gpt2 import BUFFERS, PREFIX, reorder_qkv, stored_name
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.models.source import Part, Source
+from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import open_pickle
 
@@ -47,32 +39,37 @@ class NanoGPT(Source):
         if not isinstance(model, dict) or not isinstance(args, dict) or not all(isinstance(n, str) for n in model):
             raise UserError(f"{path} is not a checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
         self.config = _config(args, path)
-        padded = setting(args, ("vocab_size",), None, path)
-        self.notes = (GELU_NOTE, PADDING_NOTE) if padded == PADDED else (GELU_NOTE,)
+        self.notes = (GELU_NOTE, PADDING_NOTE) if args["vocab_size"] == PADDED else (GELU_NOTE,)
         self._tensors = _tensors(model, path)
         output = self._tensors.pop("lm_head.weight", None)
-        found = {name: tuple(t.shape) for name, t in self._tensors.items()}
-        self._shapes = {**gpt2_shapes(self.config, found, path), TABLE: (padded, self.config.hidden_size)}
         biased = args.get("bias", True)
         if type(biased) is not bool:
             raise UserError(
                 f"{path} has bias={shown(biased)}, neither True nor False; give ckpt.pt as nanoGPT wrote it"
             )
-        expected = {gpt2_name(n): s for n, s in self._shapes.items() if biased or not n.endswith(".bias")}
-        check_tensors(found, expected, path)
-        if output is not None and not _same(output, self._tensors["wte.weight"]):
-            raise untied(path)
+        table = args["vocab_size"], self.config.hidden_size
+        expected = (
+            (stored_name(name), table if name == TABLE else shape)
+            for name, shape in iterate_shapes(self.config)
+            if biased or not name.endswith(".bias")
+        )
+        check_tensors({name: tuple(t.shape) for name, t in self._tensors.items()}, expected, path)
+        stored = self._tensors["wte.weight"]
+        if output is not None:
+            alike = (output.shape, output.dtype) == (stored.shape, stored.dtype)
+            if not alike or (output.data_ptr() != stored.data_ptr() and not torch.equal(output, stored)):
+                raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        stored = self._tensors.get(gpt2_name(name))
-        if stored is None:
-            stored = torch.zeros(self._shapes[name], device="cpu")
-        return from_gpt2(stored, name, self.config, part)
+        stored = self._tensors.get(stored_name(name))
+        if stored is None:  # a bias
+            stored = torch.zeros(len(self._tensors[stored_name(name).replace(".bias", ".weight")]), device="cpu")
+        return as_parameter(reorder_qkv(stored, name, self.config), name, self.config, part)
 
 
 def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
     layers, width, heads, length, vocabulary = (
-        setting(args, (name,), None, path) for name in ("n_layer", "n_embd", "n_head", "block_size", "vocab_size")
+        whole_number(args, (name,), None, path) for name in ("n_layer", "n_embd", "n_head", "block_size", "vocab_size")
     )
     config = GPT2Config(
         num_layers=layers,
@@ -87,7 +84,7 @@ def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:
 def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """Return the weights by GPT-2's names. Raise UserError for a value that is not a weight."""
     tensors = {}
-    for plain, name in plain_names(model, path).items():
+    for plain, name in plain_names(model, PREFIX, BUFFERS, path).items():
         value = model[name]
         if not isinstance(value, Tensor):
             raise UserError(
@@ -98,7 +95,3 @@ def _tensors(model: dict[str, Any], path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} has {shown_name(name)} in {value.dtype}; give weights in a floating-point dtype")
         tensors[plain] = value
     return tensors
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))

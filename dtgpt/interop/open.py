@@ -9,8 +9,8 @@ import torch
 from dtgpt.checkpoint.load import Saved, find_checkpoint
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
-from dtgpt.config.plan import Plan
-from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -22,17 +22,16 @@ KNOWN = (
 
 
 def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | None = None) -> Source:
-    """Open the weights at `path`, whatever wrote them. Raise UserError where no format is recognized, or the model is
-    damaged. The processes of a `mesh` share the work of checking a checkpoint. `true_vocab_size`: of a Megatron-LM
-    tree."""
+    """Open the weights at `path`, whatever wrote them. The processes of a `mesh` share the work of checking a
+    checkpoint. `true_vocab_size`: of a Megatron-LM tree. Raise UserError where no format is recognized, or the model is
+    damaged."""
     if not path.exists():
         where = f"leads to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
         raise UserError(f"{path} {where}; give {KNOWN}")
-    mesh = mesh or Mesh(Plan(dp=1), torch.device("cpu"))
-    if (path / STATE).is_file():
-        return Saved(find_checkpoint(mesh, path, path, weights_alone=True))
-    if (path / "recipe.json").is_file():
-        return Saved(find_checkpoint(mesh, path, weights_alone=True))
+    own = (path / STATE).is_file()
+    if own or (path / "recipe.json").is_file():
+        mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))
+        return Saved(find_checkpoint(mesh, path, path if own else None, weights_alone=True))
     # A run that goes on with its own checkpoint needs none of these modules.
     if (path / "config.json").is_file():
         from dtgpt.interop.hf.model import HuggingFace
@@ -53,7 +52,7 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
 
 
-def open_config(path: Path) -> GPT2Config:
+def open_config(path: Path) -> ModelConfig:
     """Return the shape of the model at `path`; of dtgpt's own, without a look at its weights. Raises UserError as
     `open_source` does."""
     own = [path] if (path / STATE).is_file() else []

@@ -6,14 +6,14 @@ from dtgpt.checkpoint.manifest import STATE
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.open import run_of
-from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 
 def named_tokenizer(
-    config: GPT2Config, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
+    config: ModelConfig, tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> Tokenizer | None:
     """Return the tokenizer that options of `dtgpt generate` or `dtgpt convert` name; None where they name none. Raise
     UserError where it has more tokens than the model."""

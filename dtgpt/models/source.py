@@ -6,13 +6,13 @@ table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
-from dtgpt.models.gpt2 import GPT2Config
 
 Part = Sequence[range]
 
@@ -20,7 +20,7 @@ Part = Sequence[range]
 class Source(ABC):
     """`config` is the shape of the model, without dropout; `notes` are sentences that its user should read."""
 
-    config: GPT2Config
+    config: ModelConfig
     notes: Sequence[str] = ()
 
     @abstractmethod
@@ -28,10 +28,18 @@ class Source(ABC):
         """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
 
 
-def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield name and global shape of every parameter, block by block: a file may claim to have any number of them."""
+    layout = config.layout
+    yield from layout.embedding
+    for index in range(config.num_layers):
+        yield from layout.of_block(index)
+    yield from (entry for entry in layout.head if not (config.tied and entry[0] == config.output_name))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the global shape of every parameter, by name."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in unique_parameters(Decoder(config)).items()}
+    return dict(iterate_shapes(config))
 
 
 def cut(whole: Tensor, part: Part | None) -> Tensor:
@@ -39,7 +47,12 @@ def cut(whole: Tensor, part: Part | None) -> Tensor:
     return whole if part is None else whole[tuple(slice(r.start, r.stop) for r in part)]
 
 
-def pad_rows(table: Tensor, config: GPT2Config) -> Tensor:
+def has_vocabulary(name: str, config: ModelConfig) -> bool:
+    """Return whether the parameter `name` has a row for each token, which files pad as they like."""
+    return name in (config.table_name, config.output_name)
+
+
+def pad_rows(table: Tensor, config: ModelConfig) -> Tensor:
     """Return a token table with the rows of the model: the true vocabulary of `table`, then zeros, which never enter a
     softmax."""
     padded = table.new_zeros(config.padded_vocab_size, table.shape[1])

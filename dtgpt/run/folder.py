@@ -9,8 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,16 @@ def create_run(runs: Path, name: str) -> Path:
 
 
 def open_run(folder: Path) -> Path:
-    """The run folder itself; raises UserError where it is none."""
-    if not os.path.lexists(folder):
-        raise UserError(f"{folder} does not exist; give a run folder such as runs/gpt2_tiny-001")
+    """Return the folder. Raise UserError where it is not a run folder."""
     if not (folder / "recipe.json").is_file():
-        raise UserError(f"{folder} is not a run folder (it has no recipe.json); give one such as runs/gpt2_tiny-001")
+        problem = "is not a run folder (it has no recipe.json)" if os.path.lexists(folder) else "does not exist"
+        raise UserError(f"{folder} {problem}; give a run folder such as runs/gpt2_tiny-001")
     return folder
 
 
 def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | None, Path | None]:
-    """Return (run folder to go on with, checkpoint that the user chose), each None where there is none, for a recipe's
-    `resume`. Raises UserError."""
+    """Return the run folder and the checkpoint that `resume` of a recipe names, each None if it names none. Raise
+    UserError for a path that is neither."""
     if resume is None:
         return None, None
     if resume == AUTO:
@@ -86,18 +84,24 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
 
 
 def run_folders(runs: Path, name: str) -> list[Path]:
-    """The folders NAME-001, NAME-002, ..., oldest first."""
+    """Return the folders NAME-001, NAME-002, ..., oldest first."""
     ours = [p for p in runs.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", p.name.removeprefix(f"{name}-"))]
     return sorted(ours, key=lambda p: int(p.name.removeprefix(f"{name}-")))
 
 
-@contextmanager
-def lock_run(folder: Path) -> Iterator[FileLock]:
-    """Let the run belong to this process within the context; raises UserError where another process has it."""
-    lock = FileLock(folder / "lock")
-    with ExitStack() as stack:
+class RunLock(ExitStack):
+    """The lock of this process on its run folder: a context that frees what `take` has locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock: FileLock | None = None
+        self._next, self._lost = 0.0, False  # when to look again, and what was seen
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`. Raise UserError where another process has it."""
+        lock = FileLock(folder / "lock")
         try:
-            stack.enter_context(lock)
+            self._lock = self.enter_context(lock)
         except Held as held:
             raise UserError(
                 f"{folder} is being trained by {held}; wait for it or end it, or leave --resume out"
@@ -111,26 +115,6 @@ def lock_run(folder: Path) -> Iterator[FileLock]:
         else:
             for written in (folder, folder / "samples", folder / "checkpoints"):
                 remove_leftovers(written)
-        yield lock
-
-
-class Claim:
-    """The run folder that belongs to this process until the context ends; none before `take`."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._lock: FileLock | None = None
-        self._next, self._lost = 0.0, False  # when to look again, and what was seen
-
-    def __enter__(self) -> "Claim":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stack.close()
-
-    def take(self, folder: Path) -> None:
-        """Lock `folder`. Raises UserError where another process has it."""
-        self._lock = self._stack.enter_context(lock_run(folder))
 
     def lost(self, at_once: bool = False) -> bool:
         """Return whether the folder was moved, removed or replaced. Looks once a second, unless `at_once`."""
@@ -169,8 +153,8 @@ def values_of(recipe: Any) -> dict[str, Any]:
 
 
 def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
-    """Return what differs between the recipe that a run had and the `values_of` the one that it goes on with: `steps 10
-    -> 20`. A recipe.json that cannot be read differs in nothing."""
+    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps 10 ->
+    20`. A recipe.json that cannot be read differs in nothing."""
     try:
         saved = read_recipe(folder)
     except UserError:
@@ -186,7 +170,7 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
 
 
 def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
-    """Write the resolved recipe and the environment of a run that begins, or goes on, after `step`."""
+    """Write the resolved recipe and the environment of a run that begins or resumes after `step`."""
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
     write_json(folder / "recipe.json", recipe)

@@ -2,7 +2,8 @@
 
 import errno
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ HANG = 8  # the column in which the lines of the header begin
 
 
 class Report:
-    """Report one run; a context that closes its files. Rates leave out the first step (it compiles, allocates
-    and warms caches) and all that happens inside `paused()`."""
+    """Report one run; a context that closes its files. Rates leave out the first step, which compiles, allocates and
+    warms caches, and all that happens inside `paused()`."""
 
     def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
-        self.steps, self.settings, self.mesh, self.device, self.run = recipe.steps, settings, mesh, mesh.device, run
+        """step: the number of steps done so far."""
+        self.steps = recipe.steps or 0  # counted by now
+        self.settings, self.mesh, self.device, self.run = settings, mesh, mesh.device, run
         self.peak = peak_flops(self.device, settings.dtype)
         self.bytes_per_token = data.bytes_per_token()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
@@ -38,19 +41,24 @@ class Report:
         describe_run(run, asdict(recipe), mesh, {**described, "tokens": tokenizer.vocab_size}, step)
         tokenizer.save(run / "tokenizer.json")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
-        self._lap_begin, self._lap_step, self._lap_tokens = time.perf_counter(), None, 0
+        self._lap_begin, self._lap_tokens = time.perf_counter(), 0
+        self._lap_step: int | None = None
+        self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, step)
+
+    def _say_header(self, batch_size: int, rampup: str | None, data: Dataset, step: int) -> None:
+        model, tokenizer = self.settings.model, data.tokenizer
+        batch = f"{batch_size}" if rampup is None else f"{parse_rampup(rampup)[0]} to {batch_size}"
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
-        batch = batch_words(recipe.global_batch_size, recipe.rampup_batch_size)
-        steps = f"{counted(recipe.steps, 'step')} of {batch} x {settings.model.seq_length} tokens"
         header = [
-            f"model   {parameters(settings.model.num_parameters)}; {steps}",
+            f"model   {parameters(model.num_parameters)}; "
+            f"{counted(self.steps, 'step')} of {batch} x {model.seq_length} tokens",
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
             f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})",
-            f"plan    {mesh.plan.name}",
-            f"device  {f'{mesh.world} x ' if mesh.world > 1 else ''}{device_name(self.device)}, "
-            f"{str(settings.dtype).removeprefix('torch.')}",
-            f"run     {run}" + (f", from step {step}" if step else ""),
+            f"plan    {self.mesh.plan.name}",
+            f"device  {f'{self.mesh.world} x ' if self.mesh.world > 1 else ''}{device_name(self.device)}, "
+            f"{str(self.settings.dtype).removeprefix('torch.')}",
+            f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
 
@@ -68,8 +76,8 @@ class Report:
 
     def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
         self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
-        told = "" if bits is None else f"  bits/byte {bits:.3f}"
-        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{told}")
+        suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
+        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{suffix}")
 
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
@@ -100,8 +108,8 @@ class Report:
         say(f"loss    {sparkline(losses)}\nrun     {self.run}")
 
     @contextmanager
-    def paused(self):
-        """Time that is not training: first the device finishes what it has queued."""
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the context out of the rates. The device finishes what it has queued first."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
@@ -109,7 +117,7 @@ class Report:
         self._lap_begin += time.perf_counter() - begin
 
     def _rates(self, step: int, tokens: int) -> dict[str, float]:
-        """Since the last progress line; nothing on the first."""
+        """Return the rates since the last progress line; nothing on the first."""
         now, last, seen = time.perf_counter(), self._lap_step, tokens - self._lap_tokens
         seconds, self._lap_begin, self._lap_step, self._lap_tokens = now - self._lap_begin, now, step, tokens
         if last is None or step == last:
@@ -138,17 +146,12 @@ def sample_path(run: Path, step: int) -> Path:
     return run / "samples" / f"step_{step:08d}.txt"
 
 
-def batch_words(whole: int, rampup: str | None) -> str:
-    """Return the samples of a step in words: `32`, or `8 to 32` while the batch size ramps up."""
-    return f"{whole}" if rampup is None else f"{parse_rampup(rampup)[0]} to {whole}"
-
-
 def _known(values: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
 class NullReport:
-    """The report of every rank but the first: nothing."""
+    """Report nothing, on every rank but the first."""
 
     def step(self, *_) -> None: ...
 
@@ -158,5 +161,5 @@ class NullReport:
 
     def finish(self) -> None: ...
 
-    def paused(self):
+    def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -55,8 +55,8 @@ class StopRequest:
 
 
 def interrupt_imports() -> None:
-    """From now on Ctrl-C is KeyboardInterrupt, as it was, except while a module is imported: there it ends the process
-    at once, since C++ code that torch runs then cannot pass the exception on."""
+    """Let Ctrl-C end the process at once while a module is imported, since C++ code that torch runs then cannot pass an
+    exception on. At other times it still raises KeyboardInterrupt."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -77,8 +77,8 @@ def say_interrupted() -> None:
 
 
 def follow_launcher() -> None:
-    """Under torchrun, from now on: where torchrun is gone without having ended this process, SIGTERM as torchrun would
-    have sent it, and the end of the process 120 s later, whatever it waits for."""
+    """Under torchrun, watch from now on whether torchrun still runs. If it is gone without having ended this process,
+    send SIGTERM, as torchrun would have, and end the process 120 s later, whatever it waits for."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
         return
     with suppress(RuntimeError):  # there can be no more threads

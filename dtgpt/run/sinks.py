@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a line that a killed process or a full disk left half written is ignored."""
+    """Return the records of a metrics.jsonl, without lines that a killed process or a full disk left half written."""
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -55,7 +56,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 class Wandb:
-    """Weights & Biases, imported only when asked for. A resumed run goes on under the id kept in `wandb-id`."""
+    """Weights & Biases, imported only when asked for. A resumed run keeps its id, which is in `wandb-id`."""
 
     def __init__(self, run: Path, log: LogConfig, recipe: dict[str, Any]):
         wandb, id_file = import_wandb(), run / "wandb-id"
@@ -97,52 +98,54 @@ def check_wandb(mode: str) -> None:
         )
 
 
+def _memory(record: dict[str, Any]) -> str:
+    total = record.get("memory_total_gib")
+    return f"mem {record['memory_gib']:.1f}{f'/{total:.0f}' if total else ''} GiB"
+
+
+# The parts of a progress line, in its order, by the value that must be known for it.
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "batch_size": lambda r: f"batch {r['batch_size']}",
+    "loss": lambda r: f"loss {r['loss']:.4f}",
+    "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
+    "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
+    "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
+    "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
+    "tokens_per_second": lambda r: f"{_rounded(r['tokens_per_second'])} tok/s",
+    "tokens_per_second_per_device": lambda r: f"{_rounded(r['tokens_per_second_per_device'])}/device",
+    "mfu": lambda r: f"mfu {r['mfu']:.0%}",
+    "memory_gib": _memory,
+    "eta_seconds": lambda r: f"eta {duration(r['eta_seconds'])}",
+}
+LEAST = ("memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "grad_norm", "eta_seconds")
+
+
 def progress_line(record: dict[str, Any], steps: int) -> str:
-    """`step 120/1000  loss 3.2141  ...` from a record, no wider than the terminal (80 columns where there is none):
-    what is not known, and what matters least, is left out."""
-    digits, get = len(str(steps)), record.get
-    each = get("tokens_per_second_per_device")
-    total = f"/{get('memory_total_gib'):.0f}" if get("memory_total_gib") else ""
-    parts = {  # in the order of the line
-        "step": f"step {record['step']:>{digits}}/{steps}",
-        "batch": f"batch {get('batch_size')}" if get("batch_size") else "",
-        "loss": f"loss {record['loss']:.4f}",
-        "bits": f"bits/byte {record['bits_per_byte']:.3f}" if "bits_per_byte" in record else "",
-        "norm": f"gnorm {record['grad_norm']:.2f}",
-        "lr": f"lr {record['lr']:.1e}".replace("e-0", "e-"),
-        "scale": f"scale {_power(get('loss_scale'))}, {get('skipped_steps')} skipped" if get("loss_scale") else "",
-        "rate": f"{_rounded(get('tokens_per_second'))} tok/s" if get("tokens_per_second") else "",
-        "each": f"{_rounded(each)}/device" if each else "",
-        "mfu": f"mfu {get('mfu'):.0%}" if get("mfu") else "",
-        "memory": f"mem {record['memory_gib']:.1f}{total} GiB",
-        "eta": f"eta {duration(get('eta_seconds'))}" if get("eta_seconds") is not None else "",
-    }
-    width = shutil.get_terminal_size().columns
-    for least in ("memory", "bits", "each", "mfu", "norm", "eta"):
-        if len(_joined(parts)) > width:
-            parts[least] = ""
-    return _joined(parts)
-
-
-def _joined(parts: dict[str, str]) -> str:
-    return "  ".join(part for part in parts.values() if part)
+    """Return `step 120/1000  loss 3.2141  ...` of a record, no wider than the terminal (80 columns where there is
+    none): what is not known, and what matters least, is left out."""
+    parts = {"step": f"step {record['step']:>{len(str(steps))}}/{steps}"}
+    parts |= {name: part(record) for name, part in PARTS.items() if record.get(name) is not None}
+    for name in LEAST:
+        if len("  ".join(parts.values())) > shutil.get_terminal_size().columns:
+            parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 def _power(scale: float) -> str:
-    """`2^16`, or the number itself where it is no power of two."""
+    """Return `2^16`, or the number itself where it is not a power of two."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _rounded(number: float) -> str:
-    """`950`, `412k`, `1.23M`."""
+    """Return `950`, `412k` or `1.23M`."""
     if number < 1e4:
         return f"{number:.0f}"
     return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """A curve in one line of text, `width` characters at most; each character is the mean of its share of values."""
+    """Return a curve in one line of text, `width` characters at most, each the mean of its share of values."""
     values = [v for v in values if v is not None and math.isfinite(v)]
     if not values:
         return ""

@@ -96,7 +96,7 @@ def record(trainer: Trainer, steps: int) -> Record | None:
         losses.append(trainer.mean_loss(result))
         norms.append(result.norm.item())
         travel += trainer.optimizer.lr.item()
-    memory = mesh.gather(peak_memory(mesh.device)[0])
+    memory = mesh.gather(peak_memory(mesh.device))
     keep("weight", attrgetter("local"))
     planned = None
     if mesh.device.type == "cuda":

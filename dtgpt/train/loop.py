@@ -15,7 +15,7 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
-from dtgpt.run.folder import Claim, changes_since, values_of
+from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
@@ -37,8 +37,8 @@ def train(recipe: Recipe) -> int:
     with ExitStack() as stack:
         begun = startup.start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
-        claim = stack.enter_context(Claim())
-        checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, claim)
+        lock = stack.enter_context(RunLock())
+        checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
         if checkpoint:
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
             run = checkpoint.folder.parents[1]
@@ -53,7 +53,7 @@ def train(recipe: Recipe) -> int:
                 return 0
         stack.enter_context(stop)
         trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not (checkpoint or recipe.init_from))
-        loop = Loop(recipe, trainer, claim, stop)
+        loop = Loop(recipe, trainer, lock, stop)
         if checkpoint:
             loop.resume(checkpoint)
         elif recipe.init_from is not None:
@@ -66,7 +66,7 @@ def train(recipe: Recipe) -> int:
             say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, values))]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
-            run = startup.new_run(recipe.runs, recipe.name, mesh, claim)
+            run = startup.new_run(recipe.runs, recipe.name, mesh, lock)
         return loop.run_to_end(run, left)
 
 
@@ -84,8 +84,8 @@ class Due(NamedTuple):
 class Loop:
     """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, claim: Claim, stop: StopRequest):
-        self.recipe, self.trainer, self.claim, self.stop = recipe, trainer, claim, stop
+    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest):
+        self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
@@ -101,7 +101,7 @@ class Loop:
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
-        """Train, report into the folder `run`, which rank 0 has as its `claim`, and return the exit code of `train`.
+        """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
         recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
         checkpoints = run / "checkpoints"
@@ -181,7 +181,7 @@ class Loop:
         """Wait for the device, and return the loss of the step, the mean loss of the interval and the norm of the
         gradient. Raises UserError, on all ranks, where the run has diverged or lost its folder."""
         step, optimizer = self.trainer.step, self.trainer.optimizer
-        loss, mean, lost = self.interval.read(result.loss, self.claim.lost(at_once=True))
+        loss, mean, lost = self.interval.read(result.loss, self.lock.lost(at_once=True))
         if lost:
             raise folder_lost(self.saver.checkpoints.parent, step)
         norm = result.norm.item()
@@ -201,7 +201,7 @@ class Loop:
             "grad_norm": norm,
             "lr": trainer.optimizer.lr.item(),
             "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
-            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)[0]),
+            "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             **trainer.optimizer.metrics(),
             **trainer.sizes.metrics(trainer.step - 1),
         }
@@ -250,12 +250,12 @@ class Loop:
 
     def _check_folder(self) -> None:
         """Raise UserError, on all ranks, where the run folder is gone."""
-        if self.mesh.any(self.claim.lost(at_once=True)):
+        if self.mesh.any(self.lock.lost(at_once=True)):
             raise folder_lost(self.saver.checkpoints.parent, self.trainer.step)
 
     def _must_end(self) -> bool:
         """Return whether this process has a reason to end after the step."""
-        return bool(self.stop) or self.claim.lost()
+        return bool(self.stop) or self.lock.lost()
 
     def interrupted(self) -> bool:
         """Return whether any process has a reason to end, the same on all."""

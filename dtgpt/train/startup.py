@@ -22,7 +22,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.run.folder import AUTO, Claim, create_run, run_to_resume, values_of
+from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.sinks import check_wandb
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
@@ -75,22 +75,22 @@ def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
         yield trainer
 
 
-def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Mesh, claim: Claim) -> Checkpoint | None:
-    """Return the checkpoint to resume, every file of which was verified, with its run folder locked by `claim`; None
+def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Mesh, lock: RunLock) -> Checkpoint | None:
+    """Return the checkpoint to resume, every file of which was verified, with its run folder locked by `lock`; None
     for a new run. `resume`, `runs`, `name`: as in a recipe."""
     run, chosen = mesh.on_rank_0(lambda: run_to_resume(resume, Path(runs), name))
     if run is None:
         if resume == AUTO:
             say(f"{runs} holds no checkpoint of {name} to resume; a new run begins")
         return None
-    mesh.on_rank_0(lambda: claim.take(run))
+    mesh.on_rank_0(lambda: lock.take(run))
     return find_checkpoint(mesh, run, chosen, check=check_interval)
 
 
-def new_run(runs: str, name: str, mesh: Mesh, claim: Claim) -> Path:
-    """Return a new run folder, locked by `claim`."""
+def new_run(runs: str, name: str, mesh: Mesh, lock: RunLock) -> Path:
+    """Return a new run folder, locked by `lock`."""
     run = mesh.on_rank_0(lambda: create_run(Path(runs), name))
-    mesh.on_rank_0(lambda: claim.take(run))
+    mesh.on_rank_0(lambda: lock.take(run))
     return run
 
 

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,15 @@ PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tok
 
 def package_versions() -> dict[str, str]:
     """Return the version of each of `PACKAGES` that is installed."""
-    return {name: version for name in PACKAGES if (version := _version(name))} | {"torch": torch.__version__}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions | {"torch": torch.__version__}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, source revision and command: what one needs to run the same again."""
+    """Return versions, device, source revision and command: what one needs to run the same again."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -40,7 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _git_revision() -> str | None:
-    """Of the checkout that dtgpt runs from, "-dirty" where files differ from it; None outside a checkout."""
+    """Return the revision of the checkout that dtgpt runs from, "-dirty" where files differ; None outside of one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

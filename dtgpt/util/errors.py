@@ -40,7 +40,7 @@ def optional_package(package: str, what: str, module: str = "") -> Any:
 
 def remedy(error: BaseException, otherwise: str = "") -> str:
     """Return what a user can do about an error of the system, `otherwise` where no remedy is known for it."""
-    return REMEDIES.get(getattr(error, "errno", None), otherwise)
+    return REMEDIES.get(getattr(error, "errno", 0), otherwise)
 
 
 class _Short(reprlib.Repr):
@@ -53,7 +53,7 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         return builtins.repr(x) if abs(x) < LARGEST_SHOWN else f"<integer of {x.bit_length()} bits>"
 
-    def repr_bytes(self, x: bytes, level: int) -> str:
+    def repr_bytes(self, x: Any, level: int) -> str:
         return self.repr_str(x, level)
 
     repr_bytearray = repr_bytes

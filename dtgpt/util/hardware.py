@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,15 +30,13 @@ DEVICE_MEMORY = {
 
 
 def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense FLOP/s at 16 bits, or None where it is not known (and in fp32, whose peak depends on the TF32 setting)."""
+    """Return dense FLOP/s at 16 bits; None where they are not known, and in fp32, whose peak depends on TF32."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     return peak_of_name(torch.cuda.get_device_name(device))
@@ -50,7 +49,7 @@ def peak_of_name(name: str) -> float | None:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device, or of the machine."""
+    """Return the bytes of the device, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -70,8 +69,8 @@ def check_memory(state: int, local_world: int, device: torch.device) -> None:
 
 
 @contextmanager
-def memory_errors_as_user_errors(remedy: str):
-    """What PyTorch raises when memory runs out becomes a UserError with this remedy."""
+def memory_errors_as_user_errors(remedy: str) -> Iterator[None]:
+    """Raise UserError, with this remedy, instead of what PyTorch raises when memory runs out."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
@@ -83,7 +82,8 @@ def memory_errors_as_user_errors(remedy: str):
 
 
 def why_no_compiler(device: torch.device) -> str | None:
-    """What torch.compile misses here: a C++ compiler for the CPU, a C compiler and Triton for CUDA; None: nothing."""
+    """Return what torch.compile lacks here, if anything: a C++ compiler for the CPU, a C compiler and Triton for
+    CUDA."""
     variable, programs = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     if not any(shutil.which(p) for p in (*programs, os.environ.get(variable) or "")):
         return f"no compiler ({' or '.join(programs)}) was found"
@@ -92,12 +92,12 @@ def why_no_compiler(device: torch.device) -> str | None:
     return None
 
 
-def peak_memory(device: torch.device) -> tuple[float, float | None]:
-    """(largest use so far, size of the device or None) in GiB: of the allocator on CUDA, resident memory on a CPU."""
+def peak_memory(device: torch.device) -> float:
+    """Return the largest use so far in GiB: of the allocator on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30, total_memory(device) / 2**30
+        return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

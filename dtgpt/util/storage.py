@@ -162,6 +162,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Do what `atomic_folder` does for a folder that the user asked for: raise UserError instead of OSError."""
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists already; give another path")
     try:
         with atomic_folder(folder) as partial:
             yield partial

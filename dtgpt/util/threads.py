@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -31,14 +31,10 @@ class Threads(Executor):
             _run(future, task)
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            with suppress(Empty):
-                while True:
-                    self._tasks.get_nowait()[0].cancel()
+    def __exit__(self, *exception: object) -> None:
         for _ in self._threads:
             self._tasks.put(None)
-        for thread in self._threads if wait else []:
+        for thread in self._threads:
             thread.join()
 
     def _serve(self) -> None:

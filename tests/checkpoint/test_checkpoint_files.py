@@ -18,8 +18,8 @@ from dtgpt.checkpoint.shard_file import (
     Written,
     by_size,
     copy_overlap,
+    find_damage,
     read_header,
-    verify_file,
     write_file,
 )
 from dtgpt.parallel.coordinates import chunk
@@ -74,7 +74,7 @@ def test_any_part_of_any_cut_is_read_element_by_element(tmp_path, seed):
     tensors = random_tensors(rng)
     paths, written = scattered(rng, tensors, tmp_path)
     for path, expected in zip(paths, written, strict=True):
-        verify_file(path, expected)
+        assert find_damage(path, expected) is None
     pieces = [(path, piece, position) for path in paths for piece, position in read_header(path)]
     for name, whole in tensors.items():
         for part in [tuple(map(range, whole.shape)), *(random_part(rng, whole.shape) for _ in range(5))]:
@@ -237,7 +237,7 @@ def test_a_header_that_lies_is_refused_with_its_path(tmp_path, lie):
     with_header(tmp_path / "x.safetensors", LIES[lie])
     with pytest.raises(Damaged, match=r"x\.safetensors is damaged \(.+\)") as error:
         read_header(tmp_path / "x.safetensors")
-    assert error.value.path == tmp_path / "x.safetensors"
+    assert str(error.value).startswith(f"{tmp_path / 'x.safetensors'} is damaged")
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, LARGEST_HEADER, LARGEST_HEADER + 1, 2**63, 2**64 - 1])
@@ -264,8 +264,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     for path in (tmp_path / "folder", tmp_path / "nothing"):
         with pytest.raises(Damaged, match=path.name):
             read_header(path)
-        with pytest.raises(Damaged, match=path.name):
-            verify_file(path, Written(0, ""))
+        assert path.name in str(find_damage(path, Written(0, "")))
 
 
 def test_random_bytes_in_a_header_are_refused_or_make_pieces_within_the_file(tmp_path):
@@ -299,5 +298,5 @@ def test_a_file_that_is_not_the_one_that_was_written_is_refused(tmp_path, change
     content[-5] ^= change == "flip"
     ends = {"flip": content, "cut": content[:-1], "more": content + b"\0", "empty": b""}
     path.write_bytes(ends[change])
-    with pytest.raises(Damaged, match="sha256" if change == "flip" else "bytes, .* were written"):
-        verify_file(path, written)
+    words = "its sha256 is" if change == "flip" else "were written"
+    assert words in str(find_damage(path, written))

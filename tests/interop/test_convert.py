@@ -91,7 +91,7 @@ def test_round_trips_through_all_formats_are_bitwise(run, convert, tmp_path):
 def test_what_the_checkpoint_knows_of_the_training_goes_to_megatron(run, convert, tmp_path):
     convert(run / "checkpoints" / "step_00000002", tmp_path / "tree", "--to", "megatron")
     source = Megatron(tmp_path / "tree")
-    assert (source.iteration, source.consumed_samples) == (2, 16)
+    assert (source.iteration, source._ranks[0, 0].args.consumed_train_samples) == (2, 16)
     convert(run, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "release", "--to", "megatron")
     assert (tmp_path / "release" / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -147,7 +147,7 @@ WRONG = {
     "pp for dtgpt": (["RUN", "out", "--target-pipeline-parallel-size", "2"], ["pipeline_parallel_size=2"]),
     "no tp rank": (["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "0"], ["size=0", "1 or more"]),
     "no pp rank": (["RUN", "out", "--to", "hf", "--target-pipeline-parallel-size", "-1"], ["size=-1", "1 or more"]),
-    "heads": (["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "4"], ["num_heads=2", "1 or 2"]),
+    "heads": (["RUN", "out", "--to", "megatron", "--target-tensor-parallel-size", "4"], ["num_heads=2", "divisor"]),
     "layers": (["RUN", "out", "--to", "megatron", "--target-pipeline-parallel-size", "4"], ["num_layers=2"]),
     "a vocabulary for a run": (["RUN", "out", "--to", "hf", "--true-vocab-size", "200"], ["true_vocab_size=200"]),
     "a vocabulary beyond": (["TREE", "out", "--true-vocab-size", "500"], ["true_vocab_size=500", "1 to 256"]),

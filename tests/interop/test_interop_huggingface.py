@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from dtgpt.interop.hf import model as huggingface
+from dtgpt.interop.hf.gpt2 import TANH_GELU
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import TABLE, GPT2Config
@@ -103,7 +104,7 @@ def test_logits_of_an_imported_model_are_those_of_transformers(tmp_path, vocab_s
     assert not source.read(TABLE)[vocab_size:].any()
 
 
-@pytest.mark.parametrize("name", huggingface.TANH_GELU)
+@pytest.mark.parametrize("name", TANH_GELU)
 def test_every_accepted_activation_is_the_tanh_form(tmp_path, name):
     theirs = their_model(activation_function=name)
     theirs.save_pretrained(tmp_path / "gpt2")
@@ -157,7 +158,7 @@ def test_sharded_folders_are_read(tmp_path):
 
 def test_shards_are_written_one_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "SHARD_BYTES", 60_000)
-    convert, written, alive = huggingface._to_gpt2, [], []
+    convert, written, alive = huggingface.cast, [], []
 
     def watched(*args):
         tensor = convert(*args)
@@ -165,10 +166,10 @@ def test_shards_are_written_one_at_a_time(tmp_path, monkeypatch):
         alive.append(sum(s.nbytes() for ref in written if (s := ref()) is not None))
         return tensor
 
-    monkeypatch.setattr(huggingface, "_to_gpt2", watched)
+    monkeypatch.setattr(huggingface, "cast", watched)
     ours = our_model()
     save_huggingface(InMemory(ours), tmp_path / "gpt2")
-    assert 40_000 < max(alive) <= 60_000
+    assert 30_000 < max(alive) <= 60_000
     files = sorted((tmp_path / "gpt2").glob("*.safetensors"))
     total = sum(t.nbytes for f in files for t in load_file(f).values())
     index = json.loads((tmp_path / "gpt2" / "model.safetensors.index.json").read_text())
@@ -219,7 +220,7 @@ def test_half_precision_is_read_and_written(tmp_path, dtype):
 
 def test_sizes_that_are_missing_are_those_of_transformers(tmp_path, folder):
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    refused(lambda: HuggingFace(folder), "12 blocks", "holds 3")
+    refused(lambda: HuggingFace(folder), "wte.weight", "[50257, 768]")
     sizes = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "n_ctx": 24, "vocab_size": 131}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     assert HuggingFace(folder).config.layer_norm_eps == 1e-5
@@ -246,7 +247,7 @@ def test_sizes_of_no_model_are_refused(folder, settings):
 
 
 def test_a_configuration_of_more_blocks_than_there_are_is_refused_without_building_them(folder):
-    refused(lambda: HuggingFace(edit(folder, n_layer=1_000_000)), "1000000 blocks", "holds 3")
+    refused(lambda: HuggingFace(edit(folder, n_layer=1_000_000)), "no tensor h.3.ln_1.weight")
 
 
 @pytest.mark.parametrize("settings", [{"n_inner": 192}, {"reorder_and_upcast_attn": True}])
@@ -335,7 +336,7 @@ def test_an_index_that_does_not_tell_the_truth_is_refused(folder):
         ({"weight_map": ["a"]}, ["weight_map"]),
         ({"weight_map": names | {"transformer.wpe.weight": "gone.safetensors"}}, ["gone.safetensors"]),
         ({"weight_map": names | {"transformer.wpx.weight": "other.safetensors"}}, ["wpx", "index"]),
-        ({"weight_map": {}}, ["3 blocks", "holds 0"]),
+        ({"weight_map": {}}, ["no tensor wte.weight"]),
     ):
         index.write_text(json.dumps(content))
         refused(lambda: HuggingFace(folder), *words)

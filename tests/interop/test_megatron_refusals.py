@@ -190,7 +190,7 @@ def test_an_untied_output_layer_is_refused_without_args_too(tmp_path, weights):
         torch.save(content, path)
 
     write_tree(tmp_path, weights, save=save)
-    with pytest.raises(UserError, match="output layer of its own"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         Megatron(tmp_path)
 
 
@@ -209,12 +209,12 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path, weights):
     for number, (change, words) in enumerate(
         [
             (lambda c: setattr(c["args"], "hidden_size", 64), "hidden_size=64"),
-            (lambda c: c.update(iteration=31), "iteration 31"),
-            (lambda c: c.update(checkpoint_version=2.0), "version 2"),
-            (lambda c: encoder(c).pop(key), "lacks blocks.1.mlp.fc.bias"),
-            (lambda c: encoder(c).update({key: torch.ones(128)}), r"blocks.1.mlp.fc.bias of shape \(128,\)"),
-            (lambda c: encoder(c).update({"layers.2.mlp.dense_h_to_4h.bias": torch.ones(64)}), "another stage"),
-            (lambda c: c.update(model0=c.pop("model"), model1={}), "2 chunks"),
+            (lambda c: c.update(iteration=31), "iteration=31"),
+            (lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=2"),
+            (lambda c: encoder(c).pop(key), "has no tensor blocks.1.mlp.fc.bias"),
+            (lambda c: encoder(c).update({key: torch.ones(128)}), "blocks.1.mlp.fc.bias of shape"),
+            (lambda c: encoder(c).update({"layers.2.mlp.dense_h_to_4h.bias": torch.ones(64)}), "holds blocks.2"),
+            (lambda c: c.update(model0=c.pop("model"), model1={}), "chunks=2"),
         ]
     ):
         root = write_tree(tmp_path / str(number), weights, 2, 2)
@@ -223,7 +223,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path, weights):
             Megatron(root)
     root = write_tree(tmp_path / "first", weights, 2, 2)
     edit(root / "iter_0000030/mp_rank_00_001/model_optim_rng.pt", lambda c: encoder(c).pop("layers.0." + key[9:]))
-    with pytest.raises(UserError, match=r"mp_rank_00_001/model_optim_rng.pt lacks blocks.0.mlp.fc.bias"):
+    with pytest.raises(UserError, match=r"mp_rank_00_001/model_optim_rng.pt has no tensor blocks.0.mlp.fc.bias"):
         Megatron(root)
 
 

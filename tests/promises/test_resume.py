@@ -8,7 +8,7 @@ import pytest
 
 import dtgpt.checkpoint.staging
 from dtgpt.checkpoint.manifest import list_checkpoints
-from dtgpt.run.folder import lock_run, run_to_resume
+from dtgpt.run.folder import RunLock, run_to_resume
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import change_state
@@ -77,7 +77,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(recipe, monkeypatc
 def test_a_run_belongs_to_one_process(recipe):
     train(change(recipe, steps=5))
     run = newest_run(recipe)
-    with lock_run(run), pytest.raises(UserError, match="being trained by another process"):
+    with RunLock() as lock, pytest.raises(UserError, match="being trained by another process"):
+        lock.take(run)
         train(change(recipe, resume=str(run)))
     assert train(change(recipe, resume=str(run))) == 0
 

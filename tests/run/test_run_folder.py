@@ -7,7 +7,7 @@ import pytest
 
 import dtgpt.run.folder
 from dtgpt.checkpoint.manifest import list_checkpoints
-from dtgpt.run.folder import Claim
+from dtgpt.run.folder import RunLock
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
@@ -104,10 +104,10 @@ def test_all_ranks_end_when_the_folder_is_gone(recipe, plan, background):
 
 def test_a_look_at_a_folder_is_rare_unless_it_must_be_at_once(tmp_path, monkeypatch):
     looks = []
-    with Claim() as claim:
-        assert not claim.lost(at_once=True)
-        claim.take(tmp_path)
+    with RunLock() as lock:
+        assert not lock.lost(at_once=True)
+        lock.take(tmp_path)
         (tmp_path / "lock").unlink()
         monkeypatch.setattr(dtgpt.run.folder.time, "monotonic", lambda: looks.append(1) or 100.0)
-        claim._next = 100.5
-        assert not claim.lost() and claim.lost(at_once=True) and claim.lost()
+        lock._next = 100.5
+        assert not lock.lost() and lock.lost(at_once=True) and lock.lost()

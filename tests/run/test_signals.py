@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.run.folder import lock_run
+from dtgpt.run.folder import RunLock
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
@@ -126,8 +126,8 @@ def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
     assert log.count(f"dtgpt: torchrun (process {process.pid}) is gone") == 1 and "Traceback" not in log
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     assert len(ranks) == 2 and f"stopped at step {int(checkpoint.name.removeprefix('step_'))}/" in log
-    with lock_run(run):  # which nobody holds
-        pass
+    with RunLock() as lock:
+        lock.take(run)  # nobody else holds it
 
 
 @pytest.mark.parametrize("start", [[], ["-m", "dtgpt", "train"]])

@@ -26,7 +26,7 @@ from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
-from dtgpt.run.folder import Claim
+from dtgpt.run.folder import RunLock
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import Loop, train
 from dtgpt.train.startup import open_trainer
@@ -50,7 +50,7 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 @contextmanager
 def saving(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Loop]:
     """Yield a `Loop` around `run` that saves into the folder `checkpoints`."""
-    loop = Loop(recipe, run, Claim(), StopRequest())
+    loop = Loop(recipe, run, RunLock(), StopRequest())
     with Saver(checkpoints, run.shards, run.optimizer.adamw, **options) as loop.saver:
         run.before_update = loop.saver.before_update
         yield loop

@@ -15,7 +15,7 @@ from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.generate import tokenizer_of
-from dtgpt.run.folder import changes_since
+from dtgpt.run.folder import changes_since, values_of
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
@@ -190,4 +190,4 @@ def test_metrics_and_recipes_that_python_cannot_follow_are_left_out(recipe, tmp_
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}]
     for text in ("[" * 100_000, "9" * 5000):
         (tmp_path / "recipe.json").write_text(text)
-        assert changes_since(tmp_path, recipe) == []
+        assert changes_since(tmp_path, values_of(recipe)) == []

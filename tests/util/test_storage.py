@@ -11,7 +11,7 @@ import pytest
 import dtgpt.run.folder
 from dtgpt.data.megatron.indexed import IndexedWriter
 from dtgpt.data.prepare.target import lock_prefix
-from dtgpt.run.folder import lock_run
+from dtgpt.run.folder import RunLock
 from dtgpt.run.plot import plot_runs
 from dtgpt.run.sinks import JsonLines
 from dtgpt.train.loop import train
@@ -81,7 +81,7 @@ def test_a_lock_names_its_holder(tmp_path):
         with pytest.raises(Held, match=rf"another process \({ME}\S+\)"), FileLock(tmp_path / "lock"):
             pass
         with pytest.raises(UserError, match=rf"is being trained by another process \({ME}\S+\); wait"):
-            lock_run(tmp_path).__enter__()
+            RunLock().take(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "x" * 9999, "pid 1 on \x1b[31m\n", "pid -1 on a b\n", "\xff\n"])
@@ -99,7 +99,8 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path, content):
     code += f"s.FileLock(pathlib.Path({str(tmp_path / 'lock')!r})).__enter__()\n"
     subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], check=False)
     for _ in range(2):
-        with lock_run(tmp_path):
+        with RunLock() as lock:
+            lock.take(tmp_path)
             assert re.fullmatch(rf"{ME}\S+\n", (tmp_path / "lock").read_text())
 
 
@@ -132,9 +133,9 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused_at_once(tmp_path, kind):
     (tmp_path / "precious").write_text("mine")
     special(tmp_path / "lock", kind, tmp_path / "precious")
     special(tmp_path / ".out.lock", kind, tmp_path / "precious")
-    for claim in (lock_run(tmp_path), lock_prefix(tmp_path / "out")):
+    for lock in (lambda: RunLock().take(tmp_path), lock_prefix(tmp_path / "out").__enter__):
         with pytest.raises(UserError, match=r"lock is not a regular file with one name, .*; remove it$"):
-            claim.__enter__()
+            lock()
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -146,7 +147,7 @@ def test_a_lock_in_a_folder_that_cannot_be_written_is_refused_with_the_remedy(tm
     with pytest.raises(
         UserError, match=r"lock cannot be written \(Read-only file system\); choose a place that can be"
     ):
-        lock_run(tmp_path).__enter__()
+        RunLock().take(tmp_path)
 
 
 NAMES = ["lock", "metrics.jsonl", "metrics.partial", ".recipe.json.new", "recipe.json", "environment.json", "loss.png",

@@ -1,123 +1,103 @@
-"""What is common to all formats with GPT-2's own names and order.
+"""GPT-2 as transformers has it: names, layout and the fields of config.json.
 
-OpenAI's release, and after it nanoGPT, Hugging Face and llm.c, keep the fused QKV as `[3, N, D]` along its output, name
-blocks `h.0`, and pad the token table as they like.
+OpenAI's release, and after it nanoGPT, Hugging Face and llm.c, keep the fused QKV as `[3, N, D]` along its output and
+name blocks `h.0`. Hugging Face's matrices lie transposed, `[in, out]`, as OpenAI's.
 """
 
+import json
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
-from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, cut, pad_rows, parameter_shapes
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.interop.foreign import checked, epsilon, whole_number
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
+from dtgpt.util.errors import UserError, shown
 
-THEIR_NAMES = {
-    "embedding.": "", "head.": "", "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
-    "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+PREFIX = "transformer."
+BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which old versions saved too
+NAMES = {
+    "blocks.": "h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
+    "mlp.proj": "mlp.c_proj",
 }  # fmt: skip
+# The names that transformers has for GELU with tanh; they differ in rounding only.
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
 
-Shapes = Mapping[str, tuple[int, ...]]
 
-
-def gpt2_name(name: str) -> str:
-    """Return GPT-2's name of dtgpt's parameter `name`, without the prefix `transformer.`."""
-    for ours, theirs in THEIR_NAMES.items():
+def stored_name(name: str) -> str:
+    """Return GPT-2's name of dtgpt's parameter `name`, without PREFIX."""
+    name = name.removeprefix("embedding.").removeprefix("head.")
+    for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
 
 
-def is_matrix(name: str) -> bool:
-    """Return whether dtgpt's parameter `name` is the weight of a linear map, `[out, in]`."""
+def stored_names(name: str) -> list[str]:
+    return [stored_name(name)]
+
+
+def from_stored(stored: list[Tensor], name: str, config: ModelConfig) -> Tensor:
+    """Return Hugging Face's tensor of dtgpt's parameter `name` in dtgpt's layout."""
+    (whole,) = stored
+    return reorder_qkv(whole.T if _is_matrix(name) else whole, name, config)
+
+
+def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:
+    """Return dtgpt's parameter `name` in Hugging Face's layout."""
+    if ".attn.qkv." in name:
+        whole = rearrange(whole, "(n three d) ... -> (three n d) ...", three=3, n=config.num_heads)
+    return [whole.T if _is_matrix(name) else whole]
+
+
+def reorder_qkv(stored: Tensor, name: str, config: ModelConfig) -> Tensor:
+    """Return a tensor with matrices `[out, in]`, as nanoGPT and llm.c have them, in dtgpt's layout."""
+    if ".attn.qkv." not in name:
+        return stored
+    return rearrange(stored, "(three n d) ... -> (n three d) ...", three=3, n=config.num_heads)
+
+
+def _is_matrix(name: str) -> bool:
     return name.endswith(".weight") and (".attn." in name or ".mlp." in name)
 
 
-def from_gpt2(stored: Tensor, name: str, config: GPT2Config, part: Part | None) -> Tensor:
-    """Return dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own. `stored`: GPT-2's tensor, where
-    a matrix is `[out, in]`; it may be mapped from a file."""
-    whole = stored
-    if ".attn.qkv." in name:
-        whole = rearrange(stored, "(three n d) ... -> (n three d) ...", three=3, n=config.num_heads)
-    elif name == TABLE:
-        whole = pad_rows(stored, config)
-    piece = cut(whole, part)
-    if part is None and whole.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
-        return piece.float().contiguous()  # copied already
-    return torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(piece)
-
-
-def gpt2_shapes(config: GPT2Config, found: Shapes, place: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that GPT-2's tensors must have, by dtgpt's names: the table without padding, matrices `[out,
-    in]`. Raise UserError where `found`, by GPT-2's names, has another number of blocks, before a model of that size is
-    laid out."""
-    blocks = {match[1] for name in found if (match := re.match(r"h\.(\d+)\.", name))}
-    if len(blocks) != config.num_layers:
-        raise UserError(
-            f"{place} is a model of {shown(config.num_layers)} blocks by its configuration, but holds {len(blocks)}; "
-            "give a complete model"
-        )
-    return {**parameter_shapes(config), TABLE: (config.vocab_size, config.hidden_size)}
-
-
-def check_tensors(found: Shapes, expected: Shapes, place: Path) -> None:
-    """Raise UserError for a tensor that is missing, has another shape or is unknown. Both mappings have GPT-2's
-    names."""
-    for name, shape in expected.items():
-        if name not in found:
-            raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
-        if tuple(found[name]) != shape:
-            raise UserError(
-                f"{place} has {name} of shape {shown(list(found[name]))} where its configuration asks for "
-                f"{list(shape)}; give weights and configuration of the same model"
-            )
-    unknown = sorted(found.keys() - expected.keys())
-    if unknown:
-        raise UserError(
-            f"{place} holds {shown_name(unknown[0])}, which no GPT-2 language model has; give one without it"
-        )
-
-
-def untied(place: Path) -> UserError:
-    return UserError(
-        f"{place} has an output projection lm_head.weight that is not wte.weight, while dtgpt's model has one table "
-        "for both; give a model with tied embeddings"
+def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
+    """Return the shape that config.json describes, with transformers' defaults. Raise UserError for options that dtgpt
+    does not have."""
+    width = whole_number(settings, ("n_embd", "hidden_size"), 768, path)
+    rules = {
+        "activation_function": ("gelu_new", lambda v: v in TANH_GELU, f"dtgpt has {', '.join(TANH_GELU)}"),
+        "n_inner": (None, lambda v: v in (None, 4 * width), f"dtgpt's MLP is 4 n_embd = {4 * width} wide"),
+        "tie_word_embeddings": (True, lambda v: v is True, "dtgpt's output projection is the token table"),
+        "scale_attn_weights": (True, lambda v: v is True, "dtgpt divides scores by sqrt(D)"),
+        "scale_attn_by_inverse_layer_idx": (False, lambda v: v is False, "dtgpt divides scores by sqrt(D) alone"),
+        "add_cross_attention": (False, lambda v: v is False, "dtgpt's model has no encoder to attend to"),
+    }
+    for name, (default, fits, reason) in rules.items():
+        value = settings.get(name, default)
+        if not fits(value):
+            text = json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
+            raise UserError(f"{path} has {name}={text}; {reason}: give another model")
+    config = GPT2Config(
+        num_layers=whole_number(settings, ("n_layer", "num_hidden_layers"), 12, path),
+        hidden_size=width,
+        num_heads=whole_number(settings, ("n_head", "num_attention_heads"), 12, path),
+        seq_length=whole_number(settings, ("n_positions", "max_position_embeddings", "n_ctx"), 1024, path),
+        vocab_size=whole_number(settings, ("vocab_size",), GPT2_124M.vocab_size, path),
+        layer_norm_eps=epsilon(settings, ("layer_norm_epsilon",), 1e-5, path),
     )
+    return checked(config, path)
 
 
-def plain_names(names: Iterable[str], place: Path) -> dict[str, str]:
-    """Return the name in the file by GPT-2's name. Wrappers add a prefix (torch.compile `_orig_mod.`). Old versions
-    saved the causal mask too; it is left out. Raise UserError where one tensor has two names."""
-    plain: dict[str, str] = {}
-    for there in names:
-        name = re.sub(r"^(_orig_mod\.)?(transformer\.)?", "", there)
-        if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
-            continue
-        if name in plain:
-            both = f"{shown_name(plain[name])} and {shown_name(there)}"
-            raise UserError(f"{place} holds {shown_name(name)} twice, as {both}; give a model as it was saved")
-        plain[name] = there
-    return plain
-
-
-def setting(settings: Mapping[str, Any], names: tuple[str, ...], default: int | None, place: Path) -> int:
-    """Return the whole number under the first of `names` that is there. Raise UserError for another value."""
-    value = next((settings[n] for n in names if settings.get(n) is not None), default)
-    if type(value) is not int:
-        raise UserError(
-            f"{place} has {names[0]}={shown(value)}, which is not a whole number; give the file as it was written"
-        )
-    return value
-
-
-def checked(config: GPT2Config, place: Path) -> GPT2Config:
-    """Return `config`. Raise UserError, with the place, where no model has this shape."""
-    try:
-        config.validate()
-    except UserError as error:
-        raise UserError(f"{place} is not a model that dtgpt can hold: {error}") from None
-    return config
+def write_config(config: GPT2Config) -> dict[str, Any]:
+    """Return the fields of config.json."""
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_heads, "n_inner": None,
+        "n_positions": config.seq_length, "n_ctx": config.seq_length, "vocab_size": config.vocab_size,
+        "layer_norm_epsilon": config.layer_norm_eps, "initializer_range": config.init_std,
+        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout,
+        "scale_attn_weights": True, "tie_word_embeddings": True,
+    }  # fmt: skip

@@ -1,86 +1,97 @@
-"""GPT-2 in the folders of Hugging Face's transformers: read tensor by tensor, and written.
+"""Models in the folders of Hugging Face's transformers: read tensor by tensor, and written.
 
-Such a folder has `config.json` and `model.safetensors`, or shards of it with `model.safetensors.index.json`. Names and
-order are GPT-2's, and matrices lie transposed, `[in, out]`.
+Such a folder has `config.json` and `model.safetensors`, or shards of it with `model.safetensors.index.json`. What
+belongs to one architecture stands in a file of its own, such as `gpt2.py`.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, first_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.hf.gpt2 import (
-    check_tensors,
-    checked,
-    from_gpt2,
-    gpt2_name,
-    gpt2_shapes,
-    is_matrix,
-    plain_names,
-    setting,
-    untied,
-)
-from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.interop.foreign import as_parameter, cast, check_dtype, check_tensors, plain_names, untied
+from dtgpt.interop.hf import gpt2
+from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import new_folder, open_regular, read_json, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
-# The names that transformers has for GELU with tanh; they differ in rounding only.
-TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
 ROWS = 4096  # of two tables compared at a time
-PREFIX = "transformer."
 # Without these words transformers would take an empty tokenizer for the model's; with them it says that there is none.
 NO_TOKENIZER = {"tokenizer_config.json": {"tokenizer_class": CLASS}}
 REMEDY = "give a folder that transformers can load"
 
 
-class HuggingFace(Source):
-    """A folder with GPT-2's `config.json` and safetensors, with or without the prefix `transformer.`.
+class Architecture(Protocol):
+    """What transformers calls the parameters of one architecture, how they lie, and what its config.json says. A
+    parameter may be stored as several tensors, such as a fused QKV."""
 
-    Raises UserError for a file that is missing or broken, a model that is not GPT-2 as dtgpt computes it, and tensors
-    that do not fit the configuration. `read` maps one file and loads one tensor.
+    PREFIX: str  # of all names but that of the output projection
+    BUFFERS: re.Pattern[str]  # names, without PREFIX, that are left out
+
+    def stored_names(self, name: str) -> list[str]: ...
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig) -> Tensor: ...
+    def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]: ...
+    def read_config(self, settings: dict[str, Any], path: Path) -> ModelConfig: ...
+    def write_config(self, config: Any) -> dict[str, Any]: ...
+
+
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2}  # by `model_type`, which is dtgpt's name too
+
+
+class HuggingFace(Source):
+    """A folder with `config.json` and safetensors, with or without the prefix of the architecture.
+
+    Raises UserError for a file that is missing or broken, a model that dtgpt does not compute, and tensors that do not
+    fit the configuration. `read` maps one file and loads one tensor.
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.config = _read_config(folder / "config.json")
-        files = _files(folder)
-        self._names = plain_names(files, folder)
+        self.folder, path = folder, folder / "config.json"
+        settings = _read_object(path)
+        kind = settings.get("model_type")
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
+            raise UserError(
+                f"{path} has model_type={shown(kind)}; dtgpt's model is {', '.join(ARCHITECTURES)}: give another model"
+            )
+        architecture, files = ARCHITECTURES[kind], _files(folder)
+        self.config = architecture.read_config(settings, path)
+        self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
-        output = shapes.pop("lm_head.weight", None)
-        if output and "wte.weight" not in shapes:  # the tied table was saved under its other name
-            self._files["wte.weight"] = self._files["lm_head.weight"]
-            self._names["wte.weight"] = self._names["lm_head.weight"]
-            shapes["wte.weight"] = output
-        expected = gpt2_shapes(self.config, shapes, folder)
-        check_tensors(shapes, {gpt2_name(n): s[::-1] if is_matrix(n) else s for n, s in expected.items()}, folder)
-        if output and (output != shapes["wte.weight"] or not all(map(self._tied, range(0, output[0], ROWS)))):
+        (table,), (output,) = map(architecture.stored_names, (self.config.table_name, self.config.output_name))
+        saved_output = shapes.pop(output, None) if self.config.tied else None
+        if saved_output and table not in shapes:  # the tied table was saved under its other name
+            shapes[table] = saved_output
+            self._files[table], self._names[table] = self._files[output], self._names[output]
+        check_tensors(shapes, _stored_shapes(self.config), folder)
+        if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
             raise untied(folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        stored = self._open(gpt2_name(name), lambda file, there: file.get_tensor(there))
-        return from_gpt2(stored.T if is_matrix(name) else stored, name, self.config, part)
+        architecture = ARCHITECTURES[self.config.architecture]
+        names = architecture.stored_names(name)
+        stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
+        return as_parameter(architecture.from_stored(stored, name, self.config), name, self.config, part)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
         """Return `action(file, name in it)` for the file that holds a tensor."""
         return _with_file(self._files[plain], lambda file: action(file, self._names[plain]))
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes by GPT-2's names, from the headers. Raise UserError for a dtype that dtgpt does not
-        read."""
+    def _shapes(self) -> dict[str, Shape]:
+        """Return the shapes by plain names, from the headers. Raise UserError for a dtype that dtgpt does not read."""
         there = {path: _with_file(path, _header) for path in set(self._files.values())}
         shapes = {}
         for plain, path in self._files.items():
@@ -89,17 +100,31 @@ class HuggingFace(Source):
                     f"{path} has no tensor {shown_name(self._names[plain])}, where the index puts it; copy it again"
                 )
             dtype, shapes[plain] = there[path][self._names[plain]]
-            if dtype not in DTYPES:
-                raise UserError(f"{path} has {shown_name(plain)} in {dtype}; give weights in {', '.join(DTYPES)}")
+            if dtype not in STORED:
+                raise UserError(f"{path} has {shown_name(plain)} in {dtype}; give weights in {', '.join(STORED)}")
         return shapes
 
-    def _tied(self, first: int) -> bool:
-        """Return whether embedding and output projection agree in the ROWS rows from `first`."""
-        wte, head = (
-            self._open(n, lambda file, there: file.get_slice(there)[first : first + ROWS].float())
-            for n in ("wte.weight", "lm_head.weight")
-        )
-        return torch.equal(wte, head)
+    def _same_rows(self, one: str, other: str) -> bool:
+        """Return whether two tables agree, looking at ROWS rows at a time."""
+
+        def rows(plain: str, begin: int) -> Tensor:
+            return self._open(plain, lambda file, there: file.get_slice(there)[begin : begin + ROWS].float())
+
+        return all(torch.equal(rows(one, n), rows(other, n)) for n in range(0, self.config.vocab_size, ROWS))
+
+
+def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield plain name and tensor of what transformers has for dtgpt's parameter `name`."""
+    architecture = ARCHITECTURES[config.architecture]
+    true = whole[: config.vocab_size] if has_vocabulary(name, config) else whole
+    return zip(architecture.stored_names(name), architecture.to_stored(true, name, config), strict=True)
+
+
+def _stored_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the plain name and shape that every tensor must have."""
+    for name, shape in iterate_shapes(config):
+        for plain, stored in _to_stored(torch.empty(shape, device="meta"), name, config):
+            yield plain, tuple(stored.shape)
 
 
 def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -118,7 +143,7 @@ def _with_file(path: Path, action: Callable[[Any], Any]) -> Any:
         raise UserError(f"{path} cannot be read ({str(error)[:200]}); copy it again, whole") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     value = read_json(path, REMEDY)
     if not isinstance(value, dict):
         raise UserError(f"{path} cannot be read (it holds no object); {REMEDY}")
@@ -135,50 +160,13 @@ def _files(folder: Path) -> dict[str, Path]:
             f"{folder} has neither {single.name} nor {index.name}; save the model with transformers' save_pretrained "
             "and safe_serialization=True"
         )
-    named = _read_json(index).get("weight_map")
+    named = _read_object(index).get("weight_map")
     if not isinstance(named, dict):
         raise UserError(f"{index} has no weight_map that says where each tensor is; copy it again")
     for file in named.values():
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
             raise UserError(f"{index} names the file {shown(file)}; a shard is a .safetensors file in the same folder")
     return {name: folder / file for name, file in named.items()}
-
-
-def _read_config(path: Path) -> GPT2Config:
-    """Return the shape that `config.json` describes, with transformers' defaults. Raise UserError for options that
-    dtgpt does not have."""
-    settings = _read_json(path)
-    width = setting(settings, ("n_embd", "hidden_size"), 768, path)
-    rules = {
-        "model_type": (None, lambda v: v == "gpt2", "dtgpt's model is gpt2"),
-        "activation_function": ("gelu_new", lambda v: v in TANH_GELU, f"dtgpt has {', '.join(TANH_GELU)}"),
-        "n_inner": (None, lambda v: v in (None, 4 * width), f"dtgpt's MLP is 4 n_embd = {4 * width} wide"),
-        "tie_word_embeddings": (True, lambda v: v is True, "dtgpt's output projection is the token table"),
-        "scale_attn_weights": (True, lambda v: v is True, "dtgpt divides scores by sqrt(D)"),
-        "scale_attn_by_inverse_layer_idx": (False, lambda v: v is False, "dtgpt divides scores by sqrt(D) alone"),
-        "add_cross_attention": (False, lambda v: v is False, "dtgpt's model has no encoder to attend to"),
-    }
-    for name, (default, fits, reason) in rules.items():
-        value = settings.get(name, default)
-        if not fits(value):
-            raise UserError(f"{path} has {name}={_json(value)}; {reason}: give another model")
-    epsilon = settings.get("layer_norm_epsilon", 1e-5)
-    if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-        raise UserError(f"{path} has layer_norm_epsilon={shown(epsilon)}; it must be more than 0 and less than 1")
-    config = GPT2Config(
-        num_layers=setting(settings, ("n_layer", "num_hidden_layers"), 12, path),
-        hidden_size=width,
-        num_heads=setting(settings, ("n_head", "num_attention_heads"), 12, path),
-        seq_length=setting(settings, ("n_positions", "max_position_embeddings", "n_ctx"), 1024, path),
-        vocab_size=setting(settings, ("vocab_size",), GPT2_124M.vocab_size, path),
-        layer_norm_eps=epsilon,
-    )
-    return checked(config, path)
-
-
-def _json(value: Any) -> str:
-    """Return a value of JSON as it is written there, shortened."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def save_huggingface(
@@ -191,10 +179,7 @@ def save_huggingface(
     Raises UserError where the folder exists (before anything is read), `dtype` is none of DTYPES, a weight leaves the
     range of fp16, or writing fails. The folder appears when it is whole.
     """
-    if dtype not in DTYPES.values():
-        raise UserError(f"dtype={dtype} is not one of weights; use one of {', '.join(map(str, DTYPES.values()))}")
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; give another path")
+    check_dtype(dtype)
     with new_folder(folder) as partial:
         try:
             _save_weights(source, partial, dtype)
@@ -205,63 +190,37 @@ def save_huggingface(
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    shards, total = _shards(source.config, dtype), 0
+    config = source.config
+    pieces = (Piece.whole(name, shape) for name, shape in iterate_shapes(config))
+    shards = list(by_size(pieces, SHARD_BYTES * torch.float32.itemsize // dtype.itemsize))  # pieces are fp32
     where: dict[str, str] = {}
-    for i, names in enumerate(shards):
+    for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = {PREFIX + gpt2_name(name): _to_gpt2(source, name, dtype) for name in names}
+        tensors = {}
+        for name in (piece.name for piece in shard):
+            prefix = "" if name == config.output_name else ARCHITECTURES[config.architecture].PREFIX
+            for plain, stored in _to_stored(source.read(name), name, config):
+                tensors[prefix + plain] = cast(stored, dtype, name)
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # by the umask; save_file takes another one
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(mode)
         where |= dict.fromkeys(tensors, file)
-        total += sum(t.nbytes for t in tensors.values())
         del tensors  # before the next file's are read
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        size = sum(math.prod(shape) for _, shape in _stored_shapes(config)) * dtype.itemsize
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
 
 
-def _shards(config: GPT2Config, dtype: torch.dtype) -> list[list[str]]:
-    """Return dtgpt's names, file by file, none above SHARD_BYTES unless one tensor is."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, shape in parameter_shapes(config).items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        if shards[-1] and size + nbytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    return shards
-
-
-def _to_gpt2(source: Source, name: str, dtype: torch.dtype) -> Tensor:
-    """Return GPT-2's tensor of a parameter, in `dtype`. Raise UserError where fp16 cannot hold a weight."""
-    whole, config = source.read(name), source.config
-    if ".attn.qkv." in name:
-        whole = rearrange(whole, "(n three d) ... -> (three n d) ...", three=3, n=config.num_heads)
-    elif name == TABLE:
-        whole = whole[: config.vocab_size]
-    stored = (whole.T if is_matrix(name) else whole).to(dtype).contiguous()
-    if dtype == torch.float16 and stored.isinf().any() and not whole.isinf().any():
-        raise UserError(f"{name} has weights beyond the range of torch.float16; use torch.bfloat16 or torch.float32")
-    return stored
-
-
-def _settings(config: GPT2Config, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+def _settings(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     """Return the content of each JSON file. Without a tokenizer only GPT-2's own vocabulary has a known end of text:
     its last id."""
     end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     if tokenizer is not None:
         ends = {"bos_token_id": first_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
-    model = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-        "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_heads, "n_inner": None,
-        "n_positions": config.seq_length, "n_ctx": config.seq_length, "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": config.layer_norm_eps, "initializer_range": config.init_std,
-        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout,
-        "scale_attn_weights": True, "tie_word_embeddings": True, "torch_dtype": str(dtype).removeprefix("torch."),
-    }  # fmt: skip
-    return {"config.json": model | ends, "generation_config.json": ends | {"max_length": config.seq_length}}
+    model = ARCHITECTURES[config.architecture].write_config(config)
+    return {
+        "config.json": model | {"torch_dtype": str(dtype).removeprefix("torch.")} | ends,
+        "generation_config.json": ends | {"max_length": config.seq_length},
+    }

@@ -1,5 +1,4 @@
-"""The shape of a GPT-2 from Megatron-LM's `args`, or where a release has none from its tensors; what is no GPT-2 is
-refused."""
+"""The shape of a GPT-2 from Megatron-LM's `args`, or from its tensors where a release has none. Refuse other models."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtgpt.interop.hf.gpt2 import checked
+from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.interop.megatron.names import POSITIONS, padded_rows
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown, shown_name
@@ -18,10 +17,10 @@ GPT2_VOCABULARY = GPT2_124M.vocab_size
 HEAD_DIM = 64  # of every published GPT-2
 
 # What each rank's args must agree on with the first rank's.
+ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the name until 2026, and since
 STRUCTURE = (
     "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "apply_layernorm_1p",
-    "layernorm_zero_centered_gamma",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", *ZERO_CENTERED,
 )  # fmt: skip
 
 # args -> the only values with which a model is a GPT-2, None where the version had no such argument; and what it has
@@ -74,12 +73,22 @@ def read_config(
     }
     notes: list[str] = []
     if args is None:
-        heads, eps = _guess_heads(hidden, path), GPT2Config.layer_norm_eps
+        if hidden % HEAD_DIM:
+            raise UserError(
+                f"{path} has no args, and hidden size {hidden} is not a multiple of {HEAD_DIM}, so its attention heads "
+                "are unknown; save it with args"
+            )
+        heads, eps = hidden // HEAD_DIM, GPT2Config.layer_norm_eps
         notes.append(f"{path} says nothing of attention heads; {hidden} / {HEAD_DIM} = {heads} were taken")
     else:
         _check_agreement(args, found, path)
-        heads, eps = _number(args, "num_attention_heads", path), _epsilon(args, path)
-        _refuse_widths(args, heads, hidden, path)
+        heads = whole_number(vars(args), ("num_attention_heads",), None, path)
+        eps = epsilon(vars(args), ("norm_epsilon", "layernorm_epsilon"), GPT2Config.layer_norm_eps, path)
+        for name, width in (("ffn_hidden_size", 4 * hidden), ("kv_channels", hidden // max(heads, 1))):
+            if getattr(args, name, None) not in (None, width):
+                raise UserError(
+                    f"{path} has {name}={shown_name(getattr(args, name))}, and dtgpt's model has {width}; give a GPT-2"
+                )
         if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
             notes.append(EXACT_GELU_NOTE)
     config = GPT2Config(
@@ -113,65 +122,11 @@ def true_vocabulary(
     return rows, []
 
 
-def consumed_samples(args: Namespace | None) -> int:
-    value = getattr(args, "consumed_train_samples", 0)
-    return value if type(value) is int and 0 <= value < 1 << 62 else 0
-
-
-def is_zero_centered(args: Namespace | None) -> bool:
-    """Return whether the weight of a LayerNorm is stored as its distance from 1; the argument's name changed in
-    2026."""
-    return any(getattr(args, name, None) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
-
-
-def parallel_sizes(args: Namespace | None) -> tuple[int | None, int | None]:
-    """Return the (tensor, pipeline) parallel sizes where args say so; before checkpoint_version 3.0 there was only
-    one."""
-    tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", None))
-    return tensor, getattr(args, "pipeline_model_parallel_size", None)
-
-
-def check_same_args(args: Namespace | None, first: Namespace | None, path: Path, first_path: Path) -> None:
-    """Raise UserError where two ranks' args are of two models."""
-    for name in STRUCTURE:
-        here, there = getattr(args, name, None), getattr(first, name, None)
-        if here != there:
-            raise UserError(
-                f"{path} has {name}={shown(here)}, but {first_path} has {name}={shown(there)}; give a folder with one "
-                "checkpoint in it"
-            )
-
-
-def _guess_heads(hidden: int, path: Path) -> int:
-    if hidden % HEAD_DIM:
-        raise UserError(
-            f"{path} has no args, and hidden size {hidden} is not a multiple of {HEAD_DIM}, so its attention heads are "
-            "unknown; save it with args"
-        )
-    return hidden // HEAD_DIM
-
-
-def _number(args: Namespace, name: str, path: Path) -> int:
-    value = getattr(args, name, None)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"{path} has args with {name}={shown(value)}, not a number; save the checkpoint again")
-    return value
-
-
-def _epsilon(args: Namespace, path: Path) -> float:
-    """Return `norm_epsilon`, which was `layernorm_epsilon` before 2024."""
-    given = (getattr(args, name, None) for name in ("norm_epsilon", "layernorm_epsilon"))
-    value = next((value for value in given if value is not None), GPT2Config.layer_norm_eps)
-    if not isinstance(value, int | float) or not 0 < value < 1:
-        raise UserError(f"{path} has args with a LayerNorm epsilon of {shown(value)}; it must be between 0 and 1")
-    return float(value)
-
-
 def _check_agreement(args: Namespace, found: Mapping[str, int], path: Path) -> None:
     for name, value in found.items():
         if name == "padded_vocab_size" and getattr(args, name, None) is None:
             continue  # known only where a tokenizer was built
-        if _number(args, name, path) != value:
+        if whole_number(vars(args), (name,), None, path) != value:
             raise UserError(
                 f"{path} has args with {name}={shown(getattr(args, name))}, but the checkpoint's tensors have {value}; "
                 "give a folder with one complete checkpoint in it"
@@ -190,20 +145,6 @@ def refuse_others(args: Namespace, path: Path) -> None:
     experts = getattr(args, "num_experts", None)
     if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
         lacks["num_experts"] = "experts"
-    _refuse(lacks, args, path)
-
-
-def _refuse_widths(args: Namespace, heads: int, hidden: int, path: Path) -> None:
-    lacks = {}
-    if getattr(args, "ffn_hidden_size", None) not in (None, 4 * hidden):
-        lacks["ffn_hidden_size"] = "another width of the MLP"
-    if getattr(args, "kv_channels", None) not in (None, hidden // max(heads, 1)):
-        lacks["kv_channels"] = "another width of heads"
-    _refuse(lacks, args, path)
-
-
-def _refuse(lacks: Mapping[str, str], args: Namespace, path: Path) -> None:
-    """Raise UserError that tells what dtgpt's model lacks, by the names in args."""
     if lacks:
         words = ", ".join(f"{lack} ({name}={shown_name(getattr(args, name))})" for name, lack in lacks.items())
         raise UserError(

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.interop.foreign import cast, check_dtype
 from dtgpt.interop.megatron.names import BLOCK_NAMES, POSITIONS, cut_dimension, padded_rows
-from dtgpt.interop.megatron.tree import DTYPES, FILE_NAMES, TRACKER, rank_folder
+from dtgpt.interop.megatron.tree import FILE_NAMES, TRACKER, rank_folder
 from dtgpt.models.config import VOCAB_MULTIPLE
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
@@ -28,18 +30,24 @@ def save_megatron(
     iteration: int | None = None,
     consumed_samples: int = 0,
 ) -> None:
-    """Write the weights of `source` as the root of a checkpoint, which must not exist yet or be empty, with a file for
-    each of the ranks; one file is in memory at a time.
+    """Write the weights of `source` as the root of a new checkpoint with a file for each rank, one in memory at a time.
 
-    `iteration`: of the training so far; None: a release, from which Megatron-LM starts at 0. Raises UserError, before
-    anything is written, for sizes that do not divide the model; and for weights that fp16 cannot hold.
+    `iteration`: of the training so far, 1 or more; None: a release, from which Megatron-LM starts at 0. Raises
+    UserError, before anything is written, for sizes that do not divide the model; and for weights beyond fp16.
     """
     sizes = tensor_parallel_size, pipeline_parallel_size
-    _check_sizes(source.config, *sizes)
-    _check_rest(dtype, iteration, consumed_samples)
-    _check_target(folder)
+    config = source.config
+    if not isinstance(config, GPT2Config):
+        raise UserError(f"a Megatron-LM tree holds a GPT-2, and this model is {config.architecture}; use --to hf")
+    for what, size, over, ranks in (
+        ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
+        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
+    ):
+        if ranks < 1 or size % ranks:
+            raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
+    check_dtype(dtype)
     state = {
-        "args": _args(source.config, *sizes, dtype, iteration, consumed_samples),
+        "args": _args(config, sizes, dtype, iteration, consumed_samples),
         "checkpoint_version": VERSION,
         "iteration": iteration or 0,
     }
@@ -62,50 +70,19 @@ def _save(content: dict[str, Any], path: Path) -> None:
             raise OSError(str(error).splitlines()[0]) from None
 
 
-def _check_sizes(config: GPT2Config, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    for what, size, over, ranks in (
-        ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
-        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
-    ):
-        if ranks < 1 or size % ranks:
-            divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
-            choice = " or ".join([", ".join(divisors[:-1]), divisors[-1]] if len(divisors) > 1 else divisors)
-            raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use {choice}")
-
-
-def _check_rest(dtype: torch.dtype, iteration: int | None, consumed_samples: int) -> None:
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype} is not one of Megatron-LM's weights; use {', '.join(map(str, DTYPES))}")
-    if iteration is not None and iteration < 1:
-        raise UserError(f"iteration={iteration} is refused by Megatron-LM; use 1 or more, or none for a release")
-    if consumed_samples < 0:
-        raise UserError(f"consumed_samples={consumed_samples} is not a number of samples; use 0 or more")
-
-
-def _check_target(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already and would be overwritten; give a new or empty folder")
-
-
 def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tuple[int, int]) -> dict[str, Any]:
     """Return what Megatron-LM keeps under `model` for the (tensor, pipeline) rank."""
-    config, (_, p) = source.config, rank
-    shapes = parameter_shapes(config)
-    first, last = p == 0, p == sizes[1] - 1
+    config, shapes = source.config, parameter_shapes(source.config)
+    (t, p), (tensor_parallel_size, pipeline_parallel_size) = rank, sizes
+    first, last, layers = p == 0, p == pipeline_parallel_size - 1, config.num_layers // pipeline_parallel_size
 
     def piece(name: str) -> Tensor:
-        return _piece(source, name, shapes[name], dtype, rank[0], sizes[0])
+        part = [range(n) for n in shapes[name]]
+        if (dim := cut_dimension(name)) is not None:
+            part[dim] = chunk(part[dim], tensor_parallel_size, t)
+        return cast(source.read(name, part), dtype, name)  # version 3.0 has dtgpt's order of QKV
 
-    table = _table(source, dtype, rank[0], sizes[0]) if first or last else None
-    language_model: dict[str, Any] = {}
-    if first:
-        language_model["embedding"] = {
-            "word_embeddings": {"weight": table},
-            "position_embeddings": {"weight": piece(POSITIONS)},
-        }
-    layers = config.num_layers // sizes[1]
+    table = _table(source, dtype, t, tensor_parallel_size) if first or last else None
     encoder = {
         f"layers.{n}.{theirs[0]}.{kind}": piece(f"blocks.{p * layers + n}.{ours}.{kind}")
         for n in range(layers)
@@ -114,21 +91,12 @@ def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tup
     }
     if last:
         encoder |= {f"final_layernorm.{kind}": piece(f"head.ln_f.{kind}") for kind in ("weight", "bias")}
-    model: dict[str, Any] = {"language_model": {**language_model, "encoder": encoder}}
-    if last and not first:
-        model["word_embeddings_for_head"] = {"weight": table}
-    return model
-
-
-def _piece(
-    source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int, tensor_parallel_size: int
-) -> Tensor:
-    """Return one tensor-parallel rank's part of a parameter. Version 3.0 has dtgpt's order of QKV."""
-    part = [range(n) for n in shape]
-    if (dim := cut_dimension(name)) is not None:
-        size = shape[dim] // tensor_parallel_size
-        part[dim] = range(rank * size, (rank + 1) * size)
-    return _cast(source.read(name, part), dtype, name)
+    language_model: dict[str, Any] = {"encoder": encoder}
+    if first:
+        embedding = {"word_embeddings": {"weight": table}, "position_embeddings": {"weight": piece(POSITIONS)}}
+        language_model = {"embedding": embedding, **language_model}
+    copy = {"word_embeddings_for_head": {"weight": table}} if last and not first else {}
+    return {"language_model": language_model, **copy}
 
 
 def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: int) -> Tensor:
@@ -140,32 +108,18 @@ def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: 
     rows = range(min(rank * size, last), min((rank + 1) * size, config.vocab_size))
     true = source.read(TABLE, [rows, columns])
     index = torch.arange(rank * size, (rank + 1) * size).clamp(max=last) - rows.start
-    return _cast(true[index], dtype, TABLE)
-
-
-def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in memory of its own, since torch.save writes the whole storage behind a view. Raise UserError
-    for an overflow."""
-    out = torch.empty(piece.shape, dtype=dtype).copy_(piece)
-    if dtype == torch.float16 and bool((out.isinf() & piece.isfinite()).any()):
-        raise UserError(f"{name} has values beyond {torch.finfo(dtype).max:.0f}, the largest of {dtype}; use bfloat16")
-    return out
+    return cast(true[index], dtype, TABLE)
 
 
 def _args(
-    config: GPT2Config,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    dtype: torch.dtype,
-    iteration: int | None,
-    consumed_samples: int,
+    config: GPT2Config, sizes: tuple[int, int], dtype: torch.dtype, iteration: int | None, consumed_samples: int
 ) -> Namespace:
     """Return the arguments that Megatron-LM compares with its own when it loads, takes over with
     --use-checkpoint-args, and that its converters read. Enums are left out, so that the file opens without
     Megatron-LM."""
     gpt2 = config.vocab_size == GPT2_124M.vocab_size
+    tensor_parallel_size, pipeline_parallel_size = sizes
     return Namespace(
-        **_shape_args(config),
         padded_vocab_size=padded_rows(config.vocab_size, tensor_parallel_size),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         tokenizer_type="GPT2BPETokenizer" if gpt2 else "NullTokenizer",
@@ -183,48 +137,38 @@ def _args(
         bf16=dtype == torch.bfloat16,
         iteration=iteration or 0,
         consumed_train_samples=consumed_samples,
-        consumed_valid_samples=0,
         data_parallel_random_init=False,
         bert_binary_head=True,
-        no_load_optim=True,
-        no_load_rng=True,
-        no_save_optim=True,
-        no_save_rng=True,
+        num_layers=config.num_layers,
+        encoder_num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=4 * config.hidden_size,
+        num_attention_heads=config.num_heads,
+        kv_channels=config.hidden_size // config.num_heads,
+        group_query_attention=False,
+        num_query_groups=1,
+        seq_length=config.seq_length,
+        encoder_seq_length=config.seq_length,
+        max_position_embeddings=config.seq_length,
+        position_embedding_type="learned_absolute",
+        add_position_embedding=True,
+        use_rotary_position_embeddings=False,
+        rotary_percent=1.0,
+        normalization="LayerNorm",
+        apply_layernorm_1p=False,
+        layernorm_epsilon=config.layer_norm_eps,
+        norm_epsilon=config.layer_norm_eps,  # its name since 2024
+        apply_residual_connection_post_layernorm=False,
+        add_bias_linear=True,
+        swiglu=False,
+        squared_relu=False,
+        openai_gelu=False,
+        onnx_safe=None,
+        bias_gelu_fusion=True,  # the fused GELU is the tanh form
+        untie_embeddings_and_output_weights=False,
+        num_experts=None,
+        apply_query_key_layer_scaling=False,
+        attention_dropout=config.dropout,
+        hidden_dropout=config.dropout,
+        init_method_std=config.init_std,
     )
-
-
-def _shape_args(config: GPT2Config) -> dict[str, Any]:
-    return {
-        "num_layers": config.num_layers,
-        "encoder_num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": 4 * config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "kv_channels": config.hidden_size // config.num_heads,
-        "group_query_attention": False,
-        "num_query_groups": 1,
-        "seq_length": config.seq_length,
-        "encoder_seq_length": config.seq_length,
-        "max_position_embeddings": config.seq_length,
-        "position_embedding_type": "learned_absolute",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
-        "rotary_percent": 1.0,
-        "normalization": "LayerNorm",
-        "apply_layernorm_1p": False,
-        "layernorm_epsilon": config.layer_norm_eps,
-        "norm_epsilon": config.layer_norm_eps,  # its name since 2024
-        "apply_residual_connection_post_layernorm": False,
-        "add_bias_linear": True,
-        "swiglu": False,
-        "squared_relu": False,
-        "openai_gelu": False,
-        "onnx_safe": None,
-        "bias_gelu_fusion": True,  # the fused GELU is the tanh form
-        "untie_embeddings_and_output_weights": False,
-        "num_experts": None,
-        "apply_query_key_layer_scaling": False,
-        "attention_dropout": config.dropout,
-        "hidden_dropout": config.dropout,
-        "init_method_std": config.init_std,
-    }

@@ -1,7 +1,6 @@
 """GPT-2 in checkpoints of Megatron-LM, of any tensor and pipeline parallel size, read parameter by parameter.
 
-Versions 0 to 3.0 of the `torch` format, with the names of 2019 to 2024 or mcore's (`megatron_names`). Writing is in
-`megatron_export`.
+Versions 0 to 3.0 of the `torch` format, with the names of 2019 to 2024 or mcore's (`names.py`).
 """
 
 from dataclasses import replace
@@ -10,18 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtgpt.interop.foreign import as_parameter, check_tensors, untied
 from dtgpt.interop.megatron.config import (
-    check_same_args,
-    consumed_samples,
-    is_zero_centered,
-    parallel_sizes,
+    ZERO_CENTERED,
     read_config,
     true_vocabulary,
 )
 from dtgpt.interop.megatron.names import BLOCK_PARAMETERS, POSITIONS, cut_dimension, reorder_qkv
-from dtgpt.interop.megatron.tree import RankFiles
+from dtgpt.interop.megatron.tree import expected_path, open_ranks
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Part, Source, cut, pad_rows, parameter_shapes
+from dtgpt.models.source import Part, Source, parameter_shapes
 from dtgpt.util.errors import UserError, shown
 
 COMPARED = 4096  # rows of each copy of the token table
@@ -32,17 +29,17 @@ class Megatron(Source):
     """A checkpoint: its root with `latest_checkpointed_iteration.txt`, or its folder `iter_...` or `release`.
 
     `true_vocab_size`: tokens without padding; not given: 50257 where the table is padded from that, else all its rows.
-    `iteration` and `consumed_samples` are of the training that wrote it, 0 where unknown. Raises UserError for files
-    that are missing, damaged, of different models, or could run code, and for a model that is not GPT-2.
+    `iteration` is that of the training that wrote it, 0 where unknown. Raises UserError for files that are missing,
+    damaged or of different models, and for a model that is not GPT-2.
     """
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
-        self._ranks = RankFiles(folder)
-        self.tensor_parallel_size = self._ranks.tensor_parallel_size
-        self.pipeline_parallel_size = self._ranks.pipeline_parallel_size
+        self._arguments = folder, true_vocab_size
+        self._ranks = open_ranks(folder)
+        self.tensor_parallel_size, self.pipeline_parallel_size = (1 + n for n in max(self._ranks))
         first = self._ranks[0, 0]
-        self.iteration, self.consumed_samples = first.iteration, consumed_samples(first.args)
-        self._zero_centered = is_zero_centered(first.args)
+        self.iteration = first.iteration
+        self._zero_centered = any(getattr(first.args, name, None) for name in ZERO_CENTERED)
         self._check_ranks()
         self._where = self._locate()
         full, self.notes = self._read_config()
@@ -53,32 +50,16 @@ class Megatron(Source):
         self.config = replace(full, vocab_size=vocabulary)
         self.notes += notes
 
+    def __reduce__(self) -> tuple[type["Megatron"], tuple[Path, int | None]]:
+        return Megatron, self._arguments  # another process maps the files itself
+
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """Read as `Source.read` does, into memory of its own."""
-        if name == TABLE:
-            whole = pad_rows(torch.cat([self._piece(t, name) for t in range(self.tensor_parallel_size)]), self.config)
-            piece = cut(whole, part)
-        else:
-            piece = self._assemble(name, part)
-        out = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(piece)
+        dim = cut_dimension(name)
+        pieces = [self._piece(t, name) for t in range(1 if dim is None else self.tensor_parallel_size)]
+        out = as_parameter(torch.cat(pieces, dim or 0), name, self.config, part)
         if self._zero_centered and ".ln_" in f".{name}" and name.endswith(".weight"):
             out += 1  # apply_layernorm_1p trains the weight's distance from 1
         return out
-
-    def _assemble(self, name: str, part: Part | None) -> Tensor:
-        """Join the pieces that `part` touches of a parameter that is sharded over ranks."""
-        dim = cut_dimension(name)
-        if dim is None:
-            return cut(self._piece(0, name), part)
-        size = self._tensor(0, name).shape[dim]
-        wanted = range(size * self.tensor_parallel_size) if part is None else part[dim]
-        first = min(wanted.start // size, self.tensor_parallel_size - 1)
-        last = max(first, (wanted.stop - 1) // size)
-        joined = torch.cat([self._piece(t, name) for t in range(first, last + 1)], dim)
-        if part is None:
-            return joined
-        shifted = range(wanted.start - first * size, wanted.stop - first * size)
-        return cut(joined, [*part[:dim], shifted, *part[dim + 1 :]])
 
     def _tensor(self, tensor_rank: int, name: str) -> Tensor:
         stage, chunk, local = self._where[name]
@@ -94,33 +75,32 @@ class Megatron(Source):
 
     def _check_ranks(self) -> None:
         """Raise UserError where ranks are missing or were not written together."""
-        first = self._ranks[0, 0]
-        sizes = self.tensor_parallel_size, self.pipeline_parallel_size
-        for said, here, rank in zip(parallel_sizes(first.args), sizes, ((sizes[0], 0), (0, sizes[1])), strict=True):
+        first, tp, pp = self._ranks[0, 0], self.tensor_parallel_size, self.pipeline_parallel_size
+        for name, here, missing in (
+            ("tensor_model_parallel_size", tp, (tp, 0)),
+            ("model_parallel_size", tp, (tp, 0)),  # its name before checkpoint_version 3.0
+            ("pipeline_model_parallel_size", pp, (0, pp)),
+        ):
+            said = getattr(first.args, name, here)
             if isinstance(said, int) and said > here:
                 raise UserError(
-                    f"{self._ranks.expected_path(*rank)} is missing, as {first.path} is one of {said} such ranks; copy "
-                    "the files of all ranks"
+                    f"{expected_path(first.path, missing)} is missing, as {first.path} is one of {said} such ranks; "
+                    "copy the files of all ranks"
                 )
             if isinstance(said, int) and said < here:
                 raise UserError(
-                    f"{self._ranks.folder} has {here} ranks where {first.path} says {said}; give a folder with one "
+                    f"{first.path.parents[1]} has {here} ranks where {first.path} says {said}; give a folder with one "
                     "checkpoint in it"
                 )
-        for rank in self._ranks:
-            file = self._ranks[rank]
-            check_same_args(file.args, first.args, file.path, first.path)
-            for what in ("version", "iteration"):
-                here, there = getattr(file, what), getattr(first, what)
-                if here != there:
-                    raise UserError(f"{file.path} has {what} {here}, but {first.path} {there}; copy one checkpoint")
-            if len(file.chunks) != len(first.chunks):
-                raise UserError(f"{file.path} has {len(file.chunks)} chunks, unlike {first.path}; copy one checkpoint")
+        for file in self._ranks.values():
+            for what, expected in first.common.items():
+                if file.common[what] != expected:
+                    raise UserError(
+                        f"{file.path} has {what}={shown(file.common[what])}, but {first.path} has {shown(expected)}; "
+                        "give a folder with one checkpoint in it"
+                    )
             if file.untied:
-                raise UserError(
-                    f"{file.path} has an output layer of its own, while dtgpt's model has one table for embedding and "
-                    "output; give a model with tied embeddings"
-                )
+                raise untied(file.path)
 
     def _locate(self) -> dict[str, Where]:
         """Find every parameter. In an interleaved pipeline, the second chunk of each stage comes after the first
@@ -162,16 +142,15 @@ class Megatron(Source):
         for name, shape in shapes.items():
             stage, chunk, local = self._where[name]
             expected.setdefault((stage, chunk), {})[local] = self._local_shape(name, shape)
-        for tensor_rank, stage in self._ranks:
-            file = self._ranks[tensor_rank, stage]
+        for (_, stage), file in self._ranks.items():
             for index, tensors in enumerate(file.chunks):
                 found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                _check_shapes(found, expected.get((stage, index), {}), file.path)
+                check_tensors(found, expected.get((stage, index), {}).items(), file.path)
 
     def _compare_copies(self) -> list[str]:
         """Return a note on the first rank whose copy of the tied table is another table."""
-        for tensor_rank, stage in self._ranks:
-            table, file = self._tensor(tensor_rank, TABLE), self._ranks[tensor_rank, stage]
+        for (tensor_rank, _), file in self._ranks.items():
+            table = self._tensor(tensor_rank, TABLE)
             step = max(1, table.shape[0] // COMPARED)
             if not all(c.shape == table.shape and torch.equal(c[::step], table[::step]) for c in file.copies):
                 return [
@@ -183,17 +162,3 @@ class Megatron(Source):
     def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         dim = cut_dimension(name)
         return tuple(n // self.tensor_parallel_size if d == dim else n for d, n in enumerate(shape))
-
-
-def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path) -> None:
-    """Raise UserError where a chunk's shapes are not those expected, both by dtgpt's names with layers numbered as in
-    the file."""
-    for name, shape in expected.items():
-        if name not in found:
-            raise UserError(f"{path} lacks {name} (layers as numbered there); copy the whole checkpoint")
-        if found[name] != shape:
-            raise UserError(
-                f"{path} has {name} of shape {shown(found[name])} where {shape} is due; give a complete GPT-2"
-            )
-    if extra := found.keys() - expected.keys():
-        raise UserError(f"{path} has {min(extra)}, which belongs to another stage; copy one checkpoint whole")

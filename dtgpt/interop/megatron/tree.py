@@ -10,13 +10,15 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtgpt.interop.megatron.config import refuse_others
+from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.megatron.config import STRUCTURE, refuse_others
 from dtgpt.interop.megatron.names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import StandIn, open_pickle
@@ -25,7 +27,6 @@ from dtgpt.util.storage import read_regular
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 DEEPEST = 8  # dictionaries in dictionaries
 LARGEST_COUNT = 1 << 62  # of iterations and samples
@@ -47,6 +48,12 @@ class RankFile:
     chunks: list[dict[str, Tensor]]
     copies: list[Tensor]
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all ranks of one checkpoint agree on."""
+        own = {"checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks)}
+        return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
+
     def layers(self, chunk: int) -> int:
         """Return the number of layers in a chunk. Raise UserError where they are not numbered 0, 1, ..."""
         found = {int(name.split(".")[1]) for name in self.chunks[chunk] if name.startswith("blocks.")}
@@ -55,37 +62,20 @@ class RankFile:
         return len(found)
 
 
-class RankFiles:
-    """The files of all ranks, by (tensor, pipeline) rank: each is opened when it is first used, and stays mapped.
-    Another process that gets this object opens them again."""
+def open_ranks(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Open the files of all ranks, by (tensor, pipeline) rank. Raise UserError where one is missing."""
+    paths = _rank_paths(checkpoint_folder(folder))
+    for t in range(1 + max(t for t, _ in paths)):
+        for p in range(1 + max(p for _, p in paths)):
+            if (t, p) not in paths:
+                raise _missing(expected_path(paths[min(paths)], (t, p)))
+    return {rank: open_rank(paths[rank]) for rank in sorted(paths)}
 
-    def __init__(self, folder: Path):
-        self.folder = checkpoint_folder(folder)
-        self._paths = _rank_paths(self.folder)
-        self.tensor_parallel_size = 1 + max(t for t, _ in self._paths)
-        self.pipeline_parallel_size = 1 + max(p for _, p in self._paths)
-        self._opened: dict[tuple[int, int], RankFile] = {}
-        for t in range(self.tensor_parallel_size):
-            for p in range(self.pipeline_parallel_size):
-                if (t, p) not in self._paths:
-                    raise _missing(self.expected_path(t, p))
 
-    def __getitem__(self, rank: tuple[int, int]) -> RankFile:
-        if rank not in self._opened:
-            self._opened[rank] = open_rank(self._paths[rank])
-        return self._opened[rank]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(sorted(self._paths))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}
-
-    def expected_path(self, tensor_rank: int, pipeline_rank: int) -> Path:
-        """Return where the file of a rank is, or should be."""
-        first = self._paths[min(self._paths)]
-        pipeline = first.parent.name.count("_") > 2 or pipeline_rank > 0  # mp_rank_00_000
-        return self.folder / rank_folder(tensor_rank, pipeline_rank, pipeline) / first.name
+def expected_path(first: Path, rank: tuple[int, int]) -> Path:
+    """Return where the file of a rank should be, if `first` is that of another one."""
+    pipeline = first.parent.name.count("_") > 2 or rank[1] > 0  # mp_rank_00_000
+    return first.parents[1] / rank_folder(*rank, pipeline) / first.name
 
 
 def rank_folder(tensor_rank: int, pipeline_rank: int, pipeline: bool) -> str:
@@ -167,7 +157,9 @@ def open_rank(path: Path) -> RankFile:
         version=int(version),
         iteration=iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0,
         qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
-        untied=UNTIED in keys or ("output_layer.weight" in keys and _says_untied(args)),
+        # mcore gives an untied output layer the name of the last stage's copy of the tied table.
+        untied=UNTIED in keys
+        or ("output_layer.weight" in keys and getattr(args, "untie_embeddings_and_output_weights", True)),
         chunks=[_ours(chunk, path) for chunk in chunks],
         copies=[tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES],
     )
@@ -189,18 +181,10 @@ def _plain(value: Any) -> Any:
     return value if flat or isinstance(value, PLAIN) else StandIn(type(value).__name__)
 
 
-def _says_untied(args: Namespace | None) -> bool:
-    """Return whether `args` say that the output layer is untied: mcore gives it the name of the last stage's copy of
-    the tied table."""
-    return bool(getattr(args, "untie_embeddings_and_output_weights", True))
-
-
 def _chunks(content: Mapping[str, Any], path: Path) -> list[Any]:
     if "model" in content:
         return [content["model"]]
-    chunks: list[Any] = []
-    while f"model{len(chunks)}" in content:
-        chunks.append(content[f"model{len(chunks)}"])
+    chunks = [content[name] for name in takewhile(content.__contains__, (f"model{i}" for i in count()))]
     if not chunks:
         raise UserError(f"{path} holds no model; give a checkpoint that Megatron-LM wrote")
     return chunks

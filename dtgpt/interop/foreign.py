@@ -1,0 +1,105 @@
+"""What readers and writers of other libraries' models share: checks of their values and tensors, and dtypes."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.source import Part, cut, has_vocabulary, pad_rows
+from dtgpt.util.errors import UserError, shown, shown_name
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def whole_number(settings: Mapping[str, Any], names: Sequence[str], default: int | None, place: Path) -> int:
+    """Return the whole number under the first of `names` that is there. Raise UserError for another value."""
+    value = next((settings[n] for n in names if settings.get(n) is not None), default)
+    if type(value) is not int:
+        raise UserError(
+            f"{place} has {names[0]}={shown(value)}, which is not a whole number; give the file as it was written"
+        )
+    return value
+
+
+def epsilon(settings: Mapping[str, Any], names: Sequence[str], default: float, place: Path) -> float:
+    """Return the epsilon of a norm under the first of `names` that is there. Raise UserError for an impossible one."""
+    value = next((settings[n] for n in names if settings.get(n) is not None), default)
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise UserError(f"{place} has {names[0]}={shown(value)}; it must be more than 0 and less than 1")
+    return value
+
+
+def checked(config: Config, place: Path) -> Config:
+    """Return `config`. Raise UserError, with the place, where no model has this shape."""
+    try:
+        config.validate()
+    except UserError as error:
+        raise UserError(f"{place} is not a model that dtgpt can hold: {error}") from None
+    return config
+
+
+def check_tensors(found: Mapping[str, Shape], expected: Iterable[tuple[str, Shape]], place: Path) -> None:
+    """Raise UserError for a tensor that is missing, has another shape or is unknown. Both have the file's names."""
+    unknown = set(found)
+    for name, shape in expected:
+        if name not in found:
+            raise UserError(f"{place} has no tensor {name}, which must be {list(shape)}; give a complete model")
+        if found[name] != shape:
+            raise UserError(
+                f"{place} has {name} of shape {shown(list(found[name]))} where its configuration asks for "
+                f"{list(shape)}; give weights and configuration of the same model"
+            )
+        unknown.remove(name)
+    if unknown:
+        raise UserError(
+            f"{place} holds {shown_name(min(unknown))}, which a model of its configuration does not have; give one "
+            "without it"
+        )
+
+
+def plain_names(names: Iterable[str], prefix: str, buffers: re.Pattern[str], place: Path) -> dict[str, str]:
+    """Return the name in the file by the name without `prefix` and the one of torch.compile, except for `buffers`.
+    Raise UserError where one tensor has two names."""
+    plain: dict[str, str] = {}
+    for there in names:
+        name = there.removeprefix("_orig_mod.").removeprefix(prefix)
+        if buffers.fullmatch(name):
+            continue
+        if name in plain:
+            both = f"{shown_name(plain[name])} and {shown_name(there)}"
+            raise UserError(f"{place} holds {shown_name(name)} twice, as {both}; give a model as it was saved")
+        plain[name] = there
+    return plain
+
+
+def untied(place: Path) -> UserError:
+    return UserError(
+        f"{place} has an output projection (lm_head.weight) of its own, while dtgpt's model has one table for "
+        "embedding and output; give a model with tied embeddings"
+    )
+
+
+def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    """Return dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own: `stored` may be mapped from a
+    file, and a table has any number of rows of padding."""
+    whole = pad_rows(stored, config) if has_vocabulary(name, config) else stored
+    return cut(whole, part).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype} is not one of weights; use one of {', '.join(map(str, DTYPES))}")
+
+
+def cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return weights as they are written, in memory of their own. Raise UserError where fp16 cannot hold one."""
+    out = piece.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if dtype == torch.float16 and bool((out.isinf() & piece.isfinite()).any()):
+        raise UserError(f"{name} has weights beyond the range of {dtype}; use torch.bfloat16 or torch.float32")
+    return out
