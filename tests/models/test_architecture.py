@@ -50,4 +50,5 @@ def test_counts_follow_from_the_modules(other):
     assert config.num_parameters == sum(sizes.values()) and config.num_sites == 0
     multiplied = sum(sizes.values()) - sizes["embedding.tokens.weight"]
     assert config.flops_per_token == 6 * multiplied + 12 * 4 * 32 * 16
-    assert "4 blocks of 32" in describe_plan(replace(other, plan="tp2_pp2"), None, "H100")
+    settings = replace(other, plan="tp2_pp2").planned(None)
+    assert "4 blocks of 32" in describe_plan(settings, "other", [], "H100")
