@@ -1,4 +1,4 @@
-"""What ranks do in test_dryrun.py."""
+"""What ranks do in test_planning.py."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

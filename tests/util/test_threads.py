@@ -8,7 +8,7 @@ import pytest
 
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.util.threads import Threads
-from tests.data.test_ahead import CUDA, Prefetcher, numbers, same
+from tests.data.test_prefetch import CUDA, Prefetcher, numbers, same
 
 
 @pytest.fixture(params=[0, 1, 2, 9])
