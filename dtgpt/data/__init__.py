@@ -1,0 +1,1 @@
+"""Text and token files, tokenizers, and the samples of every step."""

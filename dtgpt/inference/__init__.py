@@ -1,0 +1,1 @@
+"""Models for use: `dtgpt.load` under any plan, generation of text."""

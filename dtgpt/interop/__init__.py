@@ -1,0 +1,1 @@
+"""Models of Hugging Face, Megatron-LM, nanoGPT and llm.c, read tensor by tensor and written."""

@@ -1,0 +1,1 @@
+"""From gradients to new weights: clipping, AdamW, the loss scale of fp16."""

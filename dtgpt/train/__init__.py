@@ -1,0 +1,1 @@
+"""Training: the loop, the trainer, startup, evaluation, and the comparison of plans."""

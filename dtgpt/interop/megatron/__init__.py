@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: any TP x PP, read and written."""

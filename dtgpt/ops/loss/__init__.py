@@ -1,0 +1,1 @@
+"""Output projection and cross-entropy, over a vocabulary that may be sharded."""

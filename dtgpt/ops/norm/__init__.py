@@ -1,0 +1,1 @@
+"""LayerNorm with the residual sum, dropout and bias before it."""

@@ -1,0 +1,1 @@
+"""AdamW over all tensors at once, and sums over micro-batches."""

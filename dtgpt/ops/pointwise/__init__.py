@@ -1,0 +1,1 @@
+"""GELU with its bias, and linear maps with their bias gradients."""
