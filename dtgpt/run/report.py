@@ -31,8 +31,7 @@ class Report:
 
     def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
         """step: the number of steps done so far."""
-        self.steps = recipe.steps or 0  # counted by now
-        self.settings, self.mesh, self.device, self.run = settings, mesh, mesh.device, run
+        self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
         self.peak = peak_flops(self.device, settings.dtype)
         self.bytes_per_token = data.bytes_per_token()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []

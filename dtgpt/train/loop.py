@@ -52,13 +52,10 @@ def train(recipe: Recipe) -> int:
             if not left:
                 return 0
         stack.enter_context(stop)
-        trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not (checkpoint or recipe.init_from))
+        trainer = startup.make_trainer(begun, dataset, resuming=checkpoint is not None)
         loop = Loop(recipe, trainer, lock, stop)
         if checkpoint:
             loop.resume(checkpoint)
-        elif recipe.init_from is not None:
-            tokenizer = dataset.tokenizer
-            startup.load_initial_weights(Path(recipe.init_from), recipe.model, tokenizer, trainer.shards, mesh)
         if loop.interrupted():
             return loop.stopped("before the first step")
         if checkpoint:
@@ -130,7 +127,7 @@ class Loop:
         if not early:
             return 0
         hint = f"; to go on, add --resume {run}" if trainer.step else ""
-        return self.stopped(f"at step {trainer.step}/{recipe.steps}", hint)
+        return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint)
 
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
@@ -220,7 +217,7 @@ class Loop:
 
     def report_left(self, left: list[str]) -> bool:
         """Report what is `left` of the last step; return whether the run was asked to end before all of it was done."""
-        say(f"{self.recipe.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
+        say(f"{self.trainer.steps} steps are done; left to do: {', '.join(LEFT[name] for name in left)}")
         if "valid" in left:
             self._report_held_out("valid")
         if "test" in left:

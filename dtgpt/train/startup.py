@@ -67,12 +67,18 @@ def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
     """Yield a trainer of the recipe at its first step, without a run folder: processes, data, model, optimizer."""
     with ExitStack() as stack:
         begun = start(recipe, stack)
-        recipe, mesh = begun.recipe, begun.mesh
-        dataset, given = read_on_every_node(lambda: read_dataset(recipe), mesh, begun.process), recipe.init_from
-        trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=given is None)
-        if given is not None:
-            load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh)
-        yield trainer
+        dataset = read_on_every_node(lambda: read_dataset(begun.recipe), begun.mesh, begun.process)
+        yield make_trainer(begun, dataset)
+
+
+def make_trainer(begun: Started, dataset: Dataset, resuming: bool = False) -> Trainer:
+    """Return a trainer at its first step, with the weights that the recipe begins with. resuming: the weights are left
+    to the checkpoint that is loaded next."""
+    recipe, mesh, given = begun.recipe, begun.mesh, None if resuming else begun.recipe.init_from
+    trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not resuming and given is None)
+    if given is not None:
+        load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh)
+    return trainer
 
 
 def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Mesh, lock: RunLock) -> Checkpoint | None:

@@ -48,6 +48,7 @@ class Trainer:
         root = root_key(recipe.seed)
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
         self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
+        self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
         self.engine = make_engine(stages, self.shards, settings, self.graphs)
@@ -76,8 +77,7 @@ class Trainer:
         if not self.graphs.captured:
             self.shards.drop_gradients()
         windows, sample_ids, step_key = self.batches.take(self.step)
-        config = self.settings.model
-        keys = dropout_keys(step_key, sample_ids, config.num_sites) if config.dropout > 0 else None
+        keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         # Contiguous, as a graph's copies of its inputs are: another layout would be compiled anew during capture.
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
