@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 from dtgpt.inference.leader import Leader, failures_shared, follow
+from dtgpt.inference.messages import Channel
 from dtgpt.inference.request import PROMPT, Event, Request
-from dtgpt.inference.runner import Pending, Results, Runner
+from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
 from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
@@ -59,13 +61,13 @@ class Engine:
         those of the model. `timeout`: seconds that collectives of the mesh wait, for messages."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
-        self.commands = Leader(self._runner)  # of rank 0
+        self._channel = Channel(mesh)
+        self.commands = Leader(self._runner, self._channel)  # of rank 0
         self._scheduler = Scheduler(slots)
         self._requests: dict[int, _Active] = {}
         self._submitted = 0
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
-        mesh.commands  # noqa: B018  # a group, which all ranks make together
 
     @property
     def busy(self) -> bool:
@@ -103,7 +105,7 @@ class Engine:
     def follow(self) -> None:
         """Do what rank 0 commands, until it pauses or releases the engine. For all ranks but rank 0."""
         with failures_shared(self.mesh, self.timeout):
-            follow(self._runner)
+            follow(self._runner, self._channel)
 
     def pause(self) -> None:
         """Let the other ranks return from `follow`; the stages are then as they were before. Requests that are not
@@ -145,9 +147,7 @@ class Engine:
         asked = [self._requests[row.request].request for row in rows]
         alternatives = max(request.alternatives for request in asked)
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        return variant_of([request.sampling for request in asked])._replace(
-            alternatives=min(rounded, self.config.vocab_size)
-        )
+        return variant_of([request.sampling for request in asked], min(rounded, self.config.vocab_size))
 
     def _collect(self, launched: _Launched) -> list[Event]:
         events = []

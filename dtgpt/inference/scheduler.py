@@ -131,7 +131,8 @@ class Scheduler:
     def _take_chunks(self) -> list[Chunk]:
         """Take chunks in order of arrival, together of no more tokens than one chunk may have. Where a prompt is cut
         does not depend on other requests."""
-        chunks, budget = [], self._chunk
+        chunks: list[Chunk] = []
+        budget = self._chunk
         for job in self._prefilling:
             while job.done < job.prefill:
                 stop = min(job.done + self._chunk, job.prefill)
