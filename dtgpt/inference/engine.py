@@ -65,7 +65,7 @@ class Engine:
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
-        self._submitted, self._failed = 0, False
+        self._submitted = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -98,30 +98,22 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Launch the next round, and return the events of the round before."""
-        try:
-            with failures_shared(self.mesh, self.timeout):
-                work = self._scheduler.next_round()
-                before, self._launched = self._launched, None if work is None else self._launch(work)
-                events, self._ended = self._ended, []
-                return events if before is None else events + self._collect(before)
-        except BaseException:
-            self._failed = True
-            self.commands.fail()
-            raise
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            work = self._scheduler.next_round()
+            before, self._launched = self._launched, None if work is None else self._launch(work)
+            events, self._ended = self._ended, []
+            return events if before is None else events + self._collect(before)
 
     def follow(self) -> None:
         """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
         another rank fails."""
-        with failures_shared(self.mesh, self.timeout):
+        with failures_shared(self.mesh, self._channel, self.timeout):
             follow(self._runner, self._channel)
 
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        if self._failed:  # the other ranks do not follow any more
-            self._runner.detach()
-        else:
-            self.commands.release()
+        self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []

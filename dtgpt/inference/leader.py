@@ -1,7 +1,7 @@
 """Rank 0 leads: it tells the other ranks each command of the runner, and does it itself."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from dtgpt.inference.runner import Runner
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
 
@@ -52,11 +51,6 @@ class Leader:
         self._channel.send(Kind.RELEASE)
         self._runner.detach()
 
-    def fail(self) -> None:
-        """Let the other ranks fail as this one does."""
-        with suppress(RuntimeError):  # they are gone already
-            self._channel.send(Kind.FAIL)
-
 
 def follow(runner: Runner, channel: Channel) -> None:
     """Do what rank 0 commands, until it releases this rank."""
@@ -64,8 +58,6 @@ def follow(runner: Runner, channel: Channel) -> None:
         kind, payload = channel.receive()
         if kind is Kind.RELEASE:
             return runner.detach()
-        if kind is Kind.FAIL:
-            raise UserError(_lost(runner.mesh))
         _execute(runner, kind, payload)
 
 
@@ -91,22 +83,21 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
 
 
 @contextmanager
-def failures_shared(mesh: Mesh, timeout: float) -> Iterator[None]:
-    """Leave the reason of a failure for the other ranks; where one of them failed first, raise a UserError with its
-    reason. `timeout`: seconds that collectives of the mesh wait."""
+def failures_shared(mesh: Mesh, channel: Channel, timeout: float) -> Iterator[None]:
+    """Where this rank fails, leave its reason for the other ranks, and close the channel, for which they wait. Where
+    another rank failed first, raise a UserError with the reason of that one. `timeout`: seconds that collectives of the
+    mesh wait."""
+
+    def remedy() -> str:
+        reason = mesh.posted(FAILURE)
+        return f"start all of them again{f' ({reason})' if reason else ''}"
+
     try:
-        with lost_peers_as_user_errors(timeout, lambda: _remedy(mesh)):
+        with lost_peers_as_user_errors(timeout, remedy):
             yield
-    except Exception as error:
-        if mesh.world > 1 and mesh.posted(FAILURE) is None:
-            mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+    except BaseException as error:
+        if mesh.world > 1:
+            if mesh.posted(FAILURE) is None:
+                mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+            channel.close()
         raise
-
-
-def _remedy(mesh: Mesh) -> str:
-    cause = mesh.posted(FAILURE)
-    return f"start all of them again{f' ({cause})' if cause else ''}"
-
-
-def _lost(mesh: Mesh) -> str:
-    return f"another process of the run failed; {_remedy(mesh)}"

@@ -20,13 +20,13 @@ class Kind(IntEnum):
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
-    FAIL = 8  # nothing
 
 
 class Channel:
     """The way of commands from rank 0 to the others. All ranks make it at the same point."""
 
     def __init__(self, mesh: Mesh):
+        self._mesh = mesh
         self._group = mesh.commands
 
     def send(self, kind: Kind, payload: Sequence[int] = ()) -> None:
@@ -49,3 +49,8 @@ class Channel:
             dist.broadcast(rest, 0, group=self._group)
             payload += rest.tolist()
         return Kind(kind), payload[:length]
+
+    def close(self) -> None:
+        """End the channel on this rank: the others, who then wait for nothing, learn of it at once."""
+        self._group = None
+        self._mesh.close_commands()
