@@ -52,6 +52,10 @@ class Leader:
         self._channel.send(Kind.RELEASE)
         self._runner.detach()
 
+    def fail(self) -> None:
+        """Let the other ranks fail, where this one cannot go on: they raise UserError."""
+        self._channel.close()
+
 
 def follow(runner: Runner, channel: Channel) -> None:
     """Do what rank 0 commands, until it releases this rank."""
