@@ -9,7 +9,8 @@ from torch import Tensor
 from dtgpt.inference.messages import Channel, Kind
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.mesh import Mesh
 
@@ -26,12 +27,12 @@ class Leader:
         self._channel.send(Kind.PREFILL, [slot, first, *ids])
         self._runner.prefill(slot, ids, first)
 
-    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
         self._channel.send(Kind.SCORE, [slot, first, alternatives, *ids])
         return self._runner.score(slot, ids, first, alternatives)
 
     def start(self, slot: int, payload: Tensor) -> None:
-        self._channel.send(Kind.START, [slot, *payload.tolist()])
+        self._channel.send(Kind.START, torch.cat([torch.tensor([slot]), payload]))
         self._runner.start(slot, payload)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -42,7 +43,7 @@ class Leader:
         self._channel.send(Kind.ASSIGN, [*slots, *tokens])
         self._runner.assign(slots, tokens)
 
-    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
         self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
         return self._runner.decode(slots, steps, variant)
 
@@ -50,6 +51,10 @@ class Leader:
         """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
         self._channel.send(Kind.RELEASE)
         self._runner.detach()
+
+    def fail(self) -> None:
+        """Let the other ranks fail, where this one cannot go on: they raise UserError."""
+        self._channel.close()
 
 
 def follow(runner: Runner, channel: Channel) -> None:
