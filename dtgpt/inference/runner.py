@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
+from dtgpt.inference.graphs import StepGraphs
 from dtgpt.inference.results import Pending
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
@@ -24,19 +25,23 @@ class Runner:
     """The cache and the state of `slots` sequences, and the stages that work on them.
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
-    the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model.
+    the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model. `graphs`: replay
+    decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas.
     """
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None,
+        vocab_size: int | None = None, graphs: bool = False,
     ):  # fmt: skip
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
         self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
+        self._graphs = StepGraphs(self.step.decode, slots, mesh.device) if graphs and mesh.device.type == "cuda" else None
         self._attached = False
+        if self._graphs is not None:
+            mesh.before_end.append(self._graphs.release)
 
     @torch.no_grad()
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
@@ -76,7 +81,8 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots] = 0  # attention over the scratch slot stays short
-        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        decode = self.step.decode if self._graphs is None else self._graphs.run
+        drawn = [decode(rows, variant) for _ in range(steps)]
         stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
         return Pending(Sampled(*stacked))
 
