@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from dtgpt.inference.cache import Cache, LayerCache, Rows
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.decode.blocks import AllReduce, run_blocks, run_head
+from dtgpt.ops.decode.blocks import AllReduce, run_blocks
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.mesh import Mesh
 
@@ -33,8 +32,7 @@ class FusedStage:
         if self._stage.embedding is not None:
             x = self._stage.embedding(x, Context(positions=rows.positions[None]))
         keys, values = [layer.keys for layer in self._layers], [layer.values for layer in self._layers]
-        x = run_blocks(x[0], self._blocks, keys, values, *rows, self._all_reduce)
-        return (x if self._head is None else run_head(x, self._head))[None]
+        return run_blocks(x[0], self._blocks, keys, values, *rows, self._head, self._all_reduce)[None]
 
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:

@@ -1,35 +1,35 @@
-"""Decode steps as CUDA graphs: one for each number of rows and variant, captured when first needed."""
+"""Steps of inference as CUDA graphs, captured when first needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.util.errors import UserError
+
+Tensors = tuple[Tensor, ...]
 
 WARM_UP = 2  # runs before a capture: kernels are built, libraries choose, communicators meet
 
 
 class StepGraphs:
-    """Calls of `decode(slots [B], variant)`. Graphs share one pool of memory, so that they run one at a time."""
+    """Pieces of work by name, each with inputs of fixed shapes. They share one pool of memory: one runs at a time."""
 
-    def __init__(self, decode: Callable[[Tensor, Variant], Sampled], scratch: int, device: torch.device):
-        """`scratch`: a slot whose state no sequence needs."""
-        self._decode, self._scratch, self._device = decode, scratch, device
-        self._captured: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Tensor, Sampled]] = {}
+    def __init__(self) -> None:
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, slots: Tensor, variant: Variant) -> Sampled:
-        """Return what `decode` does, in memory of its own."""
-        key = (len(slots), variant)
-        if key not in self._captured:
-            self._captured[key] = self._capture(len(slots), variant)
-        graph, place, sampled = self._captured[key]
-        place.copy_(slots)
+    def run(self, name: Hashable, work: Callable[..., Any], inputs: Tensors, idle: Tensors) -> Any:
+        """Return what `work(*inputs)` does, in memory that the next call overwrites. `idle`: inputs of the same shapes
+        that change nothing which anybody needs, for the runs before the capture."""
+        if name not in self._captured:
+            self._captured[name] = self._capture(work, tuple(value.clone() for value in idle))
+        graph, places, result = self._captured[name]
+        for place, value in zip(places, inputs, strict=True):
+            place.copy_(value)
         graph.replay()
-        return Sampled(*(value.clone() for value in sampled))
+        return result
 
     def release(self) -> None:
         """Forget the graphs: a communicator waits at its end for graphs that hold it."""
@@ -37,19 +37,18 @@ class StepGraphs:
             graph.reset()
         self._captured.clear()
 
-    def _capture(self, rows: int, variant: Variant) -> tuple[torch.cuda.CUDAGraph, Tensor, Sampled]:
-        place = torch.full((rows,), self._scratch, dtype=torch.int64, device=self._device)
+    def _capture(self, work: Callable[..., Any], places: Tensors) -> tuple[torch.cuda.CUDAGraph, Tensors, Any]:
         for _ in range(WARM_UP):
-            self._decode(place, variant)
-        torch.cuda.synchronize(self._device)
+            work(*places)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         options: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(graph, **options):
-                sampled = self._decode(place, variant)
+                result = work(*places)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"a decode step cannot be captured as a CUDA graph ({reason})") from error
-        return graph, place, sampled
+            raise UserError(f"a step of inference cannot be captured as a CUDA graph ({reason})") from error
+        return graph, places, result

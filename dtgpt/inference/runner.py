@@ -19,6 +19,8 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
+# Tokens of a prompt that is read at once, padded for the same reason: the length follows from the request alone.
+PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 class Runner:
@@ -38,7 +40,7 @@ class Runner:
         vocab_size = vocab_size or config.vocab_size
         self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
-        self._graphs = StepGraphs(self.step.decode, slots, mesh.device) if graphs and mesh.device.type == "cuda" else None
+        self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self._attached = False
         if self._graphs is not None:
             mesh.before_end.append(self._graphs.release)
@@ -47,7 +49,12 @@ class Runner:
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
         """Fill the cache of a slot with the tokens `ids`, whose positions begin with `first`."""
         self._attach()
-        self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
+        length = next((size for size in PROMPT_LENGTHS if size >= len(ids)), 0)
+        if self._graphs is None or first or not length or length > self.state.positions:
+            return self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
+        inputs = self._tensor([*ids, *[0] * (length - len(ids))]), self._tensor([slot])
+        idle = torch.zeros_like(inputs[0]), self._tensor([self.slots])
+        self._graphs.run(("prefill", length), self.step.prefill_padded, inputs, idle)
 
     @torch.no_grad()
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
@@ -81,10 +88,16 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots] = 0  # attention over the scratch slot stays short
-        decode = self.step.decode if self._graphs is None else self._graphs.run
-        drawn = [decode(rows, variant) for _ in range(steps)]
+        drawn = [self._decode(rows, variant) for _ in range(steps)]
         stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
         return Pending(Sampled(*stacked))
+
+    def _decode(self, rows: Tensor, variant: Variant) -> Sampled:
+        if self._graphs is None:
+            return self.step.decode(rows, variant)
+        name, idle = ("decode", len(rows), variant), torch.full_like(rows, self.slots)
+        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), (idle,))
+        return Sampled(*(value.clone() for value in drawn))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk, Rows
+from dtgpt.inference.cache import Cache, Chunk, Prompt, Rows
 from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
 from dtgpt.inference.slot_state import SlotState
@@ -54,6 +54,12 @@ class Step:
         """Fill the cache with a chunk, tokens `[T]`."""
         self._chunk_logits(tokens, chunk, head_rows=1)  # a head need not be able to run without rows
 
+    def prefill_padded(self, tokens: Tensor, slot: Tensor) -> None:
+        """Fill the cache of the slot `[1]` with the first tokens `[T]` of a prompt, perhaps padded. A CUDA graph can
+        hold it."""
+        positions = torch.arange(len(tokens), device=self.mesh.device)
+        self._logits(tokens, positions, Prompt(slot), head_rows=1)
+
     def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
         logits = self._chunk_logits(tokens, chunk, head_rows=len(tokens))
@@ -73,7 +79,7 @@ class Step:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
             drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant)
         drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
-        self.state.record(slots, drawn)
+        self.state.record(slots, drawn.tokens)
         return drawn
 
     @property
@@ -88,7 +94,7 @@ class Step:
             tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
         return self._logits(tokens, positions, chunk, head_rows)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Rows, head_rows: int) -> Tensor | None:
+    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Prompt | Rows, head_rows: int) -> Tensor | None:
         """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
         rank that does not hold the head."""
         self.cache.expect(work)

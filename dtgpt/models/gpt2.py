@@ -128,11 +128,13 @@ class Block(nn.Module):
 
     def decode_weights(self) -> BlockWeights:
         """Return what `dtgpt.ops.decode` needs to run this block."""
-        norms, attn, mlp = (self.ln_1, self.ln_2), self.attn, self.mlp
-        first, second = ([norm.weight, norm.bias] for norm in norms)
-        inner = [attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias]
-        outer = [mlp.fc.weight, mlp.fc.bias, mlp.proj.weight, mlp.proj.bias]
-        return BlockWeights(*first, *inner, *second, *outer, eps=self.ln_1.eps, head_dim=attn.head_dim)
+        attn, mlp = self.attn, self.mlp
+        return BlockWeights(
+            norm_1=self.ln_1.weight, norm_1_bias=self.ln_1.bias, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.ln_2.weight, norm_2_bias=self.ln_2.bias,
+            fc=mlp.fc.weight, fc_bias=mlp.fc.bias, out=mlp.proj.weight, out_bias=mlp.proj.bias,
+            eps=self.ln_1.eps, head_dim=attn.head_dim,
+        )  # fmt: skip
 
 
 class Attention(nn.Module):

@@ -3,8 +3,8 @@
 A slot holds P positions. Memory behind a sequence's last position is not initialised, or is that of an earlier sequence
 of the slot: it may hold NaN, which never reaches a result.
 
-Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton kernels (`cached_kernels`), for heads of 16,
-32, 64 or 128.
+Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton kernels (`cached_kernels`), for heads of
+16, 32, 64 or 128.
 Sharding rule: heads may be sharded; a shard holds all heads of q that share its heads of k and v.
 """
 
@@ -62,7 +62,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, pos
     each = 1 if rows < 16 or q.dtype == torch.float32 else 2 if rows < 256 else 4
     pdl = has_dependent_launch(q.device)
     kernels.split_kernel[(math.ceil(splits / each), kv_heads, rows)](
-        q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), q.stride(0), q.stride(1),
+        q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
         SPLITS=splits, EACH=each, STAGES=min(each, 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -21,9 +21,10 @@ def split_kernel(
 ):  # fmt: skip
     """Attend from the query heads of one head of k and v to EACH splits of one sequence's positions.
 
-    q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots, N_kv,
-    LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS, 2]`, the
-    maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) / sqrt(D).
+    q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots,
+    N_kv, LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS,
+    2]`, the maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
+    sqrt(D).
     """
     head, row = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, SIZE)
@@ -69,13 +70,13 @@ def merge_kernel(
     used = tl.load(positions + row).to(tl.int32) // SPLIT + 1
     cell = (row.to(tl.int64) * HEADS + head) * SPLITS
     largest = tl.max(tl.load(state + 2 * (cell + j), j < used, float("-inf")), 0)
-    total, made = 0.0, tl.zeros((SIZE,), tl.float32)
+    total, made, everywhere = 0.0, tl.zeros((SIZE,), tl.float32), tl.full((SIZE,), 1.0, tl.float32)
     for base in range(0, used, 8):
         for step in tl.static_range(8):  # unrolled, so that loads do not wait for each other
             there = base + step < used
             at = cell + base + step
             factor = tl.exp2(tl.load(state + 2 * at, there, float("-inf")) - largest)
             total = tl.fma(factor, tl.load(state + 2 * at + 1, there, 0.0), total)
-            made = tl.fma(tl.full((SIZE,), 1.0, tl.float32) * factor, tl.load(partial + at * SIZE + d, there, 0.0), made)
-    made = tl.math.div_rn(made, tl.full((SIZE,), 1.0, tl.float32) * total)
+            made = tl.fma(everywhere * factor, tl.load(partial + at * SIZE + d, there, 0.0), made)
+    made = tl.math.div_rn(made, everywhere * total)
     tl.store(out + (row.to(tl.int64) * HEADS + head) * SIZE + d, made.to(out.dtype.element_ty))

@@ -84,7 +84,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     (rows, size), columns = x.shape, len(weight)
     groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
     dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
-    out = torch.empty((groups, rows, columns) if epilogue == "groups" else (rows, columns), dtype=dtype, device=x.device)
+    shape = (groups, rows, columns) if epilogue == "groups" else (rows, columns)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
     tile, pdl = choose_tile(rows, columns, groups, head_dim), has_dependent_launch(x.device)
@@ -99,9 +100,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
 
 def run_blocks(
     x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None,
+    slots: Tensor, positions: Tensor, head: HeadWeights | None = None, all_reduce: AllReduce | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`; write the new tokens' k and v.
+    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, or the logits fp32 `[M, V]` of a head after
+    it; write the new tokens' k and v.
 
     keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
     """
@@ -122,11 +124,13 @@ def run_blocks(
         branch, bias = branch_of(heads, block.proj), block.proj_bias
         x, h = residual_norm(x, branch, bias, block.norm_2, block.norm_2_bias, block.eps)
         branch, bias = branch_of(product(h, block.fc, block.fc_bias, "gelu"), block.out), block.out_bias
-    last = blocks[-1]
-    return residual_norm(x, branch, bias, last.norm_1, last.norm_1_bias, last.eps)[0]
+    if head is None:
+        last = blocks[-1]
+        return residual_norm(x, branch, bias, last.norm_1, last.norm_1_bias, last.eps)[0]
+    return run_head(x, head, branch, bias)
 
 
-def run_head(x: Tensor, head: HeadWeights) -> Tensor:
-    """Return logits fp32 `[M, V]` of the residual stream `[M, H]`."""
-    _, h = residual_norm(x, None, None, head.norm, head.norm_bias, head.eps)
+def run_head(x: Tensor, head: HeadWeights, branch: Tensor | None = None, branch_bias: Tensor | None = None) -> Tensor:
+    """Return logits fp32 `[M, V]` of the residual stream `[M, H]`, to which a branch is added as in `residual_norm`."""
+    _, h = residual_norm(x, branch, branch_bias, head.norm, head.norm_bias, head.eps)
     return product(h, head.table, None, "logits")

@@ -78,8 +78,9 @@ def product_kernel(
 
     EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
     all of K to out fp32 `[M, N]`; "gelu" the sum with its bias through GELU; "qkv" the sum with its bias: queries to
-    out, keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS:
-    heads in the columns of a head of k and v, itself and v included. EVEN: BN divides the columns and 128 divides K.
+    out, keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`.
+    PARTS: heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and
+    128 divides K.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -108,7 +109,7 @@ def product_kernel(
                 w_part = tl.load(w_at + start + step, column_inside & left[:, None], 0.0)
                 segment = tl.dot(x_part, w_part, segment)
             group = tl.fma(segment, 1.0, group)  # the compiler would make one longer chain of a plain sum
-            if EPILOGUE != "groups":
+            if EPILOGUE != "groups":  # noqa: SIM102, since a condition must be either of constants or of values
                 if (start + SEGMENT) % GROUP == 0:
                     total += group
                     group = tl.zeros((BM, BN), tl.float32)
