@@ -48,12 +48,12 @@ def unordered(numbers):
 @triton.jit
 def paired(values, ids):
     """Return int64 pairs of fp32 values and ids."""
-    return (ordered(values).to(tl.int64) << 32) | (LOW_WORD - ids.to(tl.int64))
+    return (ordered(values).to(tl.int64) << 32) | (ids.to(tl.int64) ^ LOW_WORD)
 
 
 @triton.jit
 def id_of(pair):
-    return LOW_WORD - (pair & LOW_WORD)
+    return (pair & LOW_WORD) ^ LOW_WORD
 
 
 @triton.jit
