@@ -28,6 +28,7 @@ TOP_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p"))
 TOP_P_DECAY = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_decay"))
 TOP_P_BOUND = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_bound"))
 
+WEIGHT = tl.constexpr(2.0**40)  # that of the peak
 LAST = tl.constexpr(-(1 << 63))  # below every pair of a score and an id
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
 
@@ -59,6 +60,13 @@ def id_of(pair):
 @triton.jit
 def value_of(pair):
     return unordered((pair >> 32).to(tl.int32))
+
+
+@triton.jit
+def weight_of(values, peak):
+    """Return exponentials relative to that of the peak, as whole numbers: their sum has no order, so that it does not
+    depend on the layout, which follows the dtype and alignment of logits."""
+    return (tl.exp(values - peak) * WEIGHT + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -141,7 +149,8 @@ def chunk_kernel(
     largest = tl.max(values, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(terms + (row * 3) * chunks + chunk, largest)
-    tl.store(terms + (row * 3 + 1) * chunks + chunk, tl.sum(tl.exp(values - base), 0))
+    total = tl.sum(weight_of(values, base), 0)
+    tl.store(terms + (row * 3 + 1) * chunks + chunk, (total.to(tl.float64) / WEIGHT).to(tl.float32))
     pairs = tl.where(token, paired(values, ids), LAST)
     store_best(pairs, top + (row * chunks + chunk) * alternatives, alternatives)
     if EDITED:
