@@ -150,8 +150,12 @@ FILTERS = [
     {"top_p": 0.97, "top_p_decay": 0.83, "top_p_bound": 0.31}, {"top_k": 30, "top_p": 0.58},
     {"top_k": 5, "top_p": 0.99, "temperature": 7}, {"top_k": 400, "top_p": 0.17},
 ]  # fmt: skip
-EDITS = [{"logit_bias": {3: 2.0, 4: -100.0}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
-         {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}]  # fmt: skip
+EDITS = [
+    {"logit_bias": {3: 2.0, 4: -100.0, 0: 0.5}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
+    {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}, {"no_repeat_ngram_size": 1},
+    {"min_new_tokens": 9, "stop_token_ids": (5, 7)}, {"min_new_tokens": 9, "stop_on_double_eol": True},
+    {"no_repeat_ngram_size": 3, "presence_penalty": 1.5, "logit_bias": {1: 3.0}, "prevent_newline_after_colon": True},
+]  # fmt: skip
 
 
 def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list[Row]:
@@ -163,9 +167,9 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
         logits = kinds[(place + seed) % len(kinds)](torch.randn(size, generator=noise))
         if size > 9:
             logits[choose.randrange(size)] = -math.inf
-        more = choose.choice(EDITS) if edits and size > 9 else {}
-        ids = [choose.randrange(min(size, 5)) for _ in range(6)]
-        special = SpecialIds(0, 1, 2, ids[-1])
+        more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
+        ids = [choose.randrange(min(size, 3)) for _ in range(11)]
+        special = SpecialIds(0, ids[-1] if place % 2 else 8, 2, ids[-1])
         rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
 
@@ -190,9 +194,12 @@ def compare_with_reference(
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
     op.has_triton = lambda x: True
-    kernels, filters = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in ("kernels", "filter_kernels"))
+    names = ("kernels", "filter_kernels", "edit_kernels")
+    kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
     kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
-    filters.SEARCH = 16
-    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0)]):
+    filters.SEARCH, edits.BLOCK, edits.COMPARED = 16, 4, 2
+    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):
         dtype = torch.float16 if seed == 1 else torch.float32
-        compare_with_reference(random_rows(size, seed, edits=seed == 2, filters=seed != 3), dtype, "cpu", seed, padding)
+        compare_with_reference(
+            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding
+        )

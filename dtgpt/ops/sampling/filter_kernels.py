@@ -26,7 +26,8 @@ from dtgpt.ops.sampling.kernels import (
     ordered,
     paired,
     unordered,
-)  # fmt: skip
+    weight_of,
+)
 from dtgpt.ops.sampling.sequences import Sequences
 
 BINS = 64  # eight for each octave of 1 + distance / temperature, up to 2^8
@@ -35,7 +36,7 @@ BLOCK, SEARCH, ROW_WARPS = 8192, 2048, 16  # logits and copies that the program 
 
 SHIFT = tl.constexpr(20)  # leaves the exponent and three bits of the mantissa
 ONE = tl.constexpr(0x3F800000)  # bits of 1.0
-COUNT, WEIGHT = tl.constexpr(1 << 52), tl.constexpr(2.0**40)  # units of a bin's content: up to 2^10 logits, weights 1
+COUNT = tl.constexpr(1 << 52)  # of a logit in a bin, above the sum of 2^10 weights
 MARGIN = tl.constexpr(1e-6)  # above the rounding of a sum of probabilities to fp32
 SMALLEST, LARGEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
@@ -45,12 +46,6 @@ def bin_of(scaled, peak, LAST_BIN: tl.constexpr):
     """Return the bin of logits / temperature, 0 for those near the peak. Exact, so that two kernels agree."""
     distance = 1.0 + (peak - scaled)
     return tl.minimum((distance.to(tl.int32, bitcast=True) - ONE) >> SHIFT, LAST_BIN)
-
-
-@triton.jit
-def weight_of(scaled, peak):
-    """Return exponentials relative to that of the peak, as whole numbers."""
-    return (tl.exp(scaled - peak) * WEIGHT + 0.5).to(tl.int64)
 
 
 @triton.jit
