@@ -40,9 +40,7 @@ class Beams:
         if not -10 <= self.length_penalty <= 10:  # nor NaN; powers of every length stay within fp32
             raise UserError(f"length_penalty={self.length_penalty} is out of range; use -10 to 10")
         if choices > self.width:
-            raise UserError(
-                f"{choices} hypotheses cannot come from num_beams={self.width}; use {choices} or more beams"
-            )
+            raise UserError(f"num_beams={self.width} cannot give {choices} sequences; use {choices} or more beams")
 
 
 class Row(NamedTuple):
