@@ -1,7 +1,6 @@
 """Text of generated tokens, piece by piece: decoding, stop strings, and the ids that stop rules look for."""
 
 import codecs
-import os
 from collections.abc import Iterable, Sequence
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -79,7 +78,7 @@ class _Window:
         return not text.endswith(BROKEN) and not (self._ids and self._tokenizer.is_byte(self._ids[-1]))
 
     def _advance(self, text: str) -> str:
-        piece = text[len(os.path.commonprefix([self._shown, text])) :]
+        piece = text[len(self._shown) :]
         alone = self._tokenizer.decode(self._ids[self._done :])
         if alone.strip():  # where nothing is visible yet, a library may still drop a blank
             self._ids, self._shown = self._ids[self._done :], alone
