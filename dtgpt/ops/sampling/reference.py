@@ -27,6 +27,9 @@ def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_
     tokens = choose(edited, position, parameters, variant.filters)
     if not variant.logprobs and not variant.alternatives:
         return Sampled(tokens, values.new_zeros(len(tokens)), tokens.new_empty(len(tokens), 0), values[:, :0])
+    if variant.beams:
+        logprobs, _, _ = log_probabilities(values, tokens, 0)
+        return Sampled(tokens, logprobs, *beam_candidates(values, edited, variant.alternatives))
     return Sampled(tokens, *log_probabilities(values, tokens, variant.alternatives))
 
 
@@ -36,6 +39,16 @@ def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tupl
     measured = torch.log_softmax(values, dim=-1)
     top = likeliest(values, alternatives)
     return measured.gather(1, tokens[:, None])[:, 0], top, measured.gather(1, top)
+
+
+def beam_candidates(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probabilities `[B, count]` of the likeliest tokens, where `edited` are the values fp32 `[B, V]`
+    after the rules. Log-probabilities change as the values did, without a new normalisation (as transformers' beam
+    search has it)."""
+    measured = torch.log_softmax(values, dim=-1)
+    changed = torch.where(edited == values, measured, measured + (edited - values))
+    top = likeliest(changed, count)
+    return top, changed.gather(1, top)
 
 
 def likeliest(values: Tensor, count: int) -> Tensor:
