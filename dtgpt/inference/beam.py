@@ -7,6 +7,7 @@ that what ties there ties here.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,8 +55,20 @@ class Hypothesis(NamedTuple):
     """A finished sequence."""
 
     score: float
-    ids: list[int]  # new tokens, without the one that ended it
+    ids: list[int]  # new tokens, with the one that ended it
+    logprobs: list[float]  # of each of `ids`
     ended: bool  # by a stop token; else by the largest length
+
+
+class _Open(NamedTuple):
+    """A sequence that goes on."""
+
+    total: float = 0.0  # sum of `logprobs`, in fp32
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    def extend(self, token: int, logprob: float) -> "_Open":
+        return _Open(fp32(self.total + logprob), (*self.ids, token), (*self.logprobs, logprob))
 
 
 class BeamSearch:
@@ -66,8 +79,8 @@ class BeamSearch:
 
     def __init__(self, beams: Beams, max_new_tokens: int, stop_ids: Sequence[int] = ()):
         self.beams, self.limit, self.stop_ids = beams, max_new_tokens, frozenset(stop_ids)
-        self.length = 0  # new tokens of an open beam
-        self._open: list[tuple[float, list[int]]] = [(0.0, [])]  # (sum of log-probabilities, new tokens) of each row
+        self.length = 0  # new tokens of an open sequence
+        self._open = [_Open()]
         self._kept: list[Hypothesis] = []
 
     @property
@@ -87,42 +100,46 @@ class BeamSearch:
         best = self._best(candidates)
         self.length += 1
         rows, opened = [], []
-        for rank, (total, row, token) in enumerate(best):
-            ids = self._open[row][1]
-            if token not in self.stop_ids:
-                rows.append(Row(row, token))
-                opened.append((total, [*ids, token]))
+        for rank, (row, extended) in enumerate(best):
+            if extended.ids[-1] not in self.stop_ids:
+                rows.append(Row(row, extended.ids[-1]))
+                opened.append(extended)
             elif rank < self.beams.width:  # an end that is not likely enough is dropped, not kept
-                self._keep(total, ids, ended=True)
+                self._keep(extended, ended=True)
             if len(rows) == self.beams.width:
                 break
         self._open = opened
         if self.length == self.limit:
-            for total, ids in opened:
-                self._keep(total, ids, ended=False)
+            for sequence in opened:
+                self._keep(sequence, ended=False)
             return []
-        if not rows or self._is_decided(best[0][0] if self.beams.ended_bound else opened[0][0]):
+        if not rows or self._is_decided(best[0][1].total if self.beams.ended_bound else opened[0].total):
             return []
         return rows
 
-    def _best(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int]]:
-        """Return (sum, row, id) of the best candidates over all rows, best first."""
+    def _best(self, candidates: Sequence[Candidates]) -> list[tuple[int, _Open]]:
+        """Return the best candidates over all rows, best first: each with the row that it continues."""
         if len(candidates) != len(self._open):
             raise ValueError(f"candidates of {len(candidates)} rows, but {len(self._open)} are open")
-        sums = [
-            (fp32(total + logprob), row, token)
-            for row, ((total, _), tokens) in enumerate(zip(self._open, candidates, strict=True))
+        found = [
+            (self._rank(fp32(sequence.total + logprob), row, token), row, token, logprob)
+            for row, (sequence, tokens) in enumerate(zip(self._open, candidates, strict=True))
             for token, logprob in tokens
-            if logprob > -float("inf")
+            if logprob > -math.inf
         ]
-        return sorted(sums, key=lambda entry: (-entry[0], *entry[1:]))[: self.alternatives]
+        best = sorted(found)[: self.alternatives]
+        return [(row, self._open[row].extend(token, logprob)) for _, row, token, logprob in best]
+
+    def _rank(self, total: float, row: int, token: int) -> tuple[float, int, int]:
+        """Return what orders candidates, the smallest first."""
+        return -total, row, token
 
     def _score(self, total: float) -> float:
         return fp32(total / fp32(self.length**self.beams.length_penalty))
 
-    def _keep(self, total: float, ids: list[int], ended: bool) -> None:
+    def _keep(self, sequence: _Open, ended: bool) -> None:
         """Keep a hypothesis of the current length if it is among the best `width`."""
-        new = Hypothesis(self._score(total), ids, ended)
+        new = Hypothesis(self._score(sequence.total), list(sequence.ids), list(sequence.logprobs), ended)
         if len(self._kept) == self.beams.width:
             worst = min(self._kept, key=lambda hypothesis: hypothesis.score)
             if new.score <= worst.score:
@@ -135,7 +152,7 @@ class BeamSearch:
         that counts: its score at the current length stands for what it may reach."""
         if len(self._kept) < self.beams.width:
             return False
-        return self.beams.early_stopping or min(self._kept).score >= self._score(best)
+        return self.beams.early_stopping or min(kept.score for kept in self._kept) >= self._score(best)
 
 
 def fp32(x: float) -> float:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -48,11 +49,9 @@ def test_a_search_that_is_wide_enough_finds_every_sequence(seed, limit, penalty,
         for ids in itertools.product(range(3), repeat=length):
             ended = ids[-1] in stops
             if not any(i in stops for i in ids[:-1]) and (ended or length == limit):
-                total = 0.0
-                for at, token in enumerate(ids):
-                    total = fp32(total + model(ids[:at])[token])
-                score = fp32(total / fp32(length**penalty))
-                wanted.append(Hypothesis(score, list(ids[:-1] if ended else ids), ended))
+                logprobs = [model(ids[:at])[token] for at, token in enumerate(ids)]
+                total = reduce(lambda a, b: fp32(a + b), logprobs)
+                wanted.append(Hypothesis(fp32(total / fp32(length**penalty)), list(ids), logprobs, ended))
     found = run(BeamSearch(Beams(width=len(wanted), length_penalty=penalty), limit, tuple(stops)), model)
     assert [h.score for h in found] == sorted((h.score for h in wanted), reverse=True)
     assert sorted(found) == sorted(wanted)
@@ -61,14 +60,14 @@ def test_a_search_that_is_wide_enough_finds_every_sequence(seed, limit, penalty,
 def test_one_beam_is_greedy():
     model = table(shares(0.2, 0.5, 0.3), shares(0.6, 0.3, 0.1), shares(0.1, 0.1, 0.8))
     (found,) = run(BeamSearch(Beams(width=1), 9, [2]), model)
-    assert found.ids == [1, 0] and found.ended
-    assert found.score == pytest.approx(math.log(0.5 * 0.6 * 0.8) / 3)
+    assert found.ids == [1, 0, 2] and found.ended
+    assert found.score == pytest.approx(sum(found.logprobs) / 3) == pytest.approx(math.log(0.5 * 0.6 * 0.8) / 3)
 
 
 def test_an_end_counts_only_among_the_best_of_the_width():
     first = BeamSearch(Beams(width=2), 2, [0])
     assert first.advance([[(0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0)]]) == [Row(0, 1), Row(0, 2)]
-    assert [h.ids for h in first.hypotheses] == [[]]
+    assert [h.ids for h in first.hypotheses] == [[0]]
     late = BeamSearch(Beams(width=2), 2, [0])
     assert late.advance([[(1, -1.0), (2, -2.0), (0, -3.0), (3, -4.0)]]) == [Row(0, 1), Row(0, 2)]
     assert late.hypotheses == []
@@ -106,7 +105,7 @@ def test_when_the_search_ends(options, logprob, goes_on):
     assert search.advance([[(1, -0.2), (0, -2.0), (2, -3.0), (3, -9.0)]]) == [Row(0, 1), Row(0, 2)]
     rows = search.advance([[(0, -0.3), (1, logprob), (2, -9.0)], [(1, -9.0), (2, -9.0), (3, -9.0)]])
     assert rows == ([Row(0, 1), Row(0, 2)] if goes_on else [])
-    assert [h.ids for h in search.hypotheses] == [[1], []]
+    assert [h.ids for h in search.hypotheses] == [[1, 0], [0]]
 
 
 def test_a_token_of_probability_0_is_never_taken():

@@ -7,20 +7,34 @@ padding of beams.
 """
 
 import json
+import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtgpt.data.tokenizers.open import from_files
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.request import Request
+from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of, variant_of
+from dtgpt.inference.text import segments
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.sampling.reference import likeliest
+from dtgpt.ops.sampling.sample import sample
+from dtgpt.ops.sampling.sequences import Sequences
 from tests.support.engines import engine_of
-from tests.support.megatron_api import serve
+from tests.support.megatron_api import ApiRequest, engine_requests, serve
 from tests.support.model_by_rules import model_by_rules
 from tests.support.vocabularies import DATA, gpt2_files
 
 FIXTURES = json.loads(Path(os.environ.get("DTGPT_SERVING_FIXTURES") or DATA / "serving.json").read_text())
 TOLERANCE = 1e-5  # absolute and relative, of log-probabilities and scores
 END = "<|endoftext|>"
+DRAWS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +53,58 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
         ours = serve(engine, tokenizer, model.config.vocab_size, request)
     asked = request.get("tokens_to_generate", 64)
     if "scores" in case["body"]:
-        assert_same(pad_beams(ours, tokenizer, request, asked), case["body"])
+        assert_same_beams(request, model, tokenizer, ours, case["body"])
         return
     lengths = [len(tokenizer.encode(prompt)) + request.get("add_BOS", False) for prompt in request["prompts"]]
-    recorded = without_surplus(case["body"], lengths, asked)
+    recorded = without_surplus(case["body"], ours, lengths, asked)
     if asked and request.get("prevent_newline_after_colon"):
         leave_out_forced_colons(recorded, ours, lengths)
     assert_same(ours, recorded)
+
+
+@pytest.mark.parametrize("case", FIXTURES["filters"], ids=json.dumps)
+def test_draws_have_the_distribution_that_filters_leave(case):
+    options = {name: case[name] for name in ("temperature", "top_k", "top_p") if name in case}
+    sampling, size = Sampling(**options), len(case["probabilities"])
+    parameters = parameters_of(sampling, SpecialIds(), 1, 0, 0).expand(DRAWS, -1)
+    rows = torch.arange(DRAWS)  # one position each, thus one draw
+    sequences = Sequences(torch.zeros_like(rows), rows, torch.zeros(DRAWS, 1, dtype=torch.int64), parameters)
+    logits = torch.tensor(case["probabilities"]).log().expand(DRAWS, size)
+    counts = torch.bincount(sample(logits, sequences, rows, size, variant_of([sampling])).tokens, minlength=size)
+    wanted = torch.tensor(case["distribution"], dtype=torch.float64)
+    assert (counts > 0).equal(wanted > 0)
+    deviation = (wanted * (1 - wanted) / DRAWS).sqrt()
+    assert ((counts / DRAWS - wanted).abs() <= 5 * deviation + 1e-6).all()
 
 
 def assert_same(ours: dict, recorded: dict) -> None:
     assert ours.keys() == recorded.keys()
     assert ours["segments"] == recorded["segments"]
     assert ours["text"] == recorded["text"]
-    for key in ("scores", "logprobs"):
-        found, wanted = (flat(answer.get(key)) for answer in (ours, recorded))
-        assert found == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE)
+    for row, theirs in zip(numbers(ours), numbers(recorded), strict=True):
+        assert row == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def flat(numbers: list | float | None) -> list[float]:
-    if isinstance(numbers, list):
-        return [x for entry in numbers for x in [float(len(flat(entry))), *flat(entry)]]
-    return [] if numbers is None else [numbers]
+def numbers(answer: dict) -> list[list[float]]:
+    """The scores of beams, or the log-probabilities of each sequence, if there are any."""
+    return [answer["scores"]] if "scores" in answer else answer["logprobs"] or []
 
 
-def pad_beams(answer: dict, tokenizer, request: dict, asked: int) -> dict:
+def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours: dict, recorded: dict) -> None:
+    """Compare answers of beams. Megatron sorts all candidates by an unstable sort: of those with equal sums it takes
+    any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
+    recorded sequences among equals must find those."""
+    (asked,) = engine_requests(ApiRequest.from_json(request), tokenizer, model.config.vocab_size, seed=0)
+    assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
+    padded = pad_beams(ours, asked)
+    if padded["segments"] != recorded["segments"]:
+        padded = pad_beams(search(Guided, asked, model, tokenizer, recorded), asked)
+    assert_same(padded, recorded)
+
+
+def pad_beams(answer: dict, asked: Request) -> dict:
     """An answer of beams as Megatron gives it, each filled up with ends of text."""
-    length = len(tokenizer.encode(request["prompts"][0])) + request.get("add_BOS", False) + asked
+    length = len(asked.ids) + asked.sampling.max_new_tokens
     missing = [length - len(own) for own in answer["segments"]]
     return answer | {
         "segments": [own + [END] * n for own, n in zip(answer["segments"], missing, strict=True)],
@@ -73,18 +112,58 @@ def pad_beams(answer: dict, tokenizer, request: dict, asked: int) -> dict:
     }
 
 
-def without_surplus(body: dict, lengths: list[int], asked: int) -> dict:
-    """A recorded answer with at most `asked` new tokens for each prompt."""
-    ends = [length + asked for length in lengths]
-    texts = []
-    for text, own, end in zip(body["text"], body["segments"], ends, strict=True):
-        surplus = "".join(own[end:])
-        assert text.endswith(surplus), "a character is cut by the number of tokens asked for: compare ids"
-        texts.append(text.removesuffix(surplus) if surplus else text)
-    cut = {"text": texts, "segments": [own[:end] for own, end in zip(body["segments"], ends, strict=True)]}
-    if body["logprobs"] is None:
-        return body | cut
-    return body | cut | {"logprobs": [own[: end - 1] for own, end in zip(body["logprobs"], ends, strict=True)]}
+class Guided(BeamSearch):
+    """A search that takes the candidate that continues a wanted sequence, given in segments, where sums tie."""
+
+    wanted: list[list[str]]
+    decode: Callable[[list[int]], list[str]]
+
+    def _rank(self, total: float, row: int, token: int) -> tuple[float, int, int]:
+        found = self.decode([*self._open[row].ids, token])
+        preferred = any(own[: len(found)] == found for own in self.wanted)
+        return -total - (TOLERANCE * max(1, abs(total)) if preferred else 0), row, token
+
+
+def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
+    """The answer of a search on this host, over log-probabilities of whole sequences. Its candidates are the likeliest
+    tokens, and all tokens as likely as the last one of these that are recorded."""
+    assert asked.beams is not None
+    beams = kind(asked.beams, asked.sampling.max_new_tokens, asked.stop_ids)
+    if isinstance(beams, Guided):
+        beams.wanted = [own[len(asked.ids) :] for own in recorded["segments"]]
+        beams.decode = partial(segments, tokenizer)
+    known = {name for own in recorded["segments"] for name in own}
+    rows = [asked.ids]
+    while rows:
+        with torch.no_grad():
+            logits = model(torch.tensor(rows))[:, -1, : model.config.vocab_size]
+        if asked.sampling.prevent_newline_after_colon:
+            logits[[ids[-1] == asked.special.colon for ids in rows], asked.special.newline] = -math.inf
+        logprobs = torch.log_softmax(logits, dim=-1)
+        candidates = []
+        for row in logprobs:
+            top = likeliest(row[None], beams.alternatives)[0].tolist()
+            tied = (row == row[top[-1]]).nonzero()[:, 0].tolist() if isinstance(beams, Guided) else []
+            tied = [i for i in tied if i not in top and tokenizer.decode([i]) in known]
+            candidates.append([(i, row[i].item()) for i in [*top, *tied]])
+        rows = [[*rows[source], token] for source, token in beams.advance(candidates)]
+    found = [[*asked.ids, *(own.ids[:-1] if own.ended else own.ids)] for own in beams.hypotheses]
+    texts = {"segments": [segments(tokenizer, ids) for ids in found], "text": [tokenizer.decode(ids) for ids in found]}
+    return texts | {"scores": [own.score for own in beams.hypotheses]}
+
+
+def without_surplus(body: dict, ours: dict, lengths: list[int], asked: int) -> dict:
+    """A recorded answer with at most `asked` new tokens for each prompt. A text that is longer than that begins with
+    `ours`, but for a character that is cut there."""
+    cut = {name: list(body[name]) for name in ("text", "segments", "logprobs") if body[name] is not None}
+    for row, length in enumerate(lengths):
+        end = length + asked
+        if len(body["segments"][row]) > end and body["text"][row].startswith(ours["text"][row].rstrip("\ufffd")):
+            cut["text"][row] = ours["text"][row]
+        cut["segments"][row] = body["segments"][row][:end]
+        if body["logprobs"] is not None:
+            cut["logprobs"][row] = body["logprobs"][row][: end - 1]
+    return body | cut
 
 
 def leave_out_forced_colons(recorded: dict, ours: dict, lengths: list[int]) -> None:

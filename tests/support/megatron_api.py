@@ -4,7 +4,6 @@ Differences on purpose: every prompt of a batch gets `tokens_to_generate` tokens
 not padded, padded columns of the vocabulary do not count, and ids with a meaning are the tokenizer's, not GPT-2's.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +13,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.inference.text import segments, token_of
+from tests.support.engines import drain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def answer(api: ApiRequest, tokenizer: Tokenizer, prompts: list[list[int]], even
     """Return the body of the answer from the ids and from all the events of each prompt."""
     if api.beam_width:
         hypotheses = sorted(events[0], key=lambda event: event.choice)
-        found = [[*prompts[0], *event.ids] for event in hypotheses]
+        found = [[*prompts[0], *(event.ids[:-1] if event.finish == "stop" else event.ids)] for event in hypotheses]
         return {"scores": [event.score for event in hypotheses], **_texts(tokenizer, found)}
     sequences, scores = [], []
     for ids, own in zip(prompts, events, strict=True):
@@ -107,11 +107,6 @@ def serve(engine: Engine, tokenizer: Tokenizer, vocab_size: int, body: dict[str,
     api = ApiRequest.from_json(body)
     requests = engine_requests(api, tokenizer, vocab_size, seed)
     handles = [engine.submit(request) for request in requests]
-    events = list(_drain(engine))
+    events = drain(engine)
     own = [[event for event in events if event.request == handle] for handle in handles]
     return answer(api, tokenizer, [request.ids for request in requests], own)
-
-
-def _drain(engine: Engine) -> Iterable[Event]:
-    while engine.busy:
-        yield from engine.step()

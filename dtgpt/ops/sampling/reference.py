@@ -42,9 +42,9 @@ def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tupl
 
 
 def beam_candidates(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities `[B, count]` of the likeliest tokens, where `edited` are the values fp32 `[B, V]`
-    after the rules. Log-probabilities change as the values did, without a new normalisation (as transformers' beam
-    search has it)."""
+    """Return ids and log-probabilities `[B, count]` of the likeliest tokens after the rules, which made `edited` of the
+    values fp32 `[B, V]`. Log-probabilities change as the values did and are not normalised again, as in transformers'
+    beam search."""
     measured = torch.log_softmax(values, dim=-1)
     changed = torch.where(edited == values, measured, measured + (edited - values))
     top = likeliest(changed, count)
