@@ -120,8 +120,9 @@ class Guided(BeamSearch):
 
     def _rank(self, total: float, row: int, token: int) -> tuple[float, int, int]:
         found = self.decode([*self._open[row].ids, token])
-        preferred = any(own[: len(found)] == found for own in self.wanted)
-        return -total - (TOLERANCE * max(1, abs(total)) if preferred else 0), row, token
+        places = [place for place, own in enumerate(self.wanted) if own[: len(found)] == found]
+        share = 1 - places[0] / 2 / len(self.wanted) if places else 0.0  # the first of them before the others
+        return -total - share * TOLERANCE * max(1, abs(total)), row, token
 
 
 def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
