@@ -34,18 +34,17 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """Keys and values of the attention cores of this rank's stages. `work` says which tokens the stages run next."""
+    """Keys and values of the attention cores of this rank's stages."""
 
     def __init__(
         self, stages: list[Decoder], config: ModelConfig, tp: int, slots: int, dtype: torch.dtype, device: torch.device
     ):
         """Allocate `slots` slots and the scratch slot, uninitialised, of heads that are cut over `tp` ranks."""
-        self.work: Chunk | Rows | None = None
         sizes = core_sizes(config, tp)
         blocks = [block for stage in stages for block in stage.blocks.values()]
         cores = [core for block in blocks for core in attention_cores(block)]
         self.layers = [
-            LayerCache(self, core.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
+            LayerCache(core.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
             for core, (heads, dim) in zip(cores, sizes * len(blocks), strict=True)
         ]
         self._cores = list(zip(cores, self.layers, strict=True))
@@ -60,6 +59,11 @@ class Cache:
         for core, _ in self._cores:
             core.cache = None
 
+    def expect(self, work: Chunk | Rows | None) -> None:
+        """Say which tokens the stages run next; None: none of a step of inference."""
+        for layer in self.layers:
+            layer.work = work
+
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` positions of the slots `sources` to the slots `targets`, int64 `[B]` both. All are
         read before any is written, so that slots may change places."""
@@ -71,13 +75,14 @@ class Cache:
 class LayerCache:
     """Keys and values `[slots + 1, N_kv, P, D]` of one attention core."""
 
-    def __init__(self, cache: Cache, backend: Backend, keys: Tensor, values: Tensor):
-        self.cache, self.backend, self.keys, self.values = cache, backend, keys, values
+    def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
+        self.backend, self.keys, self.values = backend, keys, values
+        self.work: Chunk | Rows | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep k and v `[1, M, N_kv, D]` of the cache's `work`, and return the attention `[1, M, N, D]` of its tokens,
-        each over its own sequence. Tokens after those of a chunk pad it: they get zeros."""
-        work = self.cache.work
+        """Keep k and v `[1, M, N_kv, D]` of the tokens of `work`, and return their attention `[1, M, N, D]`, each
+        over its own sequence. Tokens after those of a chunk pad it: they get zeros."""
+        work = self.work
         if isinstance(work, Rows):
             return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
         if work is None:

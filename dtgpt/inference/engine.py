@@ -4,6 +4,7 @@
 What a sequence makes after the token that ended it, in a round that was launched already, is thrown away.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,8 +12,10 @@ import torch
 
 from dtgpt.inference.beam_slots import BeamSlots
 from dtgpt.inference.leader import Leader, failures_shared, follow
+from dtgpt.inference.messages import Channel
 from dtgpt.inference.request import PROMPT, Event, Request
-from dtgpt.inference.runner import Pending, Results, Runner
+from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
 from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
@@ -40,19 +43,21 @@ class _Launched(NamedTuple):
     starts: list[Start]
     rows: list[Row]
     drawn: Pending | None
-    beams: list[Row]
+    beams: tuple[Row, ...]
     candidates: Pending | None  # for the next tokens of `beams`
 
 
 class Engine:
-    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps
-    while all others `follow`, until rank 0 calls `pause` or `release`.
+    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps,
+    while all others `follow` until rank 0 releases them:
 
         handle = engine.submit(Request(ids=[5, 900, 17], sampling=Sampling(max_new_tokens=8)))
         while engine.busy:
             events = engine.step()
+        engine.release()
 
-    Between steps the stages must not be used otherwise, unless the engine is paused.
+    Before `release` the stages must not be used otherwise; after it the engine may serve again. Compiled stages of a
+    run in training need `torch.compiler.set_stance("force_eager")` around all of it: their code is made for a batch.
     """
 
     def __init__(
@@ -63,13 +68,17 @@ class Engine:
         those of the model. `timeout`: seconds that collectives of the mesh wait, for messages."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
-        self.commands = Leader(self._runner)  # of rank 0
-        self._scheduler = Scheduler(slots)
+        self._channel = Channel(mesh)
+        self.commands = Leader(self._runner, self._channel)  # of rank 0
+        self._submitted, self._failed = 0, False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without any request."""
+        self._scheduler = Scheduler(self.slots)
         self._requests: dict[int, _Active] = {}
-        self._submitted = 0
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
-        mesh.commands  # noqa: B018  # a group, which all ranks make together
 
     @property
     def busy(self) -> bool:
@@ -107,23 +116,23 @@ class Engine:
                 events, self._ended = self._ended, []
                 return events if before is None else events + self._collect(before)
         except BaseException:
+            self._failed = True
             self.commands.fail()
             raise
 
     def follow(self) -> None:
-        """Do what rank 0 commands, until it pauses or releases the engine. For all ranks but rank 0."""
+        """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
+        another rank fails."""
         with failures_shared(self.mesh, self.timeout):
-            follow(self._runner)
-
-    def pause(self) -> None:
-        """Let the other ranks return from `follow`; the stages are then as they were before. Requests that are not
-        finished stay, and go on when the other ranks follow again."""
-        self.commands.pause()
+            follow(self._runner, self._channel)
 
     def release(self) -> None:
-        """Pause for good: all requests are forgotten."""
-        self._requests, self._launched = {}, None
-        self.commands.pause()
+        """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
+        self._forget()
+        if self._failed:  # the other ranks do not follow any more
+            self._runner.detach()
+        else:
+            self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []
@@ -139,7 +148,7 @@ class Engine:
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
         return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
 
-    def _decode(self, rows: list[Row], steps: int) -> Pending | None:
+    def _decode(self, rows: Sequence[Row], steps: int) -> Pending | None:
         return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, start: Start) -> None:
@@ -153,7 +162,7 @@ class Engine:
             payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
             self.commands.start(slot, payload)
 
-    def _variant(self, rows: list[Row]) -> Variant:
+    def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
         active = [self._requests[row.request] for row in rows]
         searches = [one.search.search for one in active if one.search is not None]
@@ -161,8 +170,8 @@ class Engine:
             max(one.request.alternatives for one in active), max((one.alternatives for one in searches), default=0)
         )
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.request.sampling for one in active])
-        return variant._replace(alternatives=min(rounded, self.config.vocab_size), beams=bool(searches))
+        variant = variant_of([one.request.sampling for one in active], min(rounded, self.config.vocab_size))
+        return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:
         events = []

@@ -6,8 +6,9 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from dtgpt.inference.messages import Kind, receive, send
-from dtgpt.inference.runner import Pending, Runner
+from dtgpt.inference.messages import Channel, Kind
+from dtgpt.inference.results import Pending
+from dtgpt.inference.runner import Runner
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.mesh import Mesh
@@ -19,49 +20,49 @@ FAILURE = "inference failure"  # the name under which the rank that fails first 
 class Leader:
     """The commands of a `Runner`, on rank 0: each is done by all ranks."""
 
-    def __init__(self, runner: Runner):
-        self.runner, self.mesh = runner, runner.mesh
+    def __init__(self, runner: Runner, channel: Channel):
+        self._runner, self._channel = runner, channel
 
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
-        send(self.mesh, Kind.PREFILL, [slot, first, *ids])
-        self.runner.prefill(slot, ids, first)
+        self._channel.send(Kind.PREFILL, [slot, first, *ids])
+        self._runner.prefill(slot, ids, first)
 
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
-        send(self.mesh, Kind.SCORE, [slot, first, alternatives, *ids])
-        return self.runner.score(slot, ids, first, alternatives)
+        self._channel.send(Kind.SCORE, [slot, first, alternatives, *ids])
+        return self._runner.score(slot, ids, first, alternatives)
 
     def start(self, slot: int, payload: Tensor) -> None:
-        send(self.mesh, Kind.START, [slot, *payload.tolist()])
-        self.runner.start(slot, payload)
+        self._channel.send(Kind.START, [slot, *payload.tolist()])
+        self._runner.start(slot, payload)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        send(self.mesh, Kind.COPY, [length, *sources, *targets])
-        self.runner.copy(sources, targets, length)
+        self._channel.send(Kind.COPY, [length, *sources, *targets])
+        self._runner.copy(sources, targets, length)
 
     def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        send(self.mesh, Kind.ASSIGN, [*slots, *tokens])
-        self.runner.assign(slots, tokens)
+        self._channel.send(Kind.ASSIGN, [*slots, *tokens])
+        self._runner.assign(slots, tokens)
 
     def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
-        send(self.mesh, Kind.DECODE, [steps, *map(int, variant), *slots])
-        return self.runner.decode(slots, steps, variant)
+        self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
+        return self._runner.decode(slots, steps, variant)
 
-    def pause(self) -> None:
+    def release(self) -> None:
         """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
-        send(self.mesh, Kind.PAUSE)
-        self.runner.detach()
+        self._channel.send(Kind.RELEASE)
+        self._runner.detach()
 
     def fail(self) -> None:
         """Let the other ranks fail as this one does."""
         with suppress(RuntimeError):  # they are gone already
-            send(self.mesh, Kind.FAIL)
+            self._channel.send(Kind.FAIL)
 
 
-def follow(runner: Runner) -> None:
-    """Do what rank 0 commands until it pauses."""
+def follow(runner: Runner, channel: Channel) -> None:
+    """Do what rank 0 commands, until it releases this rank."""
     while True:
-        kind, payload = receive(runner.mesh)
-        if kind is Kind.PAUSE:
+        kind, payload = channel.receive()
+        if kind is Kind.RELEASE:
             return runner.detach()
         if kind is Kind.FAIL:
             raise UserError(_lost(runner.mesh))

@@ -19,29 +19,33 @@ class Kind(IntEnum):
     COPY = 4  # length, *sources, *targets
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
-    PAUSE = 7  # nothing
-    RELEASE = 8  # nothing
-    FAIL = 9  # nothing
+    RELEASE = 7  # nothing
+    FAIL = 8  # nothing
 
 
-def send(mesh: Mesh, kind: Kind, payload: Sequence[int] = ()) -> None:
-    """Broadcast a command from rank 0."""
-    if mesh.world == 1:
-        return
-    numbers = [kind, len(payload), *payload]
-    first = torch.tensor(numbers[:HEADER] + [0] * (HEADER - len(numbers)), dtype=torch.int64)
-    dist.broadcast(first, 0, group=mesh.commands)
-    if len(payload) > INLINE:
-        dist.broadcast(torch.tensor(payload[INLINE:], dtype=torch.int64), 0, group=mesh.commands)
+class Channel:
+    """The way of commands from rank 0 to the others. All ranks make it at the same point."""
 
+    def __init__(self, mesh: Mesh):
+        self._group = mesh.commands
 
-def receive(mesh: Mesh) -> tuple[Kind, list[int]]:
-    """Return the next command of rank 0, with its payload."""
-    first = torch.empty(HEADER, dtype=torch.int64)
-    dist.broadcast(first, 0, group=mesh.commands)
-    kind, length, *payload = first.tolist()
-    if length > INLINE:
-        rest = torch.empty(length - INLINE, dtype=torch.int64)
-        dist.broadcast(rest, 0, group=mesh.commands)
-        payload += rest.tolist()
-    return Kind(kind), payload[:length]
+    def send(self, kind: Kind, payload: Sequence[int] = ()) -> None:
+        """Broadcast a command from rank 0; nothing where it is alone."""
+        if self._group is None:
+            return
+        numbers = [kind, len(payload), *payload]
+        first = torch.tensor(numbers[:HEADER] + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._group)
+        if len(payload) > INLINE:
+            dist.broadcast(torch.tensor(payload[INLINE:], dtype=torch.int64), 0, group=self._group)
+
+    def receive(self) -> tuple[Kind, list[int]]:
+        """Return the next command of rank 0, with its payload."""
+        first = torch.empty(HEADER, dtype=torch.int64)
+        dist.broadcast(first, 0, group=self._group)
+        kind, length, *payload = first.tolist()
+        if length > INLINE:
+            rest = torch.empty(length - INLINE, dtype=torch.int64)
+            dist.broadcast(rest, 0, group=self._group)
+            payload += rest.tolist()
+        return Kind(kind), payload[:length]

@@ -1,14 +1,14 @@
 """What every rank does for the commands of rank 0. No method waits for the device."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
+from dtgpt.inference.results import Pending, Results
 from dtgpt.inference.slot_state import SlotState
-from dtgpt.inference.step import Step, unpack
+from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sequences import Variant
@@ -17,33 +17,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
-
-
-class Results(NamedTuple):
-    """Numbers of M tokens of a prompt, or of B sequences times R steps, on the CPU."""
-
-    first: Tensor  # int64 [M] or [B, R]: of a prompt, whether each token is the likeliest; else the tokens drawn
-    logprobs: Tensor  # fp32 [M] or [B, R]
-    top_ids: Tensor  # int64 [M, n] or [B, R, n]
-    top_logprobs: Tensor  # fp32 [M, n] or [B, R, n]
-
-
-class Pending:
-    """Results on their way to the host."""
-
-    def __init__(self, packed: Tensor):
-        self._done: torch.cuda.Event | None = None
-        self._packed = packed
-        if packed.is_cuda:
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def wait(self) -> Results:
-        if self._done is not None:
-            self._done.synchronize()
-        return Results(*unpack(self._packed))
 
 
 class Runner:
@@ -102,10 +75,9 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots] = 0  # attention over the scratch slot stays short
-        results = rows.new_empty(steps, len(rows), 2 + 2 * variant.alternatives, dtype=torch.float64)
-        for result in results:
-            result.copy_(self.step.decode(rows, variant))
-        return Pending(results[:, : len(slots)].transpose(0, 1).contiguous())
+        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
+        return Pending(Results(*stacked))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""

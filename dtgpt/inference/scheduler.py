@@ -46,7 +46,7 @@ class Round(NamedTuple):
     starts: list[Start]
     rows: list[Row]
     steps: int
-    beams: list[Row]
+    beams: tuple[Row, ...] = ()
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Job:
     prefill: int  # tokens of the prompt to prefill
     new_tokens: int
     choices: list[int]  # that are not cancelled
-    beams: bool
+    beams: bool  # whether the choices are rows of a beam search
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
     done: int = 0  # tokens prefilled
 
@@ -68,7 +68,7 @@ class _Running:
 
     row: Row
     left: int  # decode steps that are not launched yet
-    beam: bool
+    beam: bool  # whether it belongs to a beam search
 
 
 class Scheduler:
@@ -132,7 +132,8 @@ class Scheduler:
             running.left = max(0, running.left - (1 if running.beam else steps))
         if not (chunks or starts or ready):
             return None
-        return Round(chunks, starts, [running.row for running in others], steps, [running.row for running in beams])
+        rows = [running.row for running in others]
+        return Round(chunks, starts, rows, steps, tuple(running.row for running in beams))
 
     def _admit(self) -> None:
         while self._waiting and len(self._waiting[0].choices) <= len(self._free):

@@ -54,8 +54,8 @@ def inference_table(config: ModelConfig, plan: Plan) -> Table:
     styles of its own."""
     if plan.table:
         raise UserError(
-            f"the plan's table replaces the styles of {', '.join(plan.table)}, but inference cuts models by roles alone; "
-            "leave the table out of this plan"
+            f"the plan's table has styles of its own for {', '.join(plan.table)}, but inference cuts models by roles "
+            "alone; leave the table out of this plan"
         )
     return {pattern: STYLES[role] for pattern, role in config.roles.items() if role in STYLES}
 
@@ -86,7 +86,7 @@ def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend
 
 
 def _look_up(module: Any, rows: range, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
-    """Return the embeddings of `ids`. Of those that are not in this rank's `rows` the addend is zero: sums are exact."""
+    """Return the embeddings of `ids`, a sum that is exact: a rank adds zero for ids that are not in its `rows`."""
     local = ids - rows.start
     elsewhere = (local < 0) | (local >= len(rows))
     found = F.embedding(local.masked_fill(elsewhere, 0), module.weight).masked_fill(elsewhere[..., None], 0)

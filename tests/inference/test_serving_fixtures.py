@@ -1,17 +1,14 @@
 """Answers of Megatron-LM's text generation server of 2023, given again by the engine.
 
-The cases are those of the file that DTGPT_SERVING_FIXTURES names, or of the copy in the repository: requests to a model
-by rules with the answers, and distributions that filters leave. What dtgpt does otherwise on purpose is taken out of a
-recorded answer before it is compared: tokens that a shorter prompt of a batch got beyond the number asked for, and the
-padding of beams.
+The cases are requests to a model by rules with the answers, see `serving_cases`; those of filters are in
+tests/ops/test_sampling.py. What dtgpt does otherwise on purpose is taken out of a recorded answer before it is compared:
+tokens that a shorter prompt of a batch got beyond the number asked for, and the padding of beams.
 """
 
 import json
 import math
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,21 +17,17 @@ from dtgpt.data.tokenizers.open import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import BeamSearch
 from dtgpt.inference.request import Request
-from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of, variant_of
 from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.reference import likeliest
-from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.sequences import Sequences
 from tests.support.engines import engine_of
 from tests.support.megatron_api import ApiRequest, engine_requests, serve
 from tests.support.model_by_rules import model_by_rules
-from tests.support.vocabularies import DATA, gpt2_files
+from tests.support.serving import serving_cases
+from tests.support.vocabularies import gpt2_files
 
-FIXTURES = json.loads(Path(os.environ.get("DTGPT_SERVING_FIXTURES") or DATA / "serving.json").read_text())
 TOLERANCE = 1e-5  # absolute and relative, of log-probabilities and scores
 END = "<|endoftext|>"
-DRAWS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def named(case: dict) -> str:
     return case.get("note", json.dumps(case.get("request", case)))
 
 
-@pytest.mark.parametrize("case", FIXTURES["behaviour"], ids=named)
+@pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
 def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
     with engine_of(model, slots=8) as engine:
@@ -60,21 +53,6 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
     if asked and request.get("prevent_newline_after_colon"):
         leave_out_forced_colons(recorded, ours, lengths)
     assert_same(ours, recorded)
-
-
-@pytest.mark.parametrize("case", FIXTURES["filters"], ids=json.dumps)
-def test_draws_have_the_distribution_that_filters_leave(case):
-    options = {name: case[name] for name in ("temperature", "top_k", "top_p") if name in case}
-    sampling, size = Sampling(**options), len(case["probabilities"])
-    parameters = parameters_of(sampling, SpecialIds(), 1, 0, 0).expand(DRAWS, -1)
-    rows = torch.arange(DRAWS)  # one position each, thus one draw
-    sequences = Sequences(torch.zeros_like(rows), rows, torch.zeros(DRAWS, 1, dtype=torch.int64), parameters)
-    logits = torch.tensor(case["probabilities"]).log().expand(DRAWS, size)
-    counts = torch.bincount(sample(logits, sequences, rows, size, variant_of([sampling])).tokens, minlength=size)
-    wanted = torch.tensor(case["distribution"], dtype=torch.float64)
-    assert (counts > 0).equal(wanted > 0)
-    deviation = (wanted * (1 - wanted) / DRAWS).sqrt()
-    assert ((counts / DRAWS - wanted).abs() <= 5 * deviation + 1e-6).all()
 
 
 def assert_same(ours: dict, recorded: dict) -> None:
