@@ -27,7 +27,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 # Files that are not part of `-m quick`. A file that is not listed is: where it is slow, the two minutes show it.
 SLOW = {
-    "test_batch_size", "test_benchmarks", "test_checkpoint_damage", "test_checkpoint_kill",
+    "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage", "test_checkpoint_kill",
     "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert", "test_data", "test_extension",
     "test_foreign_files", "test_graphs", "test_inference", "test_interop_huggingface", "test_interval_loss",
     "test_last_step", "test_lost_peers", "test_megatron_own", "test_optim", "test_parity", "test_pickles",

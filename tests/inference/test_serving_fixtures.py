@@ -1,8 +1,8 @@
 """Answers of Megatron-LM's text generation server of 2023, given again by the engine.
 
-The cases are requests to a model by rules with the answers, see `serving_cases`; those of filters are in
-tests/ops/test_sampling.py. What dtgpt does otherwise on purpose is taken out of a recorded answer before it is compared:
-tokens that a shorter prompt of a batch got beyond the number asked for, and the padding of beams.
+The cases are requests to a model by rules, with the answers: see `serving_cases`; tests/ops/test_sampling.py has those
+of filters. What dtgpt does otherwise on purpose is taken out of a recorded answer before it is compared: tokens that a
+shorter prompt of a batch got beyond the number asked for, and the padding of beams.
 """
 
 import json
@@ -42,7 +42,7 @@ def named(case: dict) -> str:
 @pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
 def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
-    with engine_of(model, slots=8) as engine:
+    with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
         ours = serve(engine, tokenizer, model.config.vocab_size, request)
     asked = request.get("tokens_to_generate", 64)
     if "scores" in case["body"]:
