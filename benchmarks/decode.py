@@ -4,8 +4,9 @@
     python benchmarks/decode.py --model 1558m --batches 1 --peers dtgpt naive_graph
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
-Random weights, greedy tokens. The bound is the bytes of the weights and of the keys and values at the timed positions,
-over the rate of a large copy that is measured in the same run. Peers take turns; the figures are medians.
+Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
+weights and of the keys and values at these positions, over the rate of a large copy, which is measured in the same run.
+Peers take turns; the figures are medians.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from decode_peers import EnginePeer, NaiveGraphPeer, Peer, TransformersPeer, drain
+from decode_peers import LEAD, EnginePeer, NaiveGraphPeer, Peer, TransformersPeer, drain
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
@@ -115,7 +116,7 @@ def measure_decode(args: argparse.Namespace, engine: Engine, rate: float) -> lis
     for position in args.positions:
         prompt = torch.arange(position + 1).remainder(config.vocab_size).tolist()
         for batch in args.batches:
-            bound = rate / bytes_read(config, dtype, batch, position + args.tokens / 2) * batch
+            bound = batch * rate / bytes_read(config, dtype, batch, position + LEAD + args.tokens / 2)
             for name, times in compare(peers, prompt, batch, args.tokens, args.rounds).items():
                 speed = batch / statistics.median(times)
                 row = {"batch": batch, "position": position, "peer": name, "seconds": times, "tokens_per_second": speed}
@@ -212,7 +213,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")
     parser.add_argument("--prefill", type=int, default=8, help="prompts of the measurement of prefill; 0: none")
     parser.add_argument("--json", type=Path, help="write the results there")
-    return parser.parse_args()
+    args = parser.parse_args()
+    needed, there = max(args.positions) + 1 + LEAD + args.tokens, MODELS[args.model].seq_length
+    if needed > there:
+        parser.error(f"position {max(args.positions)} and {args.tokens} tokens need {needed} positions of {there}")
+    return args
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ class Peer(ABC):
     def step_time(self) -> float:
         """Return the seconds of one step, which adds a token to each sequence: the mean over `tokens` steps."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free what `prepare` allocated."""
 
@@ -53,6 +54,9 @@ class EnginePeer(Peer):
                 begin, counted = time.perf_counter(), count
         return (time.perf_counter() - begin) * self.batch / (count - counted)
 
+    def close(self) -> None:
+        pass  # the engine keeps its cache
+
 
 class TransformersPeer(Peer):
     """`generate` of transformers, with the cache that it makes by default or a static one that makes it compile."""
@@ -61,7 +65,7 @@ class TransformersPeer(Peer):
         from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
 
         self.device = device
-        settings = GPT2Config(**write_config(config), bos_token_id=None, eos_token_id=None, torch_dtype=dtype)
+        settings = GPT2Config(**write_config(config), bos_token_id=None, eos_token_id=None)
         with device:
             self.model = GPT2LMHeadModel(settings).to(dtype).eval()  # random weights, distributed as dtgpt's
         self.options: dict = {"do_sample": False, "pad_token_id": 0}
