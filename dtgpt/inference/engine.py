@@ -14,14 +14,15 @@ from dtgpt.inference.beam_slots import BeamSlots
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
 from dtgpt.inference.request import PROMPT, Event, Request
-from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
 from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 
 
@@ -32,19 +33,19 @@ class _Active:
     request: Request
     live: set[int]  # choices that are not finished
     ids: dict[int, list[int]]  # new tokens of each choice
-    scores: list[Results] = field(default_factory=list)  # of the chunks of the prompt that are read
+    scores: list[Scores] = field(default_factory=list)  # of the chunks of the prompt that are read
     search: BeamSlots | None = None  # of a request that asks for one, once it has started
 
 
 class _Launched(NamedTuple):
     """A round whose results are on their way."""
 
-    scores: list[tuple[int, Pending]]  # by request
+    scores: list[tuple[int, Pending[Scores]]]  # by request
     starts: list[Start]
     rows: list[Row]
-    drawn: Pending | None
+    drawn: Pending[Sampled] | None
     beams: tuple[Row, ...]
-    candidates: Pending | None  # for the next tokens of `beams`
+    candidates: Pending[Sampled] | None  # for the next tokens of `beams`
 
 
 class Engine:
@@ -70,7 +71,7 @@ class Engine:
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
-        self._submitted, self._failed = 0, False
+        self._submitted = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -109,30 +110,22 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Launch the next round, and return the events of the round before."""
-        try:
-            with failures_shared(self.mesh, self.timeout):
-                work = self._scheduler.next_round()
-                before, self._launched = self._launched, None if work is None else self._launch(work)
-                events, self._ended = self._ended, []
-                return events if before is None else events + self._collect(before)
-        except BaseException:
-            self._failed = True
-            self.commands.fail()
-            raise
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            work = self._scheduler.next_round()
+            before, self._launched = self._launched, None if work is None else self._launch(work)
+            events, self._ended = self._ended, []
+            return events if before is None else events + self._collect(before)
 
     def follow(self) -> None:
         """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
         another rank fails."""
-        with failures_shared(self.mesh, self.timeout):
+        with failures_shared(self.mesh, self._channel, self.timeout):
             follow(self._runner, self._channel)
 
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        if self._failed:  # the other ranks do not follow any more
-            self._runner.detach()
-        else:
-            self.commands.release()
+        self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []
@@ -148,7 +141,7 @@ class Engine:
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
         return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
 
-    def _decode(self, rows: Sequence[Row], steps: int) -> Pending | None:
+    def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
         return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, start: Start) -> None:
@@ -185,7 +178,7 @@ class Engine:
             results = launched.drawn.wait()
             for index, row in enumerate(launched.rows):
                 if row.request in self._requests and row.choice in self._requests[row.request].live:
-                    events.append(self._extend(row, Results(*(values[index] for values in results))))
+                    events.append(self._extend(row, Sampled(*(values[index] for values in results))))
         if launched.candidates is not None:
             results = launched.candidates.wait()
             for request in dict.fromkeys(row.request for row in launched.beams):
@@ -194,7 +187,7 @@ class Engine:
                     events += self._search(request, own, results)
         return events
 
-    def _search(self, request: int, rows: dict[int, int], results: Results) -> list[Event]:
+    def _search(self, request: int, rows: dict[int, int], results: Sampled) -> list[Event]:
         """Let a beam search choose from the results of its choices, whose `rows` those are. Return the events of its
         sequences where it is over."""
         active = self._requests[request]
@@ -223,12 +216,12 @@ class Engine:
                 self._remove(start.request, choice)
         return events
 
-    def _extend(self, row: Row, results: Results) -> Event:
+    def _extend(self, row: Row, drawn: Sampled) -> Event:
         """Add new tokens `[R]` to a choice, up to that which ends it."""
         active = self._requests[row.request]
         asked, ids = active.request, active.ids[row.choice]
         had, finish = len(ids), None
-        for token in results.first.tolist():
+        for token in drawn.tokens.tolist():
             before = ids[-1] if ids else asked.ids[-1]
             ids.append(token)
             if asked.ends_with(before, token, len(ids) - 1):
@@ -238,7 +231,7 @@ class Engine:
             if finish:
                 break
         new = len(ids) - had
-        logprobs, alternatives = results.logprobs[:new].tolist(), _alternatives(results, asked.alternatives)[:new]
+        logprobs, alternatives = drawn.logprobs[:new].tolist(), _alternatives(drawn, asked.alternatives)[:new]
         event = Event(row.request, row.choice, ids[had:], logprobs, alternatives, finish)
         if finish:
             self._scheduler.finish(row.request, row.choice)
@@ -252,13 +245,13 @@ class Engine:
             del self._requests[request]
 
 
-def _alternatives(results: Results, count: int) -> list[list[tuple[int, float]]]:
+def _alternatives(results: Sampled | Scores, count: int) -> list[list[tuple[int, float]]]:
     ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
     return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
 
 
-def _scored(handle: int, asked: Request, chunks: list[Results]) -> Event:
+def _scored(handle: int, asked: Request, chunks: list[Scores]) -> Event:
     logprobs = [value for chunk in chunks for value in chunk.logprobs.tolist()]
     alternatives = [row for chunk in chunks for row in _alternatives(chunk, asked.alternatives)]
-    greedy = tuple(bool(flag) for chunk in chunks for flag in chunk.first.tolist())
+    greedy = tuple(flag for chunk in chunks for flag in chunk.greedy.tolist())
     return Event(handle, PROMPT, asked.ids[1:], logprobs, alternatives, greedy=greedy)

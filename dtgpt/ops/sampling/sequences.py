@@ -76,7 +76,7 @@ class Variant(NamedTuple):
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return
     logprobs: bool = True
-    beams: bool = False  # the rows are those of beam searches: alternatives are the likeliest after all rules, none is drawn
+    beams: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules: candidates of beams
 
 
 class Sampled(NamedTuple):
