@@ -1,6 +1,6 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,13 +68,23 @@ def add(x: Tensor, branch: Branch, site: Site) -> Tensor:
     return residual(x, *branch, *site)
 
 
+class AttentionCache(Protocol):
+    """Keys and values of earlier tokens, to which an attention core attends."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
+
+
 class AttentionCore(nn.Module):
-    """Causal attention without its projections. The plan's build sets the back end."""
+    """Causal attention without its projections. The plan's build sets the back end, inference the cache."""
 
     backend: Backend = "auto"
+    cache: AttentionCache | None = None  # None: the tokens of the batch attend to each other
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
+        if self.cache is not None:
+            return self.cache.attend(q, k, v)
         options: dict[str, Any] = {"spans": document_bounds, "backend": self.backend}
         return causal_attention(q, k, v, *site, **options)
 

@@ -22,16 +22,17 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.tensor import apply_table, make_table
+from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 
 
 def build_stages(
-    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True
+    settings: Settings, mesh: Mesh, key: Tensor | None, masters: bool = True, table: Table | None = None
 ) -> tuple[list[Decoder], Shards]:
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
-    shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference."""
-    stages = [lay_out_stage(settings, mesh, stage, masters) for stage in mesh.place.stages]
+    shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
+    `table`: styles of tensor parallelism; None: those of the plan."""
+    stages = [lay_out_stage(settings, mesh, stage, masters, table) for stage in mesh.place.stages]
     for stage in stages:
         stage.allocate(mesh.device)
     shards = Shards(stages, mesh, masters)
@@ -40,14 +41,16 @@ def build_stages(
     return stages, shards
 
 
-def lay_out_stage(settings: Settings, mesh: Mesh, stage: int, masters: bool = True) -> Decoder:
+def lay_out_stage(
+    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None
+) -> Decoder:
     """Return one stage on the meta device, cut as the plan says."""
     plan, config = settings.plan, settings.model
     dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        apply_table(part, mesh.devices["tp"], make_table(config, plan))
+        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table)
     set_execution(part, settings)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)

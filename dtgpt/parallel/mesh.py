@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +55,13 @@ class Mesh:
         firsts = range(self.plan.dp * self.plan.tp)
         pairs = [[rank, RankCoordinates(self.plan, rank).neighbour(last)] for rank in firsts]
         return dist.new_subgroups_by_enumeration(pairs)[0]
+
+    @cached_property
+    def commands(self) -> dist.ProcessGroup | None:
+        """The gloo group in which rank 0 tells the others what to do next; None for one process. All ranks ask for it
+        first at the same point. It has no timeout to speak of, since a rank may be idle for days; where a process ends,
+        the others still learn of it at once."""
+        return dist.new_group(backend="gloo", timeout=timedelta(days=365)) if self.world > 1 else None
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""

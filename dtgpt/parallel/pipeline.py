@@ -20,6 +20,7 @@ from dtgpt.ops.fast import split_backward
 from dtgpt.parallel.engine import Engine
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 
 
@@ -82,15 +83,24 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor | None:
-        """Run the stages in turn. Each rank meets its sends and receives by depth, so that none waits in a circle."""
-        place, x = self.mesh.place, batch.tokens
-        for index, module in zip(place.stages, self.modules, strict=True):
-            source, target = place.rank_of(index - 1), place.rank_of(index + 1)
-            if source is not None:
-                x = torch.empty(len(x), *self.edge, dtype=self.settings.dtype, device=self.mesh.device)
-                dist.recv(x, place.neighbour(source), group=self.mesh.pp_group)
-            x = module(x, *batch[1:])
-            if target is not None:
-                dist.send(x.contiguous(), place.neighbour(target), group=self.mesh.pp_group)
+        result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
-        return x if place.holds_last else None
+        return result
+
+
+def run_in_turn(stages: list[Decoder], mesh: Mesh, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+    """Return what the last stage makes of a batch of any length, None on a rank that does not hold that stage. Between
+    stages activations are of `dtype`; under sequence parallelism tp divides the length. Each rank meets its sends and
+    receives by depth, so that none waits in a circle."""
+    place, plan, x = mesh.place, mesh.plan, batch.tokens
+    samples, length = x.shape
+    edge = samples, length // (plan.tp if plan.sequence_parallel else 1), stages[0].config.hidden_size
+    for index, stage in zip(place.stages, stages, strict=True):
+        source, target = place.rank_of(index - 1), place.rank_of(index + 1)
+        if source is not None:
+            x = torch.empty(edge, dtype=dtype, device=mesh.device)
+            dist.recv(x, place.neighbour(source), group=mesh.pp_group)
+        x = stage(x, *batch[1:])
+        if target is not None:
+            dist.send(x.contiguous(), place.neighbour(target), group=mesh.pp_group)
+    return x if place.holds_last else None

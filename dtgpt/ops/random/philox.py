@@ -131,6 +131,16 @@ def uniform(key: Tensor, part: Part) -> Tensor:
     return _unit(bits(key, part))
 
 
+def uniform_rows(key: Tensor, rows: Tensor, last: int) -> Tensor:
+    """Return float64 `[B, last]`, whose row i is `uniform(key[i], [range(rows[i], rows[i] + 1), last])`.
+
+    key: `[B, 2]`; rows: int64 `[B]`, on the device, so that the host need not know them.
+    """
+    blocks, cut = covering_blocks(range(last), WORDS)
+    words = philox([k[:, None] for k in key.unbind(-1)], [_indices(blocks, key.device), rows[:, None], 0, 0])
+    return _unit(torch.stack(words, dim=-1).flatten(-2)[..., cut])
+
+
 def normal(key: Tensor, part: Part) -> Tensor:
     """Return a standard normal float64 for every element of `part` (Box and Muller 1958: two words make two normals).
 

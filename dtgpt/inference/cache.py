@@ -1,0 +1,137 @@
+"""Keys and values of sequences, by slot: one for each sequence, with a place for every position of the model.
+
+The last slot of a cache is scratch: rows that pad a decode step write there.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows
+from dtgpt.ops.attention.core import Backend
+from dtgpt.util.errors import UserError
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence: `length` of them, from position `first` on."""
+
+    slot: int
+    first: int
+    length: int
+
+
+class Rows(NamedTuple):
+    """One token each of several sequences."""
+
+    slots: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B]
+
+
+class Cache:
+    """Keys and values of the attention cores of this rank's stages."""
+
+    def __init__(
+        self, stages: list[Decoder], config: ModelConfig, tp: int, slots: int, dtype: torch.dtype, device: torch.device
+    ):
+        """Allocate `slots` slots and the scratch slot, uninitialised, of heads that are cut over `tp` ranks."""
+        sizes = core_sizes(config, tp)
+        blocks = [block for stage in stages for block in stage.blocks.values()]
+        cores = [core for block in blocks for core in attention_cores(block)]
+        self.layers = [
+            LayerCache(core.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
+            for core, (heads, dim) in zip(cores, sizes * len(blocks), strict=True)
+        ]
+        self._cores = list(zip(cores, self.layers, strict=True))
+
+    def attach(self) -> None:
+        """Let the attention cores use this cache."""
+        for core, layer in self._cores:
+            core.cache = layer
+
+    def detach(self) -> None:
+        """Leave the attention cores without a cache, as they were before."""
+        for core, _ in self._cores:
+            core.cache = None
+
+    def expect(self, work: Chunk | Rows | None) -> None:
+        """Say which tokens the stages run next; None: none of a step of inference."""
+        for layer in self.layers:
+            layer.work = work
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` positions of the slots `sources` to the slots `targets`, int64 `[B]` both. All are
+        read before any is written, so that slots may change places."""
+        for layer in self.layers:
+            for kept in (layer.keys, layer.values):
+                kept[targets, :, :length] = kept[sources, :, :length]
+
+
+class LayerCache:
+    """Keys and values `[slots + 1, N_kv, P, D]` of one attention core."""
+
+    def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
+        self.backend, self.keys, self.values = backend, keys, values
+        self.work: Chunk | Rows | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep k and v `[1, M, N_kv, D]` of the tokens of `work`, and return their attention `[1, M, N, D]`, each
+        over its own sequence. Tokens after those of a chunk pad it: they get zeros."""
+        work = self.work
+        if isinstance(work, Rows):
+            return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
+        if work is None:
+            raise RuntimeError("the stages have a cache, but were not run by a step of inference")
+        q, k, v, padding = q[:, : work.length], k[:, : work.length], v[:, : work.length], q[:, work.length :]
+        attended = attend_chunk(q, k, v, self.keys, self.values, work.slot, work.first, self.backend)
+        return torch.cat([attended, torch.zeros_like(padding)], dim=1) if padding.shape[1] else attended
+
+
+def _memory(slots: int, config: ModelConfig, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(slots + 1, heads, config.seq_length, dim, dtype=dtype, device=device)
+
+
+def attention_cores(block: torch.nn.Module) -> list[AttentionCore]:
+    return [module for module in block.modules() if isinstance(module, AttentionCore)]
+
+
+def core_sizes(config: ModelConfig, tp: int) -> list[tuple[int, int]]:
+    """Return (N_kv, D) of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
+    divide the heads of keys and values."""
+    sizes = _whole_core_sizes(replace(config, num_layers=1))
+    for heads, _ in sizes:
+        if heads % tp:
+            raise UserError(
+                f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
+                f"divides {heads}"
+            )
+    return [(heads // tp, dim) for heads, dim in sizes]
+
+
+@lru_cache(maxsize=8)
+def _whole_core_sizes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Measure what the cores of a block are given: a config does not know how its blocks share heads."""
+    with torch.device("meta"):
+        block, x = config.make_block(), torch.empty(1, 1, config.hidden_size)
+    cores = attention_cores(block)
+    recorders = [_Recorder() for _ in cores]
+    for core, recorder in zip(cores, recorders, strict=True):
+        core.cache = recorder
+    with torch.no_grad():
+        block(x, Context())
+    return [recorder.size for recorder in recorders]
+
+
+class _Recorder:
+    """Stands for a cache, to learn the shape of its keys."""
+
+    size = (0, 0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.size = k.shape[2], k.shape[3]
+        return torch.empty_like(q)

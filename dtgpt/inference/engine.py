@@ -1,0 +1,218 @@
+"""Requests in, events out: the scheduler's rounds on the runner, one ahead of the host.
+
+`step` launches a round and then reads the results of the round before, so that the device never waits for the host.
+What a sequence makes after the token that ended it, in a round that was launched already, is thrown away.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from dtgpt.inference.leader import Leader, failures_shared, follow
+from dtgpt.inference.messages import Channel
+from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.runner import Runner
+from dtgpt.inference.sampling import variant_of
+from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.parallel.mesh import Mesh
+
+
+@dataclass
+class _Active:
+    """A request that is not finished."""
+
+    request: Request
+    live: set[int]  # choices that are not finished
+    ids: dict[int, list[int]]  # new tokens of each choice
+    scores: list[Results] = field(default_factory=list)  # of the chunks of the prompt that are read
+
+
+class _Launched(NamedTuple):
+    """A round whose results are on their way."""
+
+    scores: list[tuple[int, Pending]]  # by request
+    starts: list[Start]
+    rows: list[Row]
+    drawn: Pending | None
+
+
+class Engine:
+    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps
+    while all others `follow`, until rank 0 calls `pause` or `release`.
+
+        handle = engine.submit(Request(ids=[5, 900, 17], sampling=Sampling(max_new_tokens=8)))
+        while engine.busy:
+            events = engine.step()
+
+    Between steps the stages must not be used otherwise, unless the engine is paused.
+    """
+
+    def __init__(
+        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
+        vocab_size: int | None = None, timeout: float = 600.0,
+    ):  # fmt: skip
+        """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn, those of the tokenizer; None:
+        those of the model. `timeout`: seconds that collectives of the mesh wait, for messages."""
+        self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
+        self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
+        self._channel = Channel(mesh)
+        self.commands = Leader(self._runner, self._channel)  # of rank 0
+        self._scheduler = Scheduler(slots)
+        self._requests: dict[int, _Active] = {}
+        self._submitted = 0
+        self._ended: list[Event] = []  # of choices that were cancelled since the last step
+        self._launched: _Launched | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do or to return."""
+        return bool(self._requests or self._ended or self._launched)
+
+    def submit(self, request: Request) -> int:
+        """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
+        that can never be served."""
+        request.validate(self.config.vocab_size, self.config.seq_length, self.slots)
+        handle, self._submitted = self._submitted, self._submitted + 1
+        choices = range(request.choices)
+        self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
+        self._scheduler.add(handle, len(request.ids) - 1, request.choices, request.sampling.max_new_tokens)
+        return handle
+
+    def cancel(self, handle: int, choice: int | None = None) -> None:
+        """End a choice of a request, or all of them. The next step returns an event for each that was not finished."""
+        for ended in self._scheduler.cancel(handle, choice):
+            self._ended.append(Event(handle, ended, [], [], [], "cancelled"))
+            self._remove(handle, ended)
+
+    def step(self) -> list[Event]:
+        """Launch the next round, and return the events of the round before."""
+        try:
+            with failures_shared(self.mesh, self.timeout):
+                work = self._scheduler.next_round()
+                before, self._launched = self._launched, None if work is None else self._launch(work)
+                events, self._ended = self._ended, []
+                return events if before is None else events + self._collect(before)
+        except BaseException:
+            self.commands.fail()
+            raise
+
+    def follow(self) -> None:
+        """Do what rank 0 commands, until it pauses or releases the engine. For all ranks but rank 0."""
+        with failures_shared(self.mesh, self.timeout):
+            follow(self._runner, self._channel)
+
+    def pause(self) -> None:
+        """Let the other ranks return from `follow`; the stages are then as they were before. Requests that are not
+        finished stay, and go on when the other ranks follow again."""
+        self.commands.pause()
+
+    def release(self) -> None:
+        """Pause for good: all requests are forgotten."""
+        self._requests, self._launched = {}, None
+        self.commands.pause()
+
+    def _launch(self, work: Round) -> _Launched:
+        scores = []
+        for request, slot, first, stop in work.chunks:
+            asked = self._requests[request].request
+            if asked.score_prompt:
+                ids = asked.ids[first : stop + 1]
+                scores.append((request, self.commands.score(slot, ids, first, asked.alternatives)))
+            else:
+                self.commands.prefill(slot, asked.ids[first:stop], first)
+        for start in work.starts:
+            self._start(start)
+        drawn = None
+        if work.rows:
+            slots = [row.slot for row in work.rows]
+            drawn = self.commands.decode(slots, work.steps, self._variant(work.rows))
+        return _Launched(scores, work.starts, work.rows, drawn)
+
+    def _start(self, start: Start) -> None:
+        asked, (source, *others) = self._requests[start.request].request, start.slots
+        if others:
+            self.commands.copy([source] * len(others), others, len(asked.ids) - 1)
+        for choice, slot in zip(start.choices, start.slots, strict=True):
+            payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
+            self.commands.start(slot, payload)
+
+    def _variant(self, rows: list[Row]) -> Variant:
+        """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
+        asked = [self._requests[row.request].request for row in rows]
+        alternatives = max(request.alternatives for request in asked)
+        rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
+        return variant_of([request.sampling for request in asked], min(rounded, self.config.vocab_size))
+
+    def _collect(self, launched: _Launched) -> list[Event]:
+        events = []
+        for request, pending in launched.scores:
+            if request in self._requests:
+                self._requests[request].scores.append(pending.wait())
+        for start in launched.starts:
+            if start.request in self._requests:
+                events += self._begin(start)
+        if launched.drawn is not None:
+            results = launched.drawn.wait()
+            for index, row in enumerate(launched.rows):
+                if row.request in self._requests and row.choice in self._requests[row.request].live:
+                    events.append(self._extend(row, Results(*(values[index] for values in results))))
+        return events
+
+    def _begin(self, start: Start) -> list[Event]:
+        """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""
+        active, events = self._requests[start.request], []
+        asked = active.request
+        if asked.score_prompt:
+            events.append(_scored(start.request, asked, active.scores))
+        if asked.sampling.max_new_tokens == 0:
+            for choice in sorted(active.live):
+                events.append(Event(start.request, choice, [], [], [], "length"))
+                self._scheduler.finish(start.request, choice)
+                self._remove(start.request, choice)
+        return events
+
+    def _extend(self, row: Row, results: Results) -> Event:
+        """Add new tokens `[R]` to a choice, up to that which ends it."""
+        active = self._requests[row.request]
+        asked, ids = active.request, active.ids[row.choice]
+        had, finish = len(ids), None
+        for token in results.first.tolist():
+            before = ids[-1] if ids else asked.ids[-1]
+            ids.append(token)
+            if asked.ends_with(before, token, len(ids) - 1):
+                finish = "stop"
+            elif len(ids) == asked.sampling.max_new_tokens:
+                finish = "length"
+            if finish:
+                break
+        new = len(ids) - had
+        logprobs, alternatives = results.logprobs[:new].tolist(), _alternatives(results, asked.alternatives)[:new]
+        event = Event(row.request, row.choice, ids[had:], logprobs, alternatives, finish)
+        if finish:
+            self._scheduler.finish(row.request, row.choice)
+            self._remove(row.request, row.choice)
+        return event
+
+    def _remove(self, request: int, choice: int) -> None:
+        live = self._requests[request].live
+        live.remove(choice)
+        if not live:
+            del self._requests[request]
+
+
+def _alternatives(results: Results, count: int) -> list[list[tuple[int, float]]]:
+    ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
+    return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
+
+
+def _scored(handle: int, asked: Request, chunks: list[Results]) -> Event:
+    logprobs = [value for chunk in chunks for value in chunk.logprobs.tolist()]
+    alternatives = [row for chunk in chunks for row in _alternatives(chunk, asked.alternatives)]
+    greedy = tuple(bool(flag) for chunk in chunks for flag in chunk.first.tolist())
+    return Event(handle, PROMPT, asked.ids[1:], logprobs, alternatives, greedy=greedy)

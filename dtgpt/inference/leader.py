@@ -1,0 +1,112 @@
+"""Rank 0 leads: it tells the other ranks each command of the runner, and does it itself."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from dtgpt.inference.messages import Channel, Kind
+from dtgpt.inference.results import Pending
+from dtgpt.inference.runner import Runner
+from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.parallel.launch import lost_peers_as_user_errors
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
+
+FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
+
+
+class Leader:
+    """The commands of a `Runner`, on rank 0: each is done by all ranks."""
+
+    def __init__(self, runner: Runner, channel: Channel):
+        self._runner, self._channel = runner, channel
+
+    def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
+        self._channel.send(Kind.PREFILL, [slot, first, *ids])
+        self._runner.prefill(slot, ids, first)
+
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
+        self._channel.send(Kind.SCORE, [slot, first, alternatives, *ids])
+        return self._runner.score(slot, ids, first, alternatives)
+
+    def start(self, slot: int, payload: Tensor) -> None:
+        self._channel.send(Kind.START, [slot, *payload.tolist()])
+        self._runner.start(slot, payload)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        self._channel.send(Kind.COPY, [length, *sources, *targets])
+        self._runner.copy(sources, targets, length)
+
+    def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        self._channel.send(Kind.ASSIGN, [*slots, *tokens])
+        self._runner.assign(slots, tokens)
+
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
+        self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
+        return self._runner.decode(slots, steps, variant)
+
+    def pause(self) -> None:
+        """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
+        self._channel.send(Kind.PAUSE)
+        self._runner.detach()
+
+    def fail(self) -> None:
+        """Let the other ranks fail as this one does."""
+        with suppress(RuntimeError):  # they are gone already
+            self._channel.send(Kind.FAIL)
+
+
+def follow(runner: Runner, channel: Channel) -> None:
+    """Do what rank 0 commands until it pauses."""
+    while True:
+        kind, payload = channel.receive()
+        if kind is Kind.PAUSE:
+            return runner.detach()
+        if kind is Kind.FAIL:
+            raise UserError(_lost(runner.mesh))
+        _execute(runner, kind, payload)
+
+
+def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
+    half = len(payload) // 2
+    match kind:
+        case Kind.PREFILL:
+            slot, first, *ids = payload
+            runner.prefill(slot, ids, first)
+        case Kind.SCORE:
+            slot, first, alternatives, *ids = payload
+            runner.score(slot, ids, first, alternatives)
+        case Kind.START:
+            runner.start(payload[0], torch.tensor(payload[1:], dtype=torch.int64))
+        case Kind.COPY:
+            length, *slots = payload
+            runner.copy(slots[:half], slots[half:], length)
+        case Kind.ASSIGN:
+            runner.assign(payload[:half], payload[half:])
+        case Kind.DECODE:
+            steps, filters, edits, ngram, alternatives, logprobs, *slots = payload
+            runner.decode(slots, steps, Variant(bool(filters), bool(edits), ngram, alternatives, bool(logprobs)))
+
+
+@contextmanager
+def failures_shared(mesh: Mesh, timeout: float) -> Iterator[None]:
+    """Leave the reason of a failure for the other ranks; where one of them failed first, raise a UserError with its
+    reason. `timeout`: seconds that collectives of the mesh wait."""
+    try:
+        with lost_peers_as_user_errors(timeout, lambda: _remedy(mesh)):
+            yield
+    except Exception as error:
+        if mesh.world > 1 and mesh.posted(FAILURE) is None:
+            mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+        raise
+
+
+def _remedy(mesh: Mesh) -> str:
+    cause = mesh.posted(FAILURE)
+    return f"start all of them again{f' ({cause})' if cause else ''}"
+
+
+def _lost(mesh: Mesh) -> str:
+    return f"another process of the run failed; {_remedy(mesh)}"

@@ -1,0 +1,49 @@
+"""How many sequences a rank has memory for."""
+
+import os
+
+import torch
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.inference.cache import core_sizes
+from dtgpt.inference.slot_state import MOST_ALTERNATIVES, RECENT
+from dtgpt.models.config import ModelConfig
+from dtgpt.ops.sampling.sequences import PARAMETERS
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.util.errors import UserError
+
+MOST_SLOTS = 256
+SHARE = 0.9  # of free memory: the rest is for activations and for the allocator's own use
+
+
+def bytes_per_slot(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
+    """Return the bytes of one sequence on the rank that holds most of it: keys and values of its blocks, and state."""
+    ranges = block_ranges(config, plan)
+    ranks = range(0, plan.world, plan.dp * plan.tp)
+    blocks = max(sum(len(ranges[stage]) for stage in RankCoordinates(plan, rank).stages) for rank in ranks)
+    per_position = sum(2 * heads * dim for heads, dim in core_sizes(config, plan.tp))
+    state = 8 * (PARAMETERS + 2) + 12 * config.seq_length + 12 * RECENT * MOST_ALTERNATIVES
+    return dtype.itemsize * blocks * per_position * config.seq_length + state
+
+
+def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
+    """Return the number of slots for which `free` bytes of a rank suffice, beside the scratch slot: `MOST_SLOTS` at
+    most. Raise UserError where not even one fits."""
+    one = bytes_per_slot(config, plan, dtype)
+    slots = min(MOST_SLOTS, int(SHARE * free) // one - 1)
+    if slots < 1:
+        raise UserError(
+            f"a sequence of {config.seq_length} positions takes {2 * one / 2**20:,.0f} MiB with the scratch slot, but "
+            f"{free / 2**20:,.0f} MiB are free; use a plan that cuts the model over more processes, or bf16"
+        )
+    return slots
+
+
+def free_memory(device: torch.device, local_world: int) -> int:
+    """Return the bytes that a rank may still allocate: of its CUDA device, or its part of the machine's free memory,
+    which the `local_world` processes of a node share."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // local_world

@@ -1,0 +1,82 @@
+"""What a caller asks of the engine, and what it gets."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.slot_state import MOST_ALTERNATIVES
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+NO_SPECIAL_IDS = SpecialIds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, and how `choices` sequences go on from it."""
+
+    ids: list[int]
+    sampling: Sampling
+    special: SpecialIds = NO_SPECIAL_IDS
+    prompt_index: int = 0  # of the prompt in its list: with the seed it determines the draws
+    choices: int = 1
+    score_prompt: bool = False  # whether the tokens of the prompt get log-probabilities
+    alternatives: int = 0  # number of likeliest tokens to return for each position
+
+    def validate(self, vocab_size: int, positions: int, slots: int) -> None:
+        """Raise UserError for a request that no engine of these sizes can serve."""
+        check_prompt(self.ids, vocab_size)
+        self.sampling.validate(vocab_size, positions)
+        new, whole = self.sampling.max_new_tokens, len(self.ids) + self.sampling.max_new_tokens
+        if whole > positions:
+            fewer = f"max_new_tokens={positions - len(self.ids)} or less, or " if len(self.ids) < positions else ""
+            raise UserError(
+                f"a prompt of {counted(len(self.ids), 'token')} and max_new_tokens={new} need {whole} positions, but "
+                f"the model has {positions}; use {fewer}a shorter prompt"
+            )
+        if new == 0 and not self.score_prompt:
+            raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")
+        if not 1 <= self.choices <= slots:
+            raise UserError(
+                f"{counted(self.choices, 'choice')} of a prompt need as many slots of the cache, which has "
+                f"{slots}; use 1 to {slots}, or more slots"
+            )
+        most = min(MOST_ALTERNATIVES, vocab_size)
+        if not 0 <= self.alternatives <= most:
+            raise UserError(f"alternatives={self.alternatives} is not a number of tokens; use 0 to {most}")
+
+    def ends_with(self, before: int, token: int, index: int) -> bool:
+        """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
+        sampling, special = self.sampling, self.special
+        if index < sampling.min_new_tokens:
+            return False
+        if token in sampling.stop_token_ids:
+            return True
+        if sampling.stop_on_double_eol:
+            return token == special.double_newline or before == token == special.newline
+        if sampling.stop_on_eol:
+            return token in (special.newline, special.double_newline)
+        return sampling.ends and token == special.end_of_text
+
+
+def check_prompt(ids: list[int], vocab_size: int) -> None:
+    """Raise UserError for a prompt that is empty or has ids out of range."""
+    if not ids:
+        raise UserError("the prompt is empty; give at least one token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise UserError(f"ids {min(ids)} to {max(ids)} are not all tokens of this model; use 0 to {vocab_size - 1}")
+
+
+class Event(NamedTuple):
+    """New tokens of a choice, or the scores of a prompt."""
+
+    request: int  # the handle that `Engine.submit` returned
+    choice: int  # from 0; PROMPT: the scores of the prompt, before any other event of the request
+    ids: list[int]  # new tokens, that which ended the sequence included; of a prompt, all but its first token
+    logprobs: list[float]  # of each of `ids`, without filters, at temperature 1
+    alternatives: list[list[tuple[int, float]]]  # for each of `ids`, the likeliest tokens and their log-probabilities
+    finish: str | None = None  # "stop", "length" or "cancelled" in the last event of a choice
+    greedy: tuple[bool, ...] = ()  # of a prompt, whether each of `ids` is the likeliest token
+
+
+PROMPT = -1

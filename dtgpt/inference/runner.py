@@ -1,0 +1,101 @@
+"""What every rank does for the commands of rank 0. No method waits for the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtgpt.inference.cache import Cache, Chunk
+from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.inference.step import Step
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.parallel.fsdp import reshard
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.hardware import to_device
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
+
+
+class Runner:
+    """The cache and the state of `slots` sequences, and the stages that work on them.
+
+    All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
+    the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model.
+    """
+
+    def __init__(
+        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
+        vocab_size: int | None = None,
+    ):  # fmt: skip
+        self.stages, self.mesh, self.slots = stages, mesh, slots
+        self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
+        vocab_size = vocab_size or config.vocab_size
+        self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
+        self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
+        self._attached = False
+
+    @torch.no_grad()
+    def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
+        """Fill the cache of a slot with the tokens `ids`, whose positions begin with `first`."""
+        self._attach()
+        self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
+
+    @torch.no_grad()
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
+        """Prefill all of `ids` but the last one, and return the scores of all but the first one, with the ids and
+        log-probabilities of the `alternatives` likeliest tokens in place of each."""
+        self._attach()
+        tokens = self._tensor(ids)
+        chunk = Chunk(slot, first, len(ids) - 1)
+        return Pending(self.step.score(tokens[:-1], tokens[1:], chunk, alternatives))
+
+    @torch.no_grad()
+    def start(self, slot: int, payload: Tensor) -> None:
+        """Begin a sequence in a slot whose cache has all of its tokens but the last: see `SlotState.encode`."""
+        self.state.set(slot, payload)
+
+    @torch.no_grad()
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions, and all of the state, of slots to other slots, all at once."""
+        self.cache.copy(self._tensor(sources), self._tensor(targets), length)
+        self.state.copy(list(sources), list(targets))
+
+    @torch.no_grad()
+    def assign(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Replace the token that each of `slots` has drawn last."""
+        self.state.assign(list(slots), list(tokens))
+
+    @torch.no_grad()
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
+        """Draw the next `steps` tokens of each of `slots`, all different."""
+        self._attach()
+        rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
+        if len(rows) > len(slots):
+            self.state.position[self.slots] = 0  # attention over the scratch slot stays short
+        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
+        return Pending(Results(*stacked))
+
+    def detach(self) -> None:
+        """Leave the stages as they were, until the next command."""
+        if self._attached:
+            self.step.detach()
+            reshard(*self.stages)
+            self._attached = False
+
+    def _attach(self) -> None:
+        if not self._attached:
+            self.step.attach()
+            self._attached = True
+
+    def _bucket(self, rows: int) -> int:
+        """Return the number of rows of a decode step for `rows` sequences."""
+        bucket = next((size for size in BUCKETS if size >= rows), rows)
+        multiple = self.mesh.plan.tp if self.mesh.plan.sequence_parallel else 1
+        return -(-bucket // multiple) * multiple
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)

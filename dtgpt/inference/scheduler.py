@@ -1,0 +1,154 @@
+"""Which request gets which slot, and what the next round computes. Plain Python: no tensor, no clock.
+
+A request waits until it has a slot for each of its choices, in order of arrival. Its prompt is prefilled once, in
+chunks that are cut at fixed positions; then its choices run, one row of a decode step each, until they are finished or
+cancelled. A slot holds a whole sequence, so that nothing that runs is ever interrupted.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+CHUNK = 2048  # most tokens of a prefill step
+LONGEST_ROUND = 8  # most decode steps of a round
+
+
+class Chunk(NamedTuple):
+    """Positions `first` to `stop` of a prompt, to be prefilled in `slot`."""
+
+    request: int
+    slot: int
+    first: int
+    stop: int
+
+
+class Start(NamedTuple):
+    """A request whose prompt is prefilled in the first of `slots`; its `choices` run from now on, one in each slot."""
+
+    request: int
+    choices: list[int]
+    slots: list[int]
+
+
+class Row(NamedTuple):
+    """A choice that takes part in a decode step."""
+
+    request: int
+    choice: int
+    slot: int
+
+
+class Round(NamedTuple):
+    """Work to launch, in this order: chunks of prompts, starts of requests, `steps` decode steps of `rows`."""
+
+    chunks: list[Chunk]
+    starts: list[Start]
+    rows: list[Row]
+    steps: int
+
+
+@dataclass
+class _Job:
+    """A request before its choices run."""
+
+    request: int
+    prefill: int  # tokens of the prompt to prefill
+    new_tokens: int
+    choices: list[int]  # that are not cancelled
+    slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
+    done: int = 0  # tokens prefilled
+
+
+@dataclass
+class _Running:
+    """A choice that has begun."""
+
+    row: Row
+    left: int  # decode steps that are not launched yet
+
+
+class Scheduler:
+    """Waiting requests, running choices and free slots."""
+
+    def __init__(self, slots: int, chunk: int = CHUNK, longest_round: int = LONGEST_ROUND):
+        self._free = list(reversed(range(slots)))
+        self._chunk, self._longest_round = chunk, longest_round
+        self._waiting: deque[_Job] = deque()
+        self._prefilling: list[_Job] = []
+        self._running: dict[tuple[int, int], _Running] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._waiting or self._prefilling or self._running)
+
+    def add(self, request: int, prefill: int, choices: int, new_tokens: int) -> None:
+        """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
+        are not fed to a decode step."""
+        self._waiting.append(_Job(request, prefill, new_tokens, list(range(choices))))
+
+    def finish(self, request: int, choice: int) -> None:
+        """Free the slot of a choice that has begun."""
+        self._free.append(self._running.pop((request, choice)).row.slot)
+
+    def cancel(self, request: int, choice: int | None = None) -> list[int]:
+        """End a choice of a request, or all, at any time. Returns the choices that were not finished before."""
+        ended = [row.choice for row, _ in self._rows() if row.request == request and choice in (None, row.choice)]
+        for one in ended:
+            self.finish(request, one)
+        for jobs in (self._waiting, self._prefilling):
+            for job in [job for job in jobs if job.request == request]:
+                ended += [one for one in job.choices if choice in (None, one)]
+                job.choices = [one for one in job.choices if one not in ended]
+                while len(job.slots) > len(job.choices):  # the first one, which is being prefilled, is the last to go
+                    self._free.append(job.slots.pop())
+                if not job.choices:
+                    jobs.remove(job)
+        return ended
+
+    def next_round(self) -> Round | None:
+        """Return what to launch next, and count it as launched; None where all that is left waits for results."""
+        self._admit()
+        chunks, starts = self._take_chunks(), self._start()
+        rows = [(row, left) for row, left in self._rows() if left]
+        at_once = starts or self._prefilling or self._waiting
+        steps = min(1 if at_once else self._longest_round, max((left for _, left in rows), default=0))
+        for row, left in rows:
+            self._running[row[:2]].left = max(0, left - steps)
+        if not (chunks or starts or rows):
+            return None
+        return Round(chunks, starts, [row for row, _ in rows], steps)
+
+    def _rows(self) -> list[tuple[Row, int]]:
+        return [(running.row, running.left) for running in self._running.values()]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._waiting[0].choices) <= len(self._free):
+            job = self._waiting.popleft()
+            job.slots = [self._free.pop() for _ in job.choices]
+            self._prefilling.append(job)
+
+    def _take_chunks(self) -> list[Chunk]:
+        """Take chunks in order of arrival, together of no more tokens than one chunk may have. Where a prompt is cut
+        does not depend on other requests."""
+        chunks: list[Chunk] = []
+        budget = self._chunk
+        for job in self._prefilling:
+            while job.done < job.prefill:
+                stop = min(job.done + self._chunk, job.prefill)
+                budget -= stop - job.done
+                if budget < 0:
+                    return chunks
+                chunks.append(Chunk(job.request, job.slots[0], job.done, stop))
+                job.done = stop
+        return chunks
+
+    def _start(self) -> list[Start]:
+        starts = []
+        while self._prefilling and self._prefilling[0].done == self._prefilling[0].prefill:
+            job = self._prefilling.pop(0)
+            starts.append(Start(job.request, job.choices, job.slots))
+            for choice, slot in zip(job.choices, job.slots, strict=True):
+                row = Row(job.request, choice, slot)
+                self._running[row[:2]] = _Running(row, job.new_tokens)
+        return starts

@@ -1,0 +1,129 @@
+"""One forward pass over flat tokens, each with a slot and a position, through the stages of all ranks.
+
+Prefill, scoring and decode are the same pass; they differ in the rows that the head sees and in what becomes of the
+logits. The passes run over the stages that `dtgpt.load` builds, and over those of a run in training, as they are.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.inference.cache import Cache, Chunk, Rows
+from dtgpt.inference.results import Results, empty_packed
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.models.batch import Batch
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.sampling.sample import sample
+from dtgpt.ops.sampling.scores import token_scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.pipeline import run_in_turn
+
+SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
+
+
+class Step:
+    """The passes over one cache. Every rank of the plan takes part in each, and has its results."""
+
+    def __init__(
+        self, stages: list[Decoder], mesh: Mesh, dtype: torch.dtype, cache: Cache, state: SlotState, vocab_size: int
+    ):
+        self.stages, self.mesh, self.dtype = stages, mesh, dtype
+        self.cache, self.state, self.vocab_size = cache, state, vocab_size
+        self._head_rows = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Give the stages the cache, and let the head see the rows that a pass asks for."""
+        self.cache.attach()
+        for stage in self.stages:
+            if stage.head is not None and not self.mesh.plan.sequence_parallel:  # a rank has a part of the rows there
+                self._hooks.append(stage.head.register_forward_pre_hook(self._select_rows, prepend=True))
+
+    def detach(self) -> None:
+        """Leave the stages as they were before `attach`."""
+        self.cache.detach()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def prefill(self, tokens: Tensor, chunk: Chunk) -> None:
+        """Fill the cache with a chunk, tokens `[T]`."""
+        self._chunk_logits(tokens, chunk, head_rows=1)  # a head need not be able to run without rows
+
+    def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Results:
+        """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
+        logits = self._chunk_logits(tokens, chunk, head_rows=len(tokens))
+        scores = None if logits is None else self._scores(logits, targets, alternatives)
+        return self._from_last_stage(scores, len(tokens), alternatives)
+
+    def decode(self, slots: Tensor, variant: Variant) -> Results:
+        """Feed the next token of each of `slots`, int64 `[B]`, draw the one after it, and record that as the slot's
+        next token.
+
+        The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
+        """
+        positions = self.state.position[slots]
+        logits = self._logits(self.state.token[slots], positions, Rows(slots, positions), head_rows=len(slots))
+        drawn = None
+        if logits is not None:
+            columns = gather_columns(logits, self.mesh, self._padded_vocab_size)
+            drawn = Results(*sample(columns, self.state.sequences, slots, self.vocab_size, variant))
+        drawn = self._from_last_stage(drawn, len(slots), variant.alternatives)
+        self.state.record(slots, Sampled(*drawn))
+        return drawn
+
+    @property
+    def _padded_vocab_size(self) -> int:
+        return self.stages[0].config.padded_vocab_size
+
+    def _chunk_logits(self, tokens: Tensor, chunk: Chunk, head_rows: int) -> Tensor | None:
+        """Return as `_logits` does for the tokens `[T]` of a chunk, padded where tp ranks share them evenly."""
+        positions = torch.arange(chunk.first, chunk.first + chunk.length, device=self.mesh.device)
+        plan = self.mesh.plan
+        if plan.sequence_parallel and (padding := -len(tokens) % plan.tp):
+            tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
+        return self._logits(tokens, positions, chunk, head_rows)
+
+    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Rows, head_rows: int) -> Tensor | None:
+        """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
+        rank that does not hold the head."""
+        self.cache.expect(work)
+        self._head_rows = head_rows
+        batch = Batch(tokens[None], positions=positions[None])
+        logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
+        self.cache.expect(None)
+        return None if logits is None else logits[0, :head_rows]
+
+    def _select_rows(self, head: torch.nn.Module, inputs: tuple) -> tuple:
+        x, *more = inputs
+        return x[:, : self._head_rows], *more
+
+    def _scores(self, logits: Tensor, targets: Tensor, alternatives: int) -> Results:
+        pieces = []
+        for first in range(0, len(targets), SCORED_ROWS):
+            rows = slice(first, first + SCORED_ROWS)
+            columns = gather_columns(logits[rows], self.mesh, self._padded_vocab_size)
+            scores = token_scores(columns, targets[rows], self.vocab_size, alternatives)
+            pieces.append((scores.greedy, scores.logprobs, scores.top_ids, scores.top_logprobs))
+        return Results(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+
+    def _from_last_stage(self, results: Results | None, rows: int, alternatives: int) -> Results:
+        """Return the results of the last stage, which alone has some, on every stage."""
+        mesh, plan = self.mesh, self.mesh.plan
+        if plan.pp == 1 and results is not None:
+            return results
+        packed = empty_packed(rows, alternatives, mesh.device) if results is None else results.pack()
+        dist.broadcast(packed, mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1)), group=mesh.pp_group)
+        return Results.unpack(packed)
+
+
+def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
+    """Return logits `[M, V]` from the `[M, V_local]` of each tp rank, V = `columns`."""
+    if mesh.tp_group is None:
+        return logits
+    if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
+        logits = F.pad(logits, (0, missing))
+    parts = logits.new_empty(mesh.plan.tp, *logits.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), logits.contiguous(), group=mesh.tp_group)
+    return parts.transpose(0, 1).flatten(1)[:, :columns]

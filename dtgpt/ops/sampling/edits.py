@@ -1,0 +1,81 @@
+"""Rules that change logits before a token is chosen. Each takes values fp32 `[B, V]` and returns new ones.
+
+A row that a rule does not concern comes out as it was. Ids that are not in use address a column behind the last.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences
+
+
+def _ban(values: Tensor, ids: Tensor, banned: Tensor) -> Tensor:
+    """Set the values of ids int64 `[B, N]` to -inf where banned, bool `[B, N]`."""
+    count = values.shape[1]
+    marks = torch.zeros(len(values), count + 1, dtype=torch.int32, device=values.device)
+    marks.scatter_add_(1, torch.where(banned, ids, count), banned.int())
+    return values.masked_fill(marks[:, :count] > 0, -math.inf)
+
+
+def ban_newline_after_colon(values: Tensor, token: Tensor, parameters: Parameters) -> Tensor:
+    """Ban the newline where the last token, int64 `[B]`, is a colon (Megatron-LM's `prevent_newline_after_colon`)."""
+    colon, newline = parameters.integers.colon, parameters.integers.newline
+    return _ban(values, newline[:, None], ((colon != NONE) & (token == colon))[:, None])
+
+
+def add_bias(values: Tensor, parameters: Parameters) -> Tensor:
+    """Add the logit bias."""
+    bias = torch.zeros_like(values)
+    return values + bias.scatter_add_(1, parameters.bias_ids, parameters.bias_values.float())
+
+
+def penalize(values: Tensor, history: Tensor, position: Tensor, parameters: Parameters) -> Tensor:
+    """Subtract OpenAI's penalties: frequency x (how often a token was generated) + presence, if it was at all."""
+    index = torch.arange(history.shape[1], device=history.device)
+    generated = (index >= parameters.integers.prompt_length[:, None]) & (index <= position[:, None])
+    counts = torch.zeros_like(values).scatter_add_(1, history, generated.float())  # exact: whole numbers
+    frequency, presence = parameters.floats.frequency_penalty, parameters.floats.presence_penalty
+    return values - counts * frequency.float()[:, None] - (counts > 0) * presence.float()[:, None]
+
+
+def ban_repeated_ngrams(values: Tensor, history: Tensor, position: Tensor, n: Tensor, longest: int) -> Tensor:
+    """Ban each token that would repeat an n-gram of the sequence, prompt included (Hugging Face's
+    `no_repeat_ngram_size`).
+
+    history: int64 `[B, P]`; n: int64 `[B]`, up to `longest`; 0: no rule.
+    """
+    length = history.shape[1]
+    back = torch.arange(1, longest, device=history.device)  # [N]
+    index = torch.arange(length, device=history.device)
+    last = history.gather(1, (position[:, None] + 1 - back).clamp_min(0))  # [B, N], the last token first
+    # A token at `index` has the same N tokens before it as the token to come.
+    before = history[:, (index[:, None] - back).clamp_min(0)]  # [B, P, N]
+    same = ((before == last[:, None]) | (back >= n[:, None, None])).all(-1)
+    inside = (index >= n[:, None] - 1) & (index <= position[:, None])
+    return _ban(values, history, same & inside & (n > 0)[:, None])
+
+
+def ban_endings(values: Tensor, token: Tensor, position: Tensor, parameters: Parameters) -> Tensor:
+    """Ban what would end a sequence before it has `min_new_tokens` new tokens."""
+    integers, endings = parameters.integers, parameters.endings
+    early = position + 1 - integers.prompt_length < integers.min_new_tokens
+    values = _ban(values, endings, early[:, None] & (endings != NONE))
+    pair = integers.paired_newline
+    return _ban(values, pair[:, None], (early & (pair != NONE) & (token == pair))[:, None])
+
+
+def edit(
+    values: Tensor, sequences: Sequences, slots: Tensor, parameters: Parameters, edits: bool, ngram: int
+) -> Tensor:
+    """Apply all rules but the first, which comes before log-probabilities are measured."""
+    token, position = sequences.token[slots], sequences.position[slots]
+    history = sequences.history[slots] if edits or ngram else None
+    if edits:
+        assert history is not None
+        values = penalize(add_bias(values, parameters), history, position, parameters)
+    if ngram:
+        assert history is not None
+        values = ban_repeated_ngrams(values, history, position, parameters.integers.ngram, ngram)
+    return ban_endings(values, token, position, parameters) if edits else values

@@ -1,0 +1,106 @@
+"""Sampling in plain torch: the test oracle, and what runs where Triton does not.
+
+The result of a row depends on that row alone, bit for bit: sums over the vocabulary are those of `log_softmax` and
+`softmax`, whose order is fixed by its size, or sums of whole numbers, which have no order.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.random.philox import uniform_rows
+from dtgpt.ops.sampling.edits import ban_newline_after_colon, edit
+from dtgpt.ops.sampling.sequences import Parameters, Sampled, Sequences, Variant, unpack
+
+UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: sums have no rounding, thus no order
+
+
+def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant) -> Sampled:
+    """Return what `sample` does."""
+    parameters = unpack(sequences.parameters[slots])
+    position = sequences.position[slots]
+    values = logits[:, :vocab_size].float()
+    if variant.edits:
+        values = ban_newline_after_colon(values, sequences.token[slots], parameters)
+    edited = edit(values, sequences, slots, parameters, variant.edits, variant.ngram)
+    tokens = choose(edited, position, parameters, variant.filters)
+    if not variant.logprobs and not variant.alternatives:
+        return Sampled(tokens, values.new_zeros(len(tokens)), tokens.new_empty(len(tokens), 0), values[:, :0])
+    return Sampled(tokens, *log_probabilities(values, tokens, variant.alternatives))
+
+
+def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities under values fp32 `[B, V]`: those of the tokens, `[B]`; the ids of the likeliest,
+    `[B, alternatives]`; and theirs."""
+    measured = torch.log_softmax(values, dim=-1)
+    top = likeliest(values, alternatives)
+    return measured.gather(1, tokens[:, None])[:, 0], top, measured.gather(1, top)
+
+
+def likeliest(values: Tensor, count: int) -> Tensor:
+    """Return the ids int64 `[B, count]` of the largest values fp32 `[B, V]`, best first, smallest id among equals."""
+    # An order of whole numbers that no two entries share: the bits of the value, then the id.
+    bits = (values + 0.0).view(torch.int32).long()  # the sum makes -0 a 0
+    rank = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(values.shape[1], device=values.device)
+    return ((rank << 32) - ids).topk(min(count, values.shape[1]), dim=1).indices
+
+
+def choose(values: Tensor, position: Tensor, parameters: Parameters, filters: bool) -> Tensor:
+    """Return the tokens int64 `[B]` for values fp32 `[B, V]`, all rules on logits applied."""
+    floats, integers = parameters.floats, parameters.integers
+    greedy = (floats.temperature == 0) | (integers.top_k == 1)
+    temperature = torch.where(greedy, 1, floats.temperature.float())[:, None]
+    scaled = values / temperature
+    key = torch.stack([integers.key_0, integers.key_1], dim=-1)
+    scores = scaled + gumbel(key, position, values.shape[1])
+    if filters:
+        scores = scores.masked_fill(~kept(values, scaled, position, parameters), -math.inf)
+    return torch.where(greedy[:, None], values, scores).argmax(dim=-1)  # the first among equals
+
+
+def gumbel(key: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Return standard Gumbel noise, fp32 `[B, V]`, for keys `[B, 2]` and positions int64 `[B]`.
+
+    The position of the largest sum of log-probability and noise is a draw from the distribution (Gumbel 1954; Maddison,
+    Tarlow and Minka 2014). Computed in float64, so that its fp32 value is the same on every kind of device.
+    """
+    return (-torch.log(-torch.log(uniform_rows(key, position, vocab_size)))).float()
+
+
+def kept(values: Tensor, scaled: Tensor, position: Tensor, parameters: Parameters) -> Tensor:
+    """Return which ids top-k and then top-p keep, bool `[B, V]`. scaled: values / temperature."""
+    ordered, ids = values.sort(dim=-1, descending=True, stable=True)
+    stays = top_k_stays(ordered, parameters.integers.top_k)
+    shares = torch.softmax(scaled.gather(1, ids).masked_fill(~stays, -math.inf), dim=-1)
+    stays = stays & top_p_stays(shares, top_p_now(position, parameters))
+    return torch.zeros_like(stays).scatter_(1, ids, stays)
+
+
+def top_k_stays(ordered: Tensor, top_k: Tensor) -> Tensor:
+    """Return where values `[B, V]` in descending order are at least the k-th largest. top_k: int64 `[B]`; 0: all."""
+    size = ordered.shape[1]
+    k = torch.where(top_k == 0, size, top_k).clamp_max(size)
+    return ordered >= ordered.gather(1, k[:, None] - 1)
+
+
+def top_p_now(position: Tensor, parameters: Parameters) -> Tensor:
+    """Return the top_p of the next token, fp32 `[B]`; 1 where it keeps all.
+
+    With a decay the t-th new token, from 0, has max(top_p x decay^t, bound) (Lee et al. 2022, as Megatron-LM has it).
+    """
+    p, decay, bound = parameters.floats.top_p, parameters.floats.top_p_decay, parameters.floats.top_p_bound
+    new = (position + 1 - parameters.integers.prompt_length).clamp_min(0)
+    now = torch.where(decay > 0, torch.maximum(p * decay**new, bound), p)
+    return torch.where(p > 0, now, 1.0).float()
+
+
+def top_p_stays(shares: Tensor, top_p: Tensor) -> Tensor:
+    """Return where the sum of all shares before one, in descending order, is at most top_p (Megatron-LM's rule).
+
+    shares: fp32 `[B, V]`; top_p: fp32 `[B]`; 1: all stay. The share that crosses top_p stays; at equality one more.
+    """
+    whole = (shares.double() * UNIT).long()
+    before = ((whole.cumsum(dim=-1) - whole).double() / UNIT).float()
+    return (before <= top_p[:, None]) | (top_p[:, None] >= 1)

@@ -1,0 +1,94 @@
+"""Tensor parallelism for inference: the cut of `dtgpt.parallel.tensor` over plain tensors.
+
+Parameters are DTensors while weights are loaded, since shards are read by their placements. `localize` then replaces
+them by this rank's local tensors, and sums over the tp ranks by itself where a module needs it: a step of one token is
+too short for the dispatch of DTensor.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtgpt.config.plan import Plan
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.roles import Role, role_of
+from dtgpt.parallel.coordinates import chunk
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.tensor import Table
+from dtgpt.util.errors import UserError
+
+
+class Partition(ParallelStyle):
+    """A style that cuts the parameters of `dims`, by name along a dimension, and leaves the module's forward alone."""
+
+    def __init__(self, **dims: int):
+        super().__init__()
+        self.dims = dims
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        for name, dim in self.dims.items():
+            whole = getattr(module, name)
+            if whole is not None:
+                module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [Shard(dim)])))
+        return module
+
+
+STYLES = {
+    Role.VOCABULARY: Partition(weight=0),
+    Role.QKV: Partition(weight=0, bias=0),
+    Role.COLUMN: Partition(weight=0, bias=0),
+    Role.ROW: Partition(weight=1),
+    Role.OUTPUT: Partition(weight=0),
+}
+
+
+def inference_table(config: ModelConfig, plan: Plan) -> Table:
+    """Return the table of tensor parallelism for stages that `localize` follows. Raise UserError where the plan has
+    styles of its own."""
+    if plan.table:
+        raise UserError(
+            f"the plan's table has styles of its own for {', '.join(plan.table)}, but inference cuts models by roles "
+            "alone; leave the table out of this plan"
+        )
+    return {pattern: STYLES[role] for pattern, role in config.roles.items() if role in STYLES}
+
+
+def localize(stage: Decoder, mesh: Mesh) -> None:
+    """Replace the parameters of `stage`, cut by `inference_table`, by their local tensors. Its forward then takes and
+    returns what that of the whole stage does, but the head returns this rank's columns of the logits. To be called when
+    the weights are loaded; a plan without tensor parallelism is left alone."""
+    roles, group = stage.config.roles, mesh.tp_group
+    if group is None:
+        return
+    for name, module in stage.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                module.register_parameter(key, nn.Parameter(parameter.to_local().detach()))
+        role = role_of(name, roles)
+        if role is Role.ROW:
+            module.register_forward_hook(partial(_sum_output, group))
+        elif role is Role.VOCABULARY:
+            rows = chunk(range(stage.config.padded_vocab_size), mesh.plan.tp, mesh.place.tp)
+            module.forward = partial(_look_up, module, rows, group)  # type: ignore[method-assign]
+    stage.tie_weights()
+
+
+def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend: Tensor) -> Tensor:
+    dist.all_reduce(addend, group=group)
+    return addend
+
+
+def _look_up(module: Any, rows: range, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+    """Return the embeddings of `ids`, a sum that is exact: a rank adds zero for ids that are not in its `rows`."""
+    local = ids - rows.start
+    elsewhere = (local < 0) | (local >= len(rows))
+    found = F.embedding(local.masked_fill(elsewhere, 0), module.weight).masked_fill(elsewhere[..., None], 0)
+    dist.all_reduce(found, group=group)
+    return found

@@ -1,0 +1,89 @@
+"""What ranks do in the tests of the inference engine."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import Event, Request
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.local import inference_table, localize
+from dtgpt.parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+KEY = root_key(5)
+
+
+def settings_of(config: ModelConfig, plan: str, **choices) -> Settings:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    resolved = parse_plan(plan, {}).for_world(world)
+    batch = resolved.dp * 2 * resolved.pp
+    return Settings(
+        model=config, plan=resolved, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=batch,
+        **choices,
+    )  # fmt: skip
+
+
+def inference_stages(config: ModelConfig, plan: str) -> tuple[list[Decoder], Mesh]:
+    """Stages as `dtgpt.load` makes them."""
+    settings = settings_of(config, plan)
+    mesh = Mesh(settings.plan, CPU)
+    table = inference_table(config, settings.plan)
+    stages, _ = build_stages(settings, mesh, KEY, masters=False, table=table)
+    for stage in stages:
+        localize(stage, mesh)
+    return stages, mesh
+
+
+def training_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[Decoder], Mesh]:
+    """Stages as training makes them."""
+    settings = settings_of(config, plan, **choices)
+    mesh = Mesh(settings.plan, CPU)
+    return build_stages(settings, mesh, KEY)[0], mesh
+
+
+def poison(engine: Engine) -> None:
+    """Fill all of a cache with NaN, which no result may show."""
+    for layer in engine._runner.cache.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+
+
+def serve(engine: Engine, requests: list[Request]) -> list[Event]:
+    """Return all events of requests that arrive at once, on rank 0."""
+    poison(engine)
+    if engine.mesh.rank > 0:
+        engine.follow()
+        return []
+    for request in requests:
+        engine.submit(request)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    engine.release()
+    return events
+
+
+def generate(config: ModelConfig, plan: str, requests: list[Request], slots: int, training: bool) -> list[Event]:
+    stages, mesh = (training_stages if training else inference_stages)(config, plan)
+    return serve(Engine(stages, mesh, config, torch.float32, slots), requests)
+
+
+def texts(events: list[Event]) -> dict[tuple[int, int], list[int]]:
+    """Return the new tokens of each (request, choice)."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for event in events:
+        if event.choice >= 0:
+            found.setdefault(event[:2], []).extend(event.ids)
+    return found
+
+
+def whole_logits(model: Decoder, ids: list[int]) -> Tensor:
+    """Return the logits `[T, V]` of a sequence, computed anew."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]))[0, :, : model.config.vocab_size]
