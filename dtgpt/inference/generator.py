@@ -66,6 +66,12 @@ class Generator:
     def special(self) -> SpecialIds:
         return special_ids(self.known_tokenizer) if self.known_tokenizer else SpecialIds()
 
+    def check(self, job: Job) -> None:
+        """Raise UserError for a job that this model can never do."""
+        job.request(self.special).validate(self.config.vocab_size, self.config.seq_length, MOST_SLOTS)
+        if job.options.stop_strings:
+            self.tokenizer  # noqa: B018  # which says why there is none
+
     @property
     def slots(self) -> int:
         """The sequences that the cache holds now."""
@@ -94,8 +100,12 @@ class Generator:
         return share(self.mesh, value)
 
     def stream(self, prepare: Callable[[], Need], work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
-        """Yield what `work` yields on rank 0; the other ranks get all of it when it is complete."""
+        """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
+        all of it when it is complete."""
         self._reserve(prepare)
+        return self._pieces(work)
+
+    def _pieces(self, work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
         if self.mesh.rank:
             self.engine.follow()
             yield from share(self.mesh)
@@ -156,7 +166,7 @@ class Generator:
         if needed > fits:
             raise UserError(
                 f"{counted(needed, 'slot')} of the cache, {self.bytes_per_slot / 2**20:,.1f} MiB each, do not fit into "
-                f"memory beside the weights, but {fits} do; use fewer, or a plan that cuts the model over more processes"
+                f"memory beside the weights, but {fits} do; use fewer, or cut the model over more processes"
             )
         vocab_size = self.config.vocab_size
         if self.mesh.rank == 0 and self.known_tokenizer:

@@ -9,7 +9,7 @@ Each rank holds its own part alone. Of a checkpoint of dtgpt it reads no more th
 tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from dtgpt.checkpoint.load import load_weights
 from dtgpt.config.execution import Settings
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.completion import completion_of, score_of, to_plain
+from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import Prompts, check_range, read_prompts
@@ -97,40 +97,29 @@ class Model:
         """
         if stream:
             return self._stream(prompts, details or return_full_text, options)
-        asked: list[Prompts] = []
-        jobs: list[Job] = []
-
-        def prepare() -> Need:
-            asked.append(self._read(prompts))
-            jobs.extend(self._jobs(asked[0], options))
-            return need_of(jobs)
-
-        def work(session: Session) -> Any:
-            found = [[to_plain(completion) for completion in completions] for completions in session.run(jobs)]
-            return {**asked[0]._asdict(), "found": found}
-
-        answer = self.generator.run(prepare, work)
+        answer = self._run(prompts, options, lambda completions: list(map(to_plain, completions)))
         several = options.get("num_return_sequences", 1) > 1
         results = []
-        for index, found in enumerate(answer["found"]):
-            completions = [completion_of(plain) for plain in found]
-            if details:
-                own: list[Any] = completions
-            elif answer["texts"] is None:
-                before = answer["ids"][index] if return_full_text else []
-                own = [before + completion.ids for completion in completions]
-            else:
-                before = answer["texts"][index] if return_full_text else ""
-                own = [before + (completion.text or "") for completion in completions]
-            results.append(own if several else own[0])
+        for index, plain in enumerate(answer["found"]):
+            completions: list[Any] = list(map(completion_of, plain))
+            if not details:
+                completions = [_bare(found, answer, index, return_full_text) for found in completions]
+            results.append(completions if several else completions[0])
         return results[0] if answer["single"] else results
 
     def score(self, prompts: Any, *, top_logprobs: int = 0) -> Any:
         """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
-        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each."""
+        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each. Raise
+        UserError as `generate` does."""
+        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
+        answer = self._run(prompts, options, _prompt_score)
+        scores = list(map(score_of, answer["found"]))
+        return scores[0] if answer["single"] else scores
+
+    def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
+        """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
         asked: list[Prompts] = []
         jobs: list[Job] = []
-        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
 
         def prepare() -> Need:
             asked.append(self._read(prompts))
@@ -138,12 +127,9 @@ class Model:
             return need_of(jobs)
 
         def work(session: Session) -> Any:
-            found = [to_plain(completions[0].prompt) for completions in session.run(jobs) if completions[0].prompt]
-            return {"single": asked[0].single, "found": found}
+            return {**asked[0]._asdict(), "found": list(map(plain, session.run(jobs)))}
 
-        answer = self.generator.run(prepare, work)
-        scores = [score_of(plain) for plain in answer["found"]]
-        return scores[0] if answer["single"] else scores
+        return self.generator.run(prepare, work)
 
     def _stream(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
         asked: list[Prompts] = []
@@ -165,13 +151,13 @@ class Model:
         return self.generator.stream(prepare, work)
 
     def _read(self, prompts: Any) -> Prompts:
-        known = self.generator.known_tokenizer
-        if known is None and _has_text(prompts):
-            known = self.tokenizer  # which raises the reason why there is none
-        return read_prompts(prompts, known, self.config)
+        return read_prompts(prompts, lambda: self.tokenizer, self.config)
 
     def _jobs(self, asked: Prompts, options: Mapping[str, Any]) -> list[Job]:
-        return [Job(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+        jobs = [Job(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+        for job in jobs:
+            self.generator.check(job)
+        return jobs
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
@@ -187,3 +173,17 @@ class Model:
             logits = logits.contiguous()
             dist.broadcast(logits, last, group=mesh.pp_group)
         return logits
+
+
+def _bare(found: Completion, answer: Mapping[str, Any], index: int, full: bool) -> str | list[int]:
+    """Return a continuation in the form of its prompt, `full` with the prompt before it."""
+    texts = answer["texts"]
+    if texts is None:
+        return [*answer["ids"][index], *found.ids] if full else found.ids
+    return (texts[index] if full else "") + (found.text or "")
+
+
+def _prompt_score(completions: list[Completion]) -> dict[str, Any]:
+    (found,) = completions
+    assert found.prompt is not None
+    return to_plain(found.prompt)

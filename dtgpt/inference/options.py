@@ -8,7 +8,6 @@ from typing import Any
 from dtgpt.inference.sampling import Sampling
 from dtgpt.inference.text import check_stop_strings
 from dtgpt.models.config import ModelConfig
-from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown, shown_name
 
 NEW_TOKENS = 64  # where nothing is said of it
@@ -36,6 +35,22 @@ class Options(Sampling):
     top_logprobs: int = 0  # likeliest tokens to return with their log-probabilities, at each new token
     prompt_logprobs: bool = False  # return the log-probabilities of the prompt's tokens
 
+    def check_extra(self, vocab_size: int) -> None:
+        """Raise UserError for a wrong value of the options that `Sampling` does not have."""
+        for name, least, most in (
+            ("num_return_sequences", 1, MOST_SEQUENCES), ("num_beams", 1, MOST_SEQUENCES),
+            ("top_logprobs", 0, min(MOST_ALTERNATIVES, vocab_size)),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UserError(f"{name}={shown(value)} is not valid; use a whole number from {least} to {most}")
+        for name in ("do_sample", "early_stopping", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={shown(getattr(self, name))} is not a switch; use true or false")
+        if not isinstance(self.stop_strings, tuple):
+            raise UserError(f"stop_strings={shown(self.stop_strings)} is not a text or a list of texts; give one")
+        check_stop_strings(self.stop_strings)
+
 
 NAMES = tuple(field.name for field in fields(Options))
 
@@ -44,32 +59,15 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     """Return the options `given` by name, None where one is left out, for a prompt of `prompt_length` tokens. Without
     `max_new_tokens`, there are `most` or as many as the positions of the model leave.
 
-    Raise UserError for a name or a value that does not exist, and where the sequence has more tokens than the model has
-    positions.
+    Raise UserError for a name or a value that does not exist; values of `Sampling` are left to `Request.validate`.
     """
     for name in given:
         if name not in NAMES:
             raise UserError(f"there is no option {shown_name(name)}; {_advice(name)}")
     known = {name: _plain(name, value) for name, value in given.items() if value is not None}
-    positions, room = config.seq_length, config.seq_length - prompt_length
-    if room < 0:
-        raise UserError(
-            f"the prompt has {counted(prompt_length, 'token')}, but the model has {positions} positions; shorten it"
-        )
-    if "max_new_tokens" not in known:
-        if room == 0:
-            raise UserError(
-                f"the prompt has {counted(prompt_length, 'token')}, as many as the model has positions, which leaves "
-                "none for new ones; shorten it"
-            )
-        known["max_new_tokens"] = min(most, room)
+    known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
     options = Options(**known)
-    _check(options, config)
-    if options.max_new_tokens > room:
-        raise UserError(
-            f"the prompt has {counted(prompt_length, 'token')} and max_new_tokens is {options.max_new_tokens}, together "
-            f"more than the {positions} positions of the model; use max_new_tokens of up to {room}, or shorten the prompt"
-        )
+    options.check_extra(config.vocab_size)
     return options if options.do_sample else replace(options, temperature=0.0)
 
 
@@ -87,20 +85,3 @@ def _plain(name: str, value: Any) -> Any:
     if name == "logit_bias" and isinstance(value, Mapping):
         return {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
     return value
-
-
-def _check(options: Options, config: ModelConfig) -> None:
-    options.validate(config.vocab_size, config.seq_length)
-    for name, least, most in (
-        ("num_return_sequences", 1, MOST_SEQUENCES), ("num_beams", 1, MOST_SEQUENCES),
-        ("top_logprobs", 0, min(MOST_ALTERNATIVES, config.vocab_size)),
-    ):  # fmt: skip
-        value = getattr(options, name)
-        if type(value) is not int or not least <= value <= most:
-            raise UserError(f"{name}={shown(value)} is not a whole number from {least} to {most}; use one of those")
-    for name in ("do_sample", "early_stopping", "prompt_logprobs"):
-        if not isinstance(getattr(options, name), bool):
-            raise UserError(f"{name}={shown(getattr(options, name))} is not a switch; use true or false")
-    if not isinstance(options.stop_strings, tuple):
-        raise UserError(f"stop_strings={shown(options.stop_strings)} is not a text or a list of texts; give one")
-    check_stop_strings(options.stop_strings)

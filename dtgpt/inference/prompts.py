@@ -1,6 +1,6 @@
 """Prompts as users give them, texts or ids, one or many; and the tokenizer of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,20 +26,18 @@ class Prompts(NamedTuple):
     single: bool  # one prompt, not a list of them
 
 
-def read_prompts(prompts: Any, tokenizer: Tokenizer | None, config: ModelConfig, source: str) -> Prompts:
-    """Return prompts given as a text, a list or tensor of ids, or a list of either. `source`: the model's name in
-    messages. Raise UserError for any other value, an empty list, and ids that the model does not have."""
+def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig) -> Prompts:
+    """Return prompts given as a text, a list or tensor of ids, or a list of either. `tokenizer`: returns that of the
+    model, or raises UserError. Raise UserError for any other value, an empty list, and ids that the model does not
+    have."""
     if isinstance(prompts, Tensor):
         prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (_is_list(prompts) and bool(prompts) and all(map(_is_id, prompts)))
+    single = isinstance(prompts, str) or (_is_list(prompts) and all(map(_is_id, prompts)))
     several = [prompts] if single else prompts
-    if not _is_list(several) or not several:
+    if not _is_list(several):
         raise UserError(f"the prompt {shown(prompts)} is not one; give {KINDS}")
-    texts = list(several) if all(isinstance(prompt, str) for prompt in several) else None
-    if texts is not None:
-        if tokenizer is None:
-            raise UserError(no_tokenizer(source, config))
-        return Prompts([encode(text, tokenizer, config) for text in texts], texts, single)
+    if all(isinstance(prompt, str) for prompt in several):
+        return Prompts([encode(text, tokenizer(), config) for text in several], list(several), single)
     return Prompts([check_ids(prompt, config) for prompt in several], None, single)
 
 
@@ -94,13 +92,8 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
         return beside
     if config.vocab_size == GPT2_124M.vocab_size:
         return make_tokenizer("gpt2", [], 0)
-    raise UserError(no_tokenizer(str(path), config))
-
-
-def no_tokenizer(source: str, config: ModelConfig) -> str:
-    """Return the sentence on a model whose tokenizer nothing tells."""
-    return (
-        f"no tokenizer is saved with {source}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder, "
+    raise UserError(
+        f"no tokenizer is saved with {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder, "
         f"or {FILES}"
     )
 

@@ -20,12 +20,21 @@ class Job(NamedTuple):
 
     ids: list[int]
     options: Options
-    index: int = 0  # enters the draws: equal prompts get different texts
+    prompt_index: int = 0  # enters the draws: equal prompts get different texts
 
     @property
     def rows(self) -> int:
         """The slots of the cache that it takes."""
         return max(self.options.num_return_sequences, self.options.num_beams)
+
+    def request(self, special: SpecialIds) -> Request:
+        """Return what the engine is asked for. `special`: the tokenizer's."""
+        options = self.options
+        return Request(
+            ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
+            choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
+            alternatives=options.top_logprobs,
+        )  # fmt: skip
 
 
 class News(NamedTuple):
@@ -48,14 +57,7 @@ class Session:
 
     def submit(self, job: Job) -> int:
         """Hand a job to the engine; return its number."""
-        options = job.options
-        handle = self._engine.submit(
-            Request(
-                ids=job.ids, sampling=options, special=self._special, prompt_index=job.index,
-                choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-                alternatives=options.top_logprobs,
-            )
-        )  # fmt: skip
+        handle = self._engine.submit(job.request(self._special))
         self._open[handle] = _Open(job, self._tokenizer, self._special)
         return handle
 
@@ -85,6 +87,12 @@ class Session:
     def busy(self) -> bool:
         """Whether any job is not finished."""
         return bool(self._open)
+
+    def stream(self, job: Job) -> Iterator[News]:
+        """Yield what each step adds to a job, to its end."""
+        self.submit(job)
+        while self.busy:
+            yield from self.step()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[list[Completion]]:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
@@ -131,10 +139,11 @@ class _Open:
 
     def take_scores(self, event: Event) -> None:
         """Keep the scores of the prompt."""
-        logprobs, alternatives = list(event.logprobs), list(event.alternatives) if self._job.options.top_logprobs else []
-        self._prompt = Score(
-            ids=self._job.ids, logprobs=logprobs, greedy=list(event.greedy), alternatives=alternatives
+        logprobs, alternatives = (
+            list(event.logprobs),
+            list(event.alternatives) if self._job.options.top_logprobs else [],
         )
+        self._prompt = Score(ids=self._job.ids, logprobs=logprobs, greedy=list(event.greedy), alternatives=alternatives)
 
     def completions(self) -> list[Completion]:
         return [self._completion(sequence) for sequence in self.sequences]

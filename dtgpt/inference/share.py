@@ -28,7 +28,7 @@ def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
     """Return on every rank what `work` returns on rank 0, as `share` does; raise its UserError likewise."""
     if mesh.world == 1:
         return work()
-    answer = None
+    answer: tuple[Any, str | None] | None = None
     if mesh.rank == 0:
         try:
             answer = work(), None
