@@ -43,14 +43,16 @@ class _Launched(NamedTuple):
 
 
 class Engine:
-    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps
-    while all others `follow`, until rank 0 calls `pause` or `release`.
+    """Serves requests with the stages of a model. Every rank makes one; rank 0 then submits requests and takes steps,
+    while all others `follow` until rank 0 releases them:
 
         handle = engine.submit(Request(ids=[5, 900, 17], sampling=Sampling(max_new_tokens=8)))
         while engine.busy:
             events = engine.step()
+        engine.release()
 
-    Between steps the stages must not be used otherwise, unless the engine is paused.
+    Before `release` the stages must not be used otherwise; after it the engine may serve again. Compiled stages of a
+    run in training need `torch.compiler.set_stance("force_eager")` around all of it: their code is made for a batch.
     """
 
     def __init__(
@@ -63,9 +65,13 @@ class Engine:
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
-        self._scheduler = Scheduler(slots)
+        self._submitted, self._failed = 0, False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without any request."""
+        self._scheduler = Scheduler(self.slots)
         self._requests: dict[int, _Active] = {}
-        self._submitted = 0
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
 
@@ -99,23 +105,23 @@ class Engine:
                 events, self._ended = self._ended, []
                 return events if before is None else events + self._collect(before)
         except BaseException:
+            self._failed = True
             self.commands.fail()
             raise
 
     def follow(self) -> None:
-        """Do what rank 0 commands, until it pauses or releases the engine. For all ranks but rank 0."""
+        """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
+        another rank fails."""
         with failures_shared(self.mesh, self.timeout):
             follow(self._runner, self._channel)
 
-    def pause(self) -> None:
-        """Let the other ranks return from `follow`; the stages are then as they were before. Requests that are not
-        finished stay, and go on when the other ranks follow again."""
-        self.commands.pause()
-
     def release(self) -> None:
-        """Pause for good: all requests are forgotten."""
-        self._requests, self._launched = {}, None
-        self.commands.pause()
+        """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
+        self._forget()
+        if self._failed:  # the other ranks do not follow any more
+            self._runner.detach()
+        else:
+            self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []

@@ -47,9 +47,9 @@ class Leader:
         self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
         return self._runner.decode(slots, steps, variant)
 
-    def pause(self) -> None:
+    def release(self) -> None:
         """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
-        self._channel.send(Kind.PAUSE)
+        self._channel.send(Kind.RELEASE)
         self._runner.detach()
 
     def fail(self) -> None:
@@ -59,10 +59,10 @@ class Leader:
 
 
 def follow(runner: Runner, channel: Channel) -> None:
-    """Do what rank 0 commands until it pauses."""
+    """Do what rank 0 commands, until it releases this rank."""
     while True:
         kind, payload = channel.receive()
-        if kind is Kind.PAUSE:
+        if kind is Kind.RELEASE:
             return runner.detach()
         if kind is Kind.FAIL:
             raise UserError(_lost(runner.mesh))

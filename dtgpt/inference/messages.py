@@ -19,7 +19,7 @@ class Kind(IntEnum):
     COPY = 4  # length, *sources, *targets
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
-    PAUSE = 7  # nothing
+    RELEASE = 7  # nothing
     FAIL = 8  # nothing
 
 
