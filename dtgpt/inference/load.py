@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -15,6 +16,8 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.interop.open import open_source
+from dtgpt.interop.tokenizer import check_size
+from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
@@ -27,7 +30,7 @@ TIMEOUT = 600.0  # s that a rank waits for others
 
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
-    slots: int | str = "auto", tokenizer: Tokenizer | None = None,
+    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | None = None,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
@@ -38,11 +41,20 @@ def load(
     what fits into memory. tokenizer: None for the one that is saved with the model.
     Raise UserError where the path, the plan or the device is wrong.
     """
+    if slots != "auto" and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
+        raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
+    source, settings, mesh = open_model(Path(path), plan, device, precision)
+    if tokenizer is not None:
+        check_size(tokenizer, source.config)
+    return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer)
+
+
+def open_model(path: Path, plan: Plan | str | None, device: str, precision: str) -> tuple[Source, Settings, Mesh]:
+    """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
+    those of `load`."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
-    if slots != "auto" and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
-        raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
     process = Process.from_environment()
     given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
     resolved = given.for_world(process.world)
@@ -51,7 +63,7 @@ def load(
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
     mesh = Mesh(for_inference(resolved), place)
-    source = open_source(Path(path), mesh)
+    source = open_source(path, mesh)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()
@@ -61,7 +73,7 @@ def load(
         model=source.config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
         global_batch_size=batch,
     )  # fmt: skip
-    return Model(source, settings, mesh, Path(path), None if slots == "auto" else int(slots), tokenizer)
+    return source, settings, mesh
 
 
 def for_inference(plan: ResolvedPlan) -> ResolvedPlan:
