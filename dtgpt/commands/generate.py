@@ -68,9 +68,7 @@ class GenerateOptions:
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
     ] = "auto"
-    slots: Annotated[
-        int | None, "texts at the same time; none: as many as memory allows, up to 256", Bounds(1, 256)
-    ] = None
+    slots: Annotated[int | None, "texts at the same time; none: as many as fit, up to 256", Bounds(1, 256)] = None
     tokenizer: Annotated[
         str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
     ] = None
