@@ -5,9 +5,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.inference.cache import Cache
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request
+from dtgpt.inference.runner import Runner
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.philox import root_key
@@ -19,9 +22,12 @@ CPU = torch.device("cpu")
 KEY = root_key(5)
 
 
+def resolve(plan: str, world: int) -> ResolvedPlan:
+    return parse_plan(plan, {}).for_world(world)
+
+
 def settings_of(config: ModelConfig, plan: str, **choices) -> Settings:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    resolved = parse_plan(plan, {}).for_world(world)
+    resolved = resolve(plan, dist.get_world_size() if dist.is_initialized() else 1)
     batch = resolved.dp * 2 * resolved.pp
     return Settings(
         model=config, plan=resolved, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=batch,
@@ -29,9 +35,9 @@ def settings_of(config: ModelConfig, plan: str, **choices) -> Settings:
     )  # fmt: skip
 
 
-def inference_stages(config: ModelConfig, plan: str) -> tuple[list[Decoder], Mesh]:
+def inference_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[Decoder], Mesh]:
     """Stages as `dtgpt.load` makes them."""
-    settings = settings_of(config, plan)
+    settings = settings_of(config, plan, **choices)
     mesh = Mesh(settings.plan, CPU)
     table = inference_table(config, settings.plan)
     stages, _ = build_stages(settings, mesh, KEY, masters=False, table=table)
@@ -47,16 +53,16 @@ def training_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[Dec
     return build_stages(settings, mesh, KEY)[0], mesh
 
 
-def poison(engine: Engine) -> None:
+def poison(cache: Cache) -> None:
     """Fill all of a cache with NaN, which no result may show."""
-    for layer in engine._runner.cache.layers:
+    for layer in cache.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
 
 
 def serve(engine: Engine, requests: list[Request]) -> list[Event]:
     """Return all events of requests that arrive at once, on rank 0."""
-    poison(engine)
+    poison(engine._runner.cache)
     if engine.mesh.rank > 0:
         engine.follow()
         return []
@@ -72,6 +78,16 @@ def serve(engine: Engine, requests: list[Request]) -> list[Event]:
 def generate(config: ModelConfig, plan: str, requests: list[Request], slots: int, training: bool) -> list[Event]:
     stages, mesh = (training_stages if training else inference_stages)(config, plan)
     return serve(Engine(stages, mesh, config, torch.float32, slots), requests)
+
+
+def bytes_of_slots(config: ModelConfig, plan: str, slots: int = 3) -> int:
+    """Return what this rank allocates for a slot."""
+    stages, mesh = inference_stages(config, plan)
+    runner = Runner(stages, mesh, config, torch.float32, slots)
+    kept = [kept for layer in runner.cache.layers for kept in (layer.keys, layer.values)]
+    kept += [value for value in vars(runner.state).values() if isinstance(value, Tensor)]
+    assert all(len(tensor) == slots + 1 for tensor in kept)
+    return sum(tensor[0].nbytes for tensor in kept)
 
 
 def texts(events: list[Event]) -> dict[tuple[int, int], list[int]]:

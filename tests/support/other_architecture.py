@@ -1,5 +1,6 @@
 """An architecture that differs from GPT-2 wherever dtgpt could have taken GPT-2 for granted: RMSNorm, rotary positions,
-a gated MLP, no biases, an output projection of its own, no dropout. It stands in this one file."""
+a gated MLP, no biases, an output projection of its own, no dropout; heads that share keys and values in a variant. It
+stands in this one file."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +21,7 @@ NO_DROPOUT = (None, 0.0)
 class OtherConfig(ModelConfig):
     architecture: ClassVar[str] = "other"
     tied: ClassVar[bool] = False
+    group: ClassVar[int] = 1  # heads of q that share one of k and v
     roles: ClassVar[Roles] = {
         "embedding.tokens": Role.VOCABULARY,
         "blocks.*.norm_1": Role.NORM,
@@ -41,6 +43,12 @@ class OtherConfig(ModelConfig):
 
     def make_head(self) -> nn.Module:
         return Head(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(OtherConfig):
+    architecture: ClassVar[str] = "grouped"
+    group: ClassVar[int] = 2
 
 
 class Embedding(nn.Module):
@@ -65,13 +73,15 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: OtherConfig):
         super().__init__()
-        self.head_dim = config.head_dim
-        self.heads = Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.head_dim, self.group = config.head_dim, config.group
+        rows = config.num_heads // config.group * (config.group + 2) * config.head_dim
+        self.heads = Linear(config.hidden_size, rows, bias=False)
         self.core = AttentionCore()
         self.out = DeferredBiasLinear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Branch:
-        q, k, v = rearrange(self.heads(x), "b t (n three d) -> three b t n d", three=3, d=self.head_dim)
+        parts = rearrange(self.heads(x), "b t (n parts d) -> b t n parts d", parts=self.group + 2, d=self.head_dim)
+        q, k, v = parts[..., : self.group, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
         positions = torch.arange(q.shape[1], device=x.device)[None] if context.positions is None else context.positions
         q, k = rotate(q, positions), rotate(k, positions)
         attended = self.core(q, k, v, NO_DROPOUT, context.document_bounds)

@@ -1,0 +1,135 @@
+"""A cache changes nothing: every log-probability is that of a sequence computed anew, in whatever pieces it came."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtgpt.config.plan import Plan
+from dtgpt.inference.cache import Cache
+from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, slots_that_fit
+from dtgpt.inference.runner import Runner
+from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.attention.core import Backend
+from dtgpt.util.errors import UserError
+from tests.support import bodies_engine as bodies
+from tests.support.other_architecture import GroupedConfig, OtherConfig
+from tests.support.ranks import pool
+
+LENGTH, VOCABULARY = 20, 61
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
+CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
+BACKENDS = get_args(Backend)
+IDS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
+TOLERANCE = 1e-5
+quick = settings(deadline=None, max_examples=30, derandomize=True, database=None)
+
+
+def make_runner(config, backend="auto", slots=3):
+    stages, mesh = bodies.inference_stages(config, "single", attention=backend)
+    return Runner(stages, mesh, config, torch.float32, slots)
+
+
+def whole_log_probabilities(config, ids):
+    """[T, V] by the whole model, in one pass."""
+    model = build_model(config, bodies.CPU, torch.float32, bodies.KEY)
+    return torch.log_softmax(bodies.whole_logits(model, ids), dim=-1)
+
+
+def cached_log_probabilities(runner, ids, borders, decoded, slot):
+    """[T - 1, V] of the tokens after each of ids[:-1]: chunks between borders, then `decoded` single steps."""
+    rows = []
+    for first, stop in pairwise(borders):
+        results = runner.score(slot, ids[first : stop + 1], first, alternatives=VOCABULARY).wait()
+        rows.append((results.top_ids, results.top_logprobs))
+    prompt = len(ids) - decoded
+    sampling = Sampling(max_new_tokens=decoded, temperature=0)
+    runner.start(slot, SlotState.encode(ids[:prompt], sampling, SpecialIds(), 0, 0))
+    variant = variant_of([sampling], alternatives=VOCABULARY)
+    for token in ids[prompt:]:
+        results = runner.decode([slot], 1, variant).wait()
+        rows.append((results.top_ids[0], results.top_logprobs[0]))
+        runner.assign([slot], [token])
+    top_ids, logprobs = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):
+    config = CONFIGS[architecture]
+    expected = whole_log_probabilities(config, IDS)
+    runner = make_runner(config, backend)
+
+    @quick
+    @given(st.data())
+    def run(data):
+        length = data.draw(st.integers(2, LENGTH))
+        decoded = data.draw(st.integers(0, length - 1))
+        cuts = data.draw(st.sets(st.integers(1, length - 1)))
+        borders = [0, *sorted(cut for cut in cuts if cut < length - decoded - 1), length - decoded - 1]
+        if data.draw(st.booleans()):
+            bodies.poison(runner.cache)
+        slot = data.draw(st.integers(0, 2))
+        found = cached_log_probabilities(runner, IDS[:length], sorted(set(borders)), decoded, slot)
+        assert (found - expected[: length - 1]).abs().max() < TOLERANCE * expected.abs().max()
+
+    run()
+
+
+def test_slots_may_change_places():
+    runner = make_runner(CONFIGS[GPT2Config], slots=4)
+    for layer in runner.cache.layers:
+        for kept in (layer.keys, layer.values):
+            kept.normal_(generator=torch.Generator().manual_seed(1))
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in runner.cache.layers]
+    runner.copy([2, 0, 1, 1], [0, 1, 2, 3], length=5)
+    for layer, old in zip(runner.cache.layers, before, strict=True):
+        for kept, was in zip((layer.keys, layer.values), old, strict=True):
+            assert torch.equal(kept[:4, :, :5], was[[2, 0, 1, 1], :, :5])
+            assert torch.equal(kept[:4, :, 5:], was[:4, :, 5:]) and torch.equal(kept[4], was[4])
+
+
+def test_a_detached_runner_leaves_the_stages_as_they_were():
+    config = CONFIGS[GPT2Config]
+    runner = make_runner(config)
+    (stage,) = runner.stages
+    before = bodies.whole_logits(stage, IDS)
+    for _ in range(2):
+        runner.prefill(0, IDS[:5])
+        with pytest.raises(RuntimeError, match="not run by a step"):
+            bodies.whole_logits(stage, IDS)
+        runner.detach()
+        assert torch.equal(bodies.whole_logits(stage, IDS), before)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])
+def test_the_bytes_of_a_slot_are_what_a_rank_allocates(architecture, plan, world):
+    config = replace(CONFIGS[architecture], num_layers=3)
+    counted = pool().run(world, bodies.bytes_of_slots, config, plan)
+    resolved = bodies.resolve(plan, world)
+    assert max(counted) == bytes_per_slot(config, resolved, torch.float32)
+
+
+def test_slots_are_as_many_as_fit_up_to_a_bound():
+    config, plan = CONFIGS[GPT2Config], Plan().for_world(1)
+    one = bytes_per_slot(config, plan, torch.float32)
+    assert slots_that_fit(10 * one, config, plan, torch.float32) == 8  # 90 % of it, and one is scratch
+    assert slots_that_fit(10**6 * one, config, plan, torch.float32) == MOST_SLOTS
+    assert bytes_per_slot(config, plan, torch.bfloat16) < one
+    with pytest.raises(UserError, match="MiB are free; use a plan"):
+        slots_that_fit(2 * one, config, plan, torch.float32)
+
+
+def test_heads_of_keys_that_tp_does_not_divide_are_refused():
+    config = CONFIGS[GroupedConfig]
+    with pytest.raises(UserError, match="2 heads of keys and values, which cannot be split over tp=4; use"):
+        Cache([], config, 4, 1, torch.float32, bodies.CPU)
