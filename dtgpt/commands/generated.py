@@ -155,9 +155,7 @@ class Progress:
 
     def _say(self, end: str) -> None:
         seconds = max(time.monotonic() - self._begin, 1e-9)
-        text = (
-            f"{self._done}/{counted(self._prompts, 'prompt')}, {counted(self._tokens, 'token')} in {duration(seconds)}"
-        )
+        done = f"{self._done}/{counted(self._prompts, 'prompt')}, {counted(self._tokens, 'token')}"
         with suppress(OSError):
-            sys.stderr.write(f"{text}, {self._tokens / seconds:,.0f} tokens/s{end}")
+            sys.stderr.write(f"{done} in {duration(seconds)}, {self._tokens / seconds:,.0f} tokens/s{end}")
             sys.stderr.flush()

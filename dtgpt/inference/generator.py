@@ -19,7 +19,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
-from dtgpt.util.console import counted, parameters, say_error
+from dtgpt.util.console import byte_size, counted, parameters, say_error
 from dtgpt.util.errors import UserError
 
 
@@ -90,10 +90,10 @@ class Generator:
 
     def describe(self) -> None:
         """Print the memory of weights and slots on this rank to stderr."""
-        plan, width = self.mesh.plan, str(self.dtype).removeprefix("torch.")
+        model = f"{parameters(self.config.num_parameters)}, {str(self.dtype).removeprefix('torch.')}"
+        slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
         say_error(
-            f"{parameters(self.config.num_parameters)}, {width}, {plan.name}: {_mebibytes(self.weight_bytes)} of weights "
-            f"and {counted(self.slots, 'slot')} of {_mebibytes(self.bytes_per_slot)} on each device"
+            f"{model}, {self.mesh.plan.name}: {byte_size(self.weight_bytes)} of weights and {slots} on each device"
         )
 
     def run(self, prepare: Callable[[], Need], work: Callable[[Session], Any]) -> Any:
@@ -173,7 +173,7 @@ class Generator:
         fits = min(self.mesh.turns(fitting, lambda rank: True))
         if needed > fits:
             raise UserError(
-                f"{counted(needed, 'slot')} of the cache, {_mebibytes(self.bytes_per_slot)} each, do not fit into "
+                f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "
                 f"memory beside the weights, but {fits} do; use fewer, or cut the model over more processes"
             )
         vocab_size = self.config.vocab_size
@@ -181,7 +181,3 @@ class Generator:
             vocab_size = min(vocab_size, self.known_tokenizer.vocab_size)
         sizes = min(wanted, fits), share(self.mesh, vocab_size)
         self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes)
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

@@ -28,8 +28,8 @@ def check_size(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raise UserError where a tokenizer has more tokens than the model."""
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; give the "
-            "one that the model was trained with"
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+            "give the one that the model was trained with"
         )
 
 

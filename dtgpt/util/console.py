@@ -52,6 +52,15 @@ def parameters(number: int) -> str:
     return counted(number, "parameter")
 
 
+def byte_size(count: float) -> str:
+    """Return `12 B`, `1.5 KiB`, `1.5 MiB` or `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
 def duration(seconds: float) -> str:
     """Return a time for people, as `45s`, `14m`, `3h05m` or `2d04h`."""
     seconds = round(seconds)
