@@ -14,7 +14,7 @@ from dtgpt.inference.options import NAMES, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import Job, Session
 from dtgpt.interop.tokenizer import named_tokenizer
-from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
@@ -96,7 +96,8 @@ def check_modes(options: GenerateOptions) -> None:
     """Raise UserError for options that contradict each other."""
     sources = [name for name in ("prompt", "prompts_file", "interactive") if getattr(options, name)]
     if len(sources) > 1:
-        raise UserError(f"--{sources[0]} and --{sources[1]} both say where prompts come from; leave one out")
+        one, other = (name.replace("_", "-") for name in sources[:2])
+        raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
     if options.interactive and options.output:
         raise UserError("--interactive writes to the terminal; leave --output out")
 
@@ -104,9 +105,9 @@ def check_modes(options: GenerateOptions) -> None:
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     """Return the options of the command line that `read_options` knows."""
     given = {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
-    stops = [_number(word, int, "--stop_token_ids") for word in options.stop_token_ids]
+    stops = [_number(word, int, "--stop-token-ids") for word in options.stop_token_ids]
     pairs = [word.partition(":") for word in options.logit_bias]
-    bias = {_number(i, int, "--logit_bias"): _number(x, float, "--logit_bias") for i, _, x in pairs}
+    bias = {_number(i, int, "--logit-bias"): _number(x, float, "--logit-bias") for i, _, x in pairs}
     return {**given, "num_return_sequences": options.num_samples, "stop_token_ids": stops, "logit_bias": bias}
 
 
@@ -114,8 +115,8 @@ def _number(word: str, kind: type, option: str) -> Any:
     try:
         return kind(word)
     except ValueError:
-        example = "50256:-100" if option == "--logit_bias" else "50256"
-        raise UserError(f"{option} {shown_name(word)} is not what it takes; give words such as {example}") from None
+        example = "50256:-100" if option == "--logit-bias" else "50256"
+        raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
 def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> Job:

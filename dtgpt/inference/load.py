@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from dtgpt.config.execution import Settings, choose_device
-from dtgpt.config.plan import Plan
+from dtgpt.config.execution import Settings, choose_device, choose_dtype
+from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
@@ -65,6 +65,22 @@ def open_model(path: Path, plan: Plan | str | None, device: str, precision: str)
     mesh = Mesh(for_inference(resolved), place)
     source = open_source(path, mesh)
     for note in source.notes:
+        say(note, warning=True)
+    source.config.validate()
+    batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
+    resolved.validate(source.config, 1, batch)
+    settings = Settings(
+        model=source.config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
+        global_batch_size=batch,
+    )  # fmt: skip
+    return source, settings, mesh
+
+
+def for_inference(plan: ResolvedPlan) -> ResolvedPlan:
+    """Return the plan without what concerns training alone, and note what that is."""
+    dropped = [f"ZeRO-{plan.zero}"] if plan.zero else []
+    dropped += ["sequence parallelism"] if plan.sequence_parallel else []
+    if dropped:
         say(f"inference ignores {' and '.join(dropped)} of the plan {plan.name}", warning=True)
     return replace(plan, zero=0, sequence_parallel=False)
 

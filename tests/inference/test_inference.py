@@ -73,9 +73,7 @@ ASKED = [
 
 @pytest.mark.parametrize("plan", WORLDS)
 def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
-    greedy = theirs.generate(
-        torch.tensor([PROMPT]), max_new_tokens=LENGTH - len(PROMPT), do_sample=False, pad_token_id=0
-    )
+    greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
     alone = dtgpt.load(folder, plan="single", device="cpu")
     samples = [alone.generate(**words) for words in ASKED]
     assert samples[0] == greedy[0, len(PROMPT) : LENGTH].tolist()
