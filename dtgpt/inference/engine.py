@@ -12,14 +12,15 @@ import torch
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
 from dtgpt.inference.request import PROMPT, Event, Request
-from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
 from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 
 
@@ -30,16 +31,16 @@ class _Active:
     request: Request
     live: set[int]  # choices that are not finished
     ids: dict[int, list[int]]  # new tokens of each choice
-    scores: list[Results] = field(default_factory=list)  # of the chunks of the prompt that are read
+    scores: list[Scores] = field(default_factory=list)  # of the chunks of the prompt that are read
 
 
 class _Launched(NamedTuple):
     """A round whose results are on their way."""
 
-    scores: list[tuple[int, Pending]]  # by request
+    scores: list[tuple[int, Pending[Scores]]]  # by request
     starts: list[Start]
     rows: list[Row]
-    drawn: Pending | None
+    drawn: Pending[Sampled] | None
 
 
 class Engine:
@@ -65,7 +66,7 @@ class Engine:
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
-        self._submitted, self._failed = 0, False
+        self._submitted = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -98,30 +99,22 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Launch the next round, and return the events of the round before."""
-        try:
-            with failures_shared(self.mesh, self.timeout):
-                work = self._scheduler.next_round()
-                before, self._launched = self._launched, None if work is None else self._launch(work)
-                events, self._ended = self._ended, []
-                return events if before is None else events + self._collect(before)
-        except BaseException:
-            self._failed = True
-            self.commands.fail()
-            raise
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            work = self._scheduler.next_round()
+            before, self._launched = self._launched, None if work is None else self._launch(work)
+            events, self._ended = self._ended, []
+            return events if before is None else events + self._collect(before)
 
     def follow(self) -> None:
         """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
         another rank fails."""
-        with failures_shared(self.mesh, self.timeout):
+        with failures_shared(self.mesh, self._channel, self.timeout):
             follow(self._runner, self._channel)
 
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        if self._failed:  # the other ranks do not follow any more
-            self._runner.detach()
-        else:
-            self.commands.release()
+        self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []
@@ -167,7 +160,7 @@ class Engine:
             results = launched.drawn.wait()
             for index, row in enumerate(launched.rows):
                 if row.request in self._requests and row.choice in self._requests[row.request].live:
-                    events.append(self._extend(row, Results(*(values[index] for values in results))))
+                    events.append(self._extend(row, Sampled(*(values[index] for values in results))))
         return events
 
     def _begin(self, start: Start) -> list[Event]:
@@ -183,12 +176,12 @@ class Engine:
                 self._remove(start.request, choice)
         return events
 
-    def _extend(self, row: Row, results: Results) -> Event:
+    def _extend(self, row: Row, drawn: Sampled) -> Event:
         """Add new tokens `[R]` to a choice, up to that which ends it."""
         active = self._requests[row.request]
         asked, ids = active.request, active.ids[row.choice]
         had, finish = len(ids), None
-        for token in results.first.tolist():
+        for token in drawn.tokens.tolist():
             before = ids[-1] if ids else asked.ids[-1]
             ids.append(token)
             if asked.ends_with(before, token, len(ids) - 1):
@@ -198,7 +191,7 @@ class Engine:
             if finish:
                 break
         new = len(ids) - had
-        logprobs, alternatives = results.logprobs[:new].tolist(), _alternatives(results, asked.alternatives)[:new]
+        logprobs, alternatives = drawn.logprobs[:new].tolist(), _alternatives(drawn, asked.alternatives)[:new]
         event = Event(row.request, row.choice, ids[had:], logprobs, alternatives, finish)
         if finish:
             self._scheduler.finish(row.request, row.choice)
@@ -212,13 +205,13 @@ class Engine:
             del self._requests[request]
 
 
-def _alternatives(results: Results, count: int) -> list[list[tuple[int, float]]]:
+def _alternatives(results: Sampled | Scores, count: int) -> list[list[tuple[int, float]]]:
     ids, logprobs = results.top_ids[:, :count].tolist(), results.top_logprobs[:, :count].tolist()
     return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
 
 
-def _scored(handle: int, asked: Request, chunks: list[Results]) -> Event:
+def _scored(handle: int, asked: Request, chunks: list[Scores]) -> Event:
     logprobs = [value for chunk in chunks for value in chunk.logprobs.tolist()]
     alternatives = [row for chunk in chunks for row in _alternatives(chunk, asked.alternatives)]
-    greedy = tuple(bool(flag) for chunk in chunks for flag in chunk.first.tolist())
+    greedy = tuple(flag for chunk in chunks for flag in chunk.greedy.tolist())
     return Event(handle, PROMPT, asked.ids[1:], logprobs, alternatives, greedy=greedy)

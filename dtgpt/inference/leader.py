@@ -1,7 +1,7 @@
 """Rank 0 leads: it tells the other ranks each command of the runner, and does it itself."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from torch import Tensor
 from dtgpt.inference.messages import Channel, Kind
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason
 
@@ -27,12 +27,12 @@ class Leader:
         self._channel.send(Kind.PREFILL, [slot, first, *ids])
         self._runner.prefill(slot, ids, first)
 
-    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
         self._channel.send(Kind.SCORE, [slot, first, alternatives, *ids])
         return self._runner.score(slot, ids, first, alternatives)
 
     def start(self, slot: int, payload: Tensor) -> None:
-        self._channel.send(Kind.START, [slot, *payload.tolist()])
+        self._channel.send(Kind.START, torch.cat([torch.tensor([slot]), payload]))
         self._runner.start(slot, payload)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -43,7 +43,7 @@ class Leader:
         self._channel.send(Kind.ASSIGN, [*slots, *tokens])
         self._runner.assign(slots, tokens)
 
-    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
         self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
         return self._runner.decode(slots, steps, variant)
 
@@ -53,9 +53,8 @@ class Leader:
         self._runner.detach()
 
     def fail(self) -> None:
-        """Let the other ranks fail as this one does."""
-        with suppress(RuntimeError):  # they are gone already
-            self._channel.send(Kind.FAIL)
+        """Let the other ranks fail, where this one cannot go on: they raise UserError."""
+        self._channel.close()
 
 
 def follow(runner: Runner, channel: Channel) -> None:
@@ -64,8 +63,6 @@ def follow(runner: Runner, channel: Channel) -> None:
         kind, payload = channel.receive()
         if kind is Kind.RELEASE:
             return runner.detach()
-        if kind is Kind.FAIL:
-            raise UserError(_lost(runner.mesh))
         _execute(runner, kind, payload)
 
 
@@ -91,22 +88,21 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
 
 
 @contextmanager
-def failures_shared(mesh: Mesh, timeout: float) -> Iterator[None]:
-    """Leave the reason of a failure for the other ranks; where one of them failed first, raise a UserError with its
-    reason. `timeout`: seconds that collectives of the mesh wait."""
+def failures_shared(mesh: Mesh, channel: Channel, timeout: float) -> Iterator[None]:
+    """Where this rank fails, leave its reason for the other ranks, and close the channel, for which they wait. Where
+    another rank failed first, raise a UserError with the reason of that one. `timeout`: seconds that collectives of the
+    mesh wait."""
+
+    def remedy() -> str:
+        reason = mesh.posted(FAILURE)
+        return f"start all of them again{f' ({reason})' if reason else ''}"
+
     try:
-        with lost_peers_as_user_errors(timeout, lambda: _remedy(mesh)):
+        with lost_peers_as_user_errors(timeout, remedy):
             yield
-    except Exception as error:
-        if mesh.world > 1 and mesh.posted(FAILURE) is None:
-            mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+    except BaseException as error:
+        if mesh.world > 1:
+            if mesh.posted(FAILURE) is None:
+                mesh.post(FAILURE, f"rank {mesh.rank}: {error or repr(error)}")
+            channel.close()
         raise
-
-
-def _remedy(mesh: Mesh) -> str:
-    cause = mesh.posted(FAILURE)
-    return f"start all of them again{f' ({cause})' if cause else ''}"
-
-
-def _lost(mesh: Mesh) -> str:
-    return f"another process of the run failed; {_remedy(mesh)}"

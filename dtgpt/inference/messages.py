@@ -5,6 +5,7 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtgpt.parallel.mesh import Mesh
 
@@ -20,24 +21,26 @@ class Kind(IntEnum):
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
-    FAIL = 8  # nothing
 
 
 class Channel:
     """The way of commands from rank 0 to the others. All ranks make it at the same point."""
 
     def __init__(self, mesh: Mesh):
+        self._mesh = mesh
         self._group = mesh.commands
 
-    def send(self, kind: Kind, payload: Sequence[int] = ()) -> None:
+    def send(self, kind: Kind, payload: Sequence[int] | Tensor = ()) -> None:
         """Broadcast a command from rank 0; nothing where it is alone."""
         if self._group is None:
             return
-        numbers = [kind, len(payload), *payload]
-        first = torch.tensor(numbers[:HEADER] + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+        numbers = torch.as_tensor(payload, dtype=torch.int64)
+        first = torch.zeros(HEADER, dtype=torch.int64)
+        first[0], first[1] = kind, len(numbers)
+        first[2 : 2 + len(numbers)] = numbers[:INLINE]
         dist.broadcast(first, 0, group=self._group)
-        if len(payload) > INLINE:
-            dist.broadcast(torch.tensor(payload[INLINE:], dtype=torch.int64), 0, group=self._group)
+        if len(numbers) > INLINE:
+            dist.broadcast(numbers[INLINE:].contiguous(), 0, group=self._group)
 
     def receive(self) -> tuple[Kind, list[int]]:
         """Return the next command of rank 0, with its payload."""
@@ -49,3 +52,8 @@ class Channel:
             dist.broadcast(rest, 0, group=self._group)
             payload += rest.tolist()
         return Kind(kind), payload[:length]
+
+    def close(self) -> None:
+        """End the channel on this rank: the others, who then wait for nothing, learn of it at once."""
+        self._group = None
+        self._mesh.close_commands()

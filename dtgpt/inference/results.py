@@ -1,50 +1,53 @@
-"""What a step makes of tokens: ids and log-probabilities, between ranks and on the way to the host."""
+"""Draws and scores on their way between ranks and to the host."""
 
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled
 
-class Results(NamedTuple):
-    """Numbers of M tokens of a prompt, of B sequences, or of B sequences times R steps; n likeliest tokens each."""
+DTYPES = {
+    Sampled: (torch.int64, torch.float32, torch.int64, torch.float32),
+    Scores: (torch.float32, torch.bool, torch.int64, torch.float32),
+}
+R = TypeVar("R", Sampled, Scores)
 
-    first: Tensor  # int64 [M], [B] or [B, R]: of a prompt, whether each token is the likeliest; else the tokens drawn
-    logprobs: Tensor  # fp32, likewise
-    top_ids: Tensor  # int64 [M, n], [B, n] or [B, R, n]
-    top_logprobs: Tensor  # fp32, likewise
 
-    def pack(self) -> Tensor:
-        """Return all in one tensor `[..., 2 + 2 n]` of float64, which holds ids and fp32 numbers alike."""
-        columns = (self.first[..., None], self.logprobs[..., None], self.top_ids, self.top_logprobs)
-        return torch.cat([column.double() for column in columns], dim=-1)
+def pack(results: Sampled | Scores) -> Tensor:
+    """Return two fields `[..., M]` and two `[..., M, n]` in one tensor `[..., M, 2 + 2 n]` of float64, which holds ids
+    and fp32 numbers alike."""
+    first, second, *likeliest = results
+    return torch.cat([part.double() for part in (first[..., None], second[..., None], *likeliest)], dim=-1)
 
-    @classmethod
-    def unpack(cls, packed: Tensor) -> "Results":
-        """Return what `pack` packed."""
-        top_ids, top_logprobs = packed[..., 2:].tensor_split(2, dim=-1)
-        return cls(packed[..., 0].long(), packed[..., 1].float(), top_ids.long(), top_logprobs.float())
+
+def unpack(kind: type[R], packed: Tensor) -> R:
+    """Return what `pack` packed."""
+    parts = packed[..., 0], packed[..., 1], *packed[..., 2:].tensor_split(2, dim=-1)
+    return kind(*(part.to(dtype) for part, dtype in zip(parts, DTYPES[kind], strict=True)))
 
 
 def empty_packed(rows: int, alternatives: int, device: torch.device) -> Tensor:
-    """Return memory for packed results of `rows` tokens, uninitialised."""
+    """Return memory for the packed results of `rows` tokens, uninitialised."""
     return torch.empty(rows, 2 + 2 * alternatives, dtype=torch.float64, device=device)
 
 
-class Pending:
-    """Results on their way to the host."""
+class Pending(Generic[R]):
+    """Results whose copy to the host is under way."""
 
-    def __init__(self, results: Results):
-        packed = results.pack()
-        self._packed, self._done = packed, None
-        if packed.is_cuda:
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
+    def __init__(self, results: R):
+        self._kind: type[R] = type(results)
+        self._packed = pack(results)
+        self._done: torch.cuda.Event | None = None
+        if self._packed.is_cuda:
+            pinned = torch.empty(self._packed.shape, dtype=self._packed.dtype, pin_memory=True)
+            self._packed = pinned.copy_(self._packed, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def wait(self) -> Results:
+    def wait(self) -> R:
         """Return the results on the CPU."""
         if self._done is not None:
             self._done.synchronize()
-        return Results.unpack(self._packed)
+        return unpack(self._kind, self._packed)

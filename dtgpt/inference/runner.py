@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
-from dtgpt.inference.results import Pending, Results
+from dtgpt.inference.results import Pending
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling.scores import Scores
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
@@ -44,7 +45,7 @@ class Runner:
         self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
 
     @torch.no_grad()
-    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending:
+    def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
         """Prefill all of `ids` but the last one, and return the scores of all but the first one, with the ids and
         log-probabilities of the `alternatives` likeliest tokens in place of each."""
         self._attach()
@@ -69,15 +70,15 @@ class Runner:
         self.state.assign(list(slots), list(tokens))
 
     @torch.no_grad()
-    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending:
-        """Draw the next `steps` tokens of each of `slots`, all different."""
+    def decode(self, slots: Sequence[int], steps: int, variant: Variant) -> Pending[Sampled]:
+        """Draw the next `steps` tokens of each of `slots`, all different: results of shape `[B, steps]`."""
         self._attach()
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots] = 0  # attention over the scratch slot stays short
         drawn = [self.step.decode(rows, variant) for _ in range(steps)]
         stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
-        return Pending(Results(*stacked))
+        return Pending(Sampled(*stacked))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk, Rows
-from dtgpt.inference.results import Results, empty_packed
+from dtgpt.inference.results import R, empty_packed, pack, unpack
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sample import sample
-from dtgpt.ops.sampling.scores import token_scores
+from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
@@ -51,13 +51,13 @@ class Step:
         """Fill the cache with a chunk, tokens `[T]`."""
         self._chunk_logits(tokens, chunk, head_rows=1)  # a head need not be able to run without rows
 
-    def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Results:
+    def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
         logits = self._chunk_logits(tokens, chunk, head_rows=len(tokens))
         scores = None if logits is None else self._scores(logits, targets, alternatives)
-        return self._from_last_stage(scores, len(tokens), alternatives)
+        return self._from_last_stage(Scores, scores, len(tokens), alternatives)
 
-    def decode(self, slots: Tensor, variant: Variant) -> Results:
+    def decode(self, slots: Tensor, variant: Variant) -> Sampled:
         """Feed the next token of each of `slots`, int64 `[B]`, draw the one after it, and record that as the slot's
         next token.
 
@@ -68,9 +68,9 @@ class Step:
         drawn = None
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._padded_vocab_size)
-            drawn = Results(*sample(columns, self.state.sequences, slots, self.vocab_size, variant))
-        drawn = self._from_last_stage(drawn, len(slots), variant.alternatives)
-        self.state.record(slots, Sampled(*drawn))
+            drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant)
+        drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
+        self.state.record(slots, drawn)
         return drawn
 
     @property
@@ -99,23 +99,22 @@ class Step:
         x, *more = inputs
         return x[:, : self._head_rows], *more
 
-    def _scores(self, logits: Tensor, targets: Tensor, alternatives: int) -> Results:
+    def _scores(self, logits: Tensor, targets: Tensor, alternatives: int) -> Scores:
         pieces = []
         for first in range(0, len(targets), SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
             columns = gather_columns(logits[rows], self.mesh, self._padded_vocab_size)
-            scores = token_scores(columns, targets[rows], self.vocab_size, alternatives)
-            pieces.append((scores.greedy, scores.logprobs, scores.top_ids, scores.top_logprobs))
-        return Results(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+            pieces.append(token_scores(columns, targets[rows], self.vocab_size, alternatives))
+        return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
-    def _from_last_stage(self, results: Results | None, rows: int, alternatives: int) -> Results:
+    def _from_last_stage(self, kind: type[R], results: R | None, rows: int, alternatives: int) -> R:
         """Return the results of the last stage, which alone has some, on every stage."""
         mesh, plan = self.mesh, self.mesh.plan
         if plan.pp == 1 and results is not None:
             return results
-        packed = empty_packed(rows, alternatives, mesh.device) if results is None else results.pack()
+        packed = empty_packed(rows, alternatives, mesh.device) if results is None else pack(results)
         dist.broadcast(packed, mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1)), group=mesh.pp_group)
-        return Results.unpack(packed)
+        return unpack(kind, packed)
 
 
 def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:

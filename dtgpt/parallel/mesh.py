@@ -63,6 +63,11 @@ class Mesh:
         the others still learn of it at once."""
         return dist.new_group(backend="gloo", timeout=timedelta(days=365)) if self.world > 1 else None
 
+    def close_commands(self) -> None:
+        """Leave the group of `commands`: others that wait there fail."""
+        if group := self.__dict__.pop("commands", None):
+            dist.destroy_process_group(group)
+
     def set_timeout(self, seconds: float) -> None:
         """Set how long a collective of the groups may wait: torch gives new groups a default of its own."""
         for group in self._groups:

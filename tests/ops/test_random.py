@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.ops.random.philox import bits, fold, normal, philox, root_key, row_chunks, uniform
+from dtgpt.ops.random.philox import bits, fold, normal, philox, root_key, row_chunks, uniform, uniform_rows
 
 KEY = fold(root_key(1), "test")
 WHOLE = (5, 6, 7, 30)
@@ -172,3 +172,11 @@ def test_compiled_bits_equal_eager_bits():
     compiled = torch.compile(bits, fullgraph=True, dynamic=False)
     keys = fold(KEY, torch.arange(3))
     assert torch.equal(compiled(keys, part), bits(keys, part))
+
+
+def test_rows_of_their_own_equal_that_part_of_the_whole():
+    keys, rows = fold(KEY, torch.arange(3)), torch.tensor([5, 0, 1000])
+    for last in (1, 4, 30, 31):
+        found = uniform_rows(keys, rows, last)
+        for i, row in enumerate(rows.tolist()):
+            assert torch.equal(found[i], uniform(keys[i], (range(row, row + 1), last))[0])

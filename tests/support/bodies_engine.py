@@ -1,5 +1,7 @@
 """What ranks do in the tests of the inference engine."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +13,7 @@ from dtgpt.inference.cache import Cache
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request
 from dtgpt.inference.runner import Runner
+from dtgpt.inference.sampling import Sampling
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.philox import root_key
@@ -103,3 +106,30 @@ def whole_logits(model: Decoder, ids: list[int]) -> Tensor:
     """Return the logits `[T, V]` of a sequence, computed anew."""
     with torch.no_grad():
         return model(torch.tensor([ids]))[0, :, : model.config.vocab_size]
+
+
+def failing(config: ModelConfig, plan: str, rank: int) -> str:
+    """Return how this rank ends where one of the ranks fails in its second decode step."""
+    said = _serve_with_failure(config, plan, rank)
+    dist.destroy_process_group()  # as at the end of a process: all connections close
+    gc.collect()
+    return said
+
+
+def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
+    stages, mesh = inference_stages(config, plan)
+    engine = Engine(stages, mesh, config, torch.float32, 1)
+    decode, calls = engine._runner.decode, []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if mesh.rank == rank and len(calls) == 2:
+            raise ValueError("the device is on fire")
+        return decode(*arguments)
+
+    engine._runner.decode = fail  # type: ignore[method-assign]
+    try:
+        serve(engine, [Request(ids=[5, 6], sampling=Sampling(max_new_tokens=8))])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences
+from dtgpt.ops.sampling.sequences import NONE, Parameters, Sequences, Variant
 
 
 def _ban(values: Tensor, ids: Tensor, banned: Tensor) -> Tensor:
@@ -67,15 +67,18 @@ def ban_endings(values: Tensor, token: Tensor, position: Tensor, parameters: Par
 
 
 def edit(
-    values: Tensor, sequences: Sequences, slots: Tensor, parameters: Parameters, edits: bool, ngram: int
-) -> Tensor:
-    """Apply all rules but the first, which comes before log-probabilities are measured."""
-    token, position = sequences.token[slots], sequences.position[slots]
-    history = sequences.history[slots] if edits or ngram else None
-    if edits:
-        assert history is not None
+    values: Tensor, sequences: Sequences, slots: Tensor, parameters: Parameters, variant: Variant
+) -> tuple[Tensor, Tensor]:
+    """Return what log-probabilities are measured of, and what a token is chosen of: values after the first rule, and
+    after all."""
+    token, position, history = (tensor[slots] for tensor in sequences[:3])
+    if variant.edits:
+        values = ban_newline_after_colon(values, token, parameters)
+    measured = values
+    if variant.edits:
         values = penalize(add_bias(values, parameters), history, position, parameters)
-    if ngram:
-        assert history is not None
-        values = ban_repeated_ngrams(values, history, position, parameters.integers.ngram, ngram)
-    return ban_endings(values, token, position, parameters) if edits else values
+    if variant.ngram:
+        values = ban_repeated_ngrams(values, history, position, parameters.integers.ngram, variant.ngram)
+    if variant.edits:
+        values = ban_endings(values, token, position, parameters)
+    return measured, values

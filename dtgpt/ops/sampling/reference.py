@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.random.philox import uniform_rows
-from dtgpt.ops.sampling.edits import ban_newline_after_colon, edit
+from dtgpt.ops.sampling.edits import edit
 from dtgpt.ops.sampling.sequences import Parameters, Sampled, Sequences, Variant, unpack
 
 UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: sums have no rounding, thus no order
@@ -19,15 +19,12 @@ UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: su
 def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant) -> Sampled:
     """Return what `sample` does."""
     parameters = unpack(sequences.parameters[slots])
-    position = sequences.position[slots]
     values = logits[:, :vocab_size].float()
-    if variant.edits:
-        values = ban_newline_after_colon(values, sequences.token[slots], parameters)
-    edited = edit(values, sequences, slots, parameters, variant.edits, variant.ngram)
-    tokens = choose(edited, position, parameters, variant.filters)
+    measured, edited = edit(values, sequences, slots, parameters, variant)
+    tokens = choose(edited, sequences.position[slots], parameters, variant.filters)
     if not variant.logprobs and not variant.alternatives:
         return Sampled(tokens, values.new_zeros(len(tokens)), tokens.new_empty(len(tokens), 0), values[:, :0])
-    return Sampled(tokens, *log_probabilities(values, tokens, variant.alternatives))
+    return Sampled(tokens, *log_probabilities(measured, tokens, variant.alternatives))
 
 
 def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:

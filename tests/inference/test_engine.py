@@ -1,0 +1,276 @@
+"""The engine: a text is a function of its request alone, under every plan; ends, scores, refusals, failures."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.scheduler import Scheduler
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.util.errors import UserError
+from tests.support import bodies_engine as bodies
+from tests.support.other_architecture import GroupedConfig, OtherConfig
+from tests.support.ranks import pool
+
+LENGTH, VOCABULARY = 24, 131
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
+CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
+CONFIG = CONFIGS[GPT2Config]
+INFERENCE = {"single": 1, "tp2": 2, "tp4": 4, "pp2": 2, "tp2_pp2": 4, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2": 4}
+TRAINING = {"single": 1, "tp2": 2, "tp2_sp": 2, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2}
+TRAINING |= {"dp2_zero1": 2, "dp2_zero3": 2, "dp2_tp2_sp_zero3": 4, "tp2_pp2_sp": 4, "pp2_dp2_zero2": 4}
+GREEDY = Sampling(max_new_tokens=6, temperature=0, ends=False)
+PROMPTS = [[5], [5, 90, 17], list(range(18)), [3, 4, 5, 6, 7, 8], [130]]
+quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
+
+
+def greedy_text(config, prompt, new_tokens):
+    """By the whole model, which computes each token anew."""
+    model, ids = build_model(config, bodies.CPU, torch.float32, bodies.KEY), list(prompt)
+    for _ in range(new_tokens):
+        ids.append(int(bodies.whole_logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def alone(request, config=CONFIG):
+    """Return the events of a request that nobody else is beside."""
+    return bodies.generate(config, "single", [request], slots=request.choices, training=False)
+
+
+def engine_of(slots, config=CONFIG, **choices):
+    stages, mesh = bodies.inference_stages(config, "single")
+    return Engine(stages, mesh, config, torch.float32, slots, **choices)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy texts by architecture, and draws of one process."""
+    requests = [
+        Request(ids=ids, sampling=sampling_of(index), choices=1 + index % 2) for index, ids in enumerate(PROMPTS)
+    ]
+    greedy = {name: [greedy_text(config, ids, 6) for ids in PROMPTS] for name, config in CONFIGS.items()}
+    drawn = {(index, choice): ids for index, request in enumerate(requests)
+             for (_, choice), ids in bodies.texts(alone(request)).items()}  # fmt: skip
+    return greedy, requests, drawn
+
+
+def sampling_of(seed):
+    """A request of every kind."""
+    rules = [
+        {},
+        {"top_k": 9},
+        {"top_p": 0.8, "frequency_penalty": 0.5},
+        {"no_repeat_ngram_size": 2},
+        {"temperature": 0},
+    ]
+    return Sampling(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
+
+
+@pytest.mark.parametrize("training, plan", [(False, p) for p in INFERENCE] + [(True, p) for p in TRAINING])
+def test_texts_are_the_same_under_every_plan(expected, plan, training):
+    """More requests than slots, in memory of NaN, with stages of `dtgpt.load` and of training."""
+    greedy, requests, drawn = expected
+    world = (TRAINING if training else INFERENCE)[plan]
+    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    for architecture, config in CONFIGS.items():
+        if architecture is GroupedConfig and "tp4" in plan:  # two heads of keys
+            continue
+        events = pool().run(world, bodies.generate, config, plan, asked, 3, training)[0]
+        assert list(bodies.texts(events).values()) == [
+            greedy[architecture][request] for request, _ in bodies.texts(events)
+        ]
+        assert len(bodies.texts(events)) == len(PROMPTS)
+    events = pool().run(world, bodies.generate, CONFIG, plan, requests, 4, training)[0]
+    assert bodies.texts(events) == drawn
+
+
+@pytest.mark.compiler
+def test_compiled_stages_of_training_run_eagerly(expected):
+    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    stages, mesh = bodies.training_stages(CONFIG, "single", compile=True)
+    with torch.compiler.set_stance("force_eager"):
+        events = bodies.serve(Engine(stages, mesh, CONFIG, torch.float32, 2), asked)
+    assert [bodies.texts(events)[index, 0] for index in range(len(PROMPTS))] == expected[0][GPT2Config]
+
+
+@quick
+@given(st.data())
+def test_texts_are_the_same_in_any_company(data):
+    """Other slots, order, arrivals, cuts of prompts, lengths of rounds; others are cancelled in between."""
+    slots = data.draw(st.integers(2, 5))
+    engine = engine_of(slots)
+    bodies.poison(engine._runner.cache)
+    engine._scheduler = Scheduler(slots, data.draw(st.integers(1, LENGTH)), data.draw(st.integers(1, 8)))
+    pick = random.Random(data.draw(st.integers(0, 10**6)))
+    requests, events = {}, []
+    for index in range(data.draw(st.integers(1, 8))):
+        ids = [pick.randrange(VOCABULARY) for _ in range(pick.randint(1, LENGTH - 6))]
+        rest = {"choices": pick.randint(1, 2), "prompt_index": index % 3, "alternatives": pick.choice([0, 3])}
+        request = Request(ids=ids, sampling=sampling_of(pick.randrange(100)), score_prompt=pick.random() < 0.3, **rest)
+        requests[engine.submit(request)] = request
+        for _ in range(pick.randint(0, 3)):
+            events += engine.step()
+        if pick.random() < 0.3:
+            engine.cancel(pick.randrange(index + 1), pick.choice([None, 0, 1]))
+    while engine.busy:
+        events += engine.step()
+    finishes = {event[:2]: event.finish for event in events if event.finish}
+    assert finishes.keys() == {(handle, choice) for handle, r in requests.items() for choice in range(r.choices)}
+    assert len(finishes) == sum(event.finish is not None for event in events)
+    found = bodies.texts(events)
+    for handle, request in requests.items():
+        single = alone(request)
+        for (_, choice), ids in bodies.texts(single).items():
+            whole = finishes[handle, choice] == "length"
+            assert found[handle, choice] == (ids if whole else ids[: len(found[handle, choice])])
+        if any(finishes[handle, choice] == "length" for choice in range(request.choices)):
+            check_same_numbers(of(events, handle), of(single, 0), finishes)
+
+
+def of(events, handle):
+    return [event for event in events if event.request == handle]
+
+
+def check_same_numbers(found: list[Event], single: list[Event], finishes) -> None:
+    """Log-probabilities and likeliest tokens of a prompt and of choices that ran to their end."""
+    for choice in {event.choice for event in single}:
+        if choice != PROMPT and finishes[found[0].request, choice] != "length":
+            continue
+        a, b = ([event for event in events if event.choice == choice] for events in (found, single))
+        values = [[x for event in events for x in event.logprobs] for events in (a, b)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+        tops = [[[token for token, _ in row] for event in events for row in event.alternatives] for events in (a, b)]
+        assert tops[0] == tops[1]
+
+
+@pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4), ("pp2_zbv", 2)])
+@pytest.mark.parametrize("length", [1, 2, 9, LENGTH])
+def test_prompts_up_to_the_whole_length_are_scored(length, plan, world):
+    ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    request = Request(ids=ids, sampling=Sampling(max_new_tokens=0), score_prompt=True, alternatives=3)
+    scores, end = pool().run(world, bodies.generate, CONFIG, plan, [request], 1, False)[0]
+    model = build_model(CONFIG, bodies.CPU, torch.float32, bodies.KEY)
+    expected = torch.log_softmax(bodies.whole_logits(model, ids), dim=-1)[:-1]
+    assert (scores.choice, scores.ids, scores.finish) == (PROMPT, ids[1:], None)
+    assert scores.logprobs == pytest.approx(
+        expected.gather(1, torch.tensor(ids[1:]).view(-1, 1)).flatten().tolist(), abs=1e-4
+    )
+    assert scores.greedy == tuple((expected.argmax(1) == torch.tensor(ids[1:])).tolist())
+    values, tokens = expected.topk(3)
+    assert [[token for token, _ in row] for row in scores.alternatives] == tokens.tolist()
+    assert [[x for _, x in row] for row in scores.alternatives] == [
+        pytest.approx(row, abs=1e-4) for row in values.tolist()
+    ]
+    assert end == Event(0, 0, [], [], [], "length")
+
+
+def test_log_probabilities_and_likeliest_tokens_come_with_each_token():
+    request = Request(ids=[5, 90], sampling=GREEDY, alternatives=2)
+    events = alone(request)
+    ids = [token for event in events for token in event.ids]
+    model = build_model(CONFIG, bodies.CPU, torch.float32, bodies.KEY)
+    expected = torch.log_softmax(bodies.whole_logits(model, [5, 90, *ids]), dim=-1)[1:-1]
+    rows = [row for event in events for row in event.alternatives]
+    assert [[token for token, _ in row] for row in rows] == expected.topk(2).indices.tolist()
+    assert [x for event in events for x in event.logprobs] == pytest.approx(expected.amax(1).tolist(), abs=1e-4)
+
+
+SPECIAL = SpecialIds(end_of_text=9, newline=1, double_newline=2, colon=3)
+
+
+@pytest.mark.parametrize(
+    "rules, prompt, tokens, length",
+    [
+        ({}, [5], [1, 1, 2, 9, 4], 4),
+        ({"ends": False}, [5], [1, 9, 9], None),
+        ({"stop_token_ids": (4, 7)}, [5], [1, 7, 4], 2),
+        ({"stop_on_eol": True}, [5], [9, 1, 4], 2),
+        ({"stop_on_eol": True}, [5], [9, 2, 4], 2),
+        ({"stop_on_double_eol": True}, [5], [9, 1, 4, 1, 1], 5),
+        ({"stop_on_double_eol": True}, [5, 1], [1, 4], 1),
+        ({"stop_on_double_eol": True, "stop_on_eol": True}, [5], [1, 4, 2], 3),
+        ({"min_new_tokens": 2, "stop_on_double_eol": True}, [5, 1], [1, 1, 1, 4], 3),
+    ],
+)
+def test_ends_by_ids(rules, prompt, tokens, length):
+    request = Request(ids=prompt, sampling=Sampling(**rules), special=SPECIAL)
+    before = [prompt[-1], *tokens]
+    ends = [index for index, token in enumerate(tokens) if request.ends_with(before[index], token, index)]
+    assert (ends[0] + 1 if ends else None) == length
+
+
+def test_a_sequence_ends_with_the_token_that_stops_it_and_its_slot_serves_the_next():
+    text = greedy_text(CONFIG, PROMPTS[1], 6)
+    stop = next(i for i in range(1, 6) if text[i] not in text[:i])
+    sampling = replace(GREEDY, stop_token_ids=(text[stop],))
+    requests = [Request(ids=PROMPTS[1], sampling=sampling), Request(ids=PROMPTS[2], sampling=GREEDY)]
+    events = bodies.generate(CONFIG, "single", requests, slots=1, training=False)
+    assert bodies.texts(events) == {(0, 0): text[: stop + 1], (1, 0): greedy_text(CONFIG, PROMPTS[2], 6)}
+    assert [event.finish for event in events if event.finish] == ["stop", "length"]
+
+
+def test_an_engine_serves_again_after_release_and_the_stages_are_plain_in_between():
+    stages, mesh = bodies.inference_stages(CONFIG, "single")
+    engine = Engine(stages, mesh, CONFIG, torch.float32, 2)
+    before = bodies.whole_logits(stages[0], PROMPTS[2])
+    request = Request(ids=PROMPTS[1], sampling=GREEDY)
+    first = bodies.serve(engine, [request])
+    assert torch.equal(bodies.whole_logits(stages[0], PROMPTS[2]), before)
+    engine.submit(request)
+    engine.step()
+    engine.release()
+    assert not engine.busy
+    again = bodies.serve(engine, [request])
+    assert bodies.texts(again).values() and list(bodies.texts(again).values()) == list(bodies.texts(first).values())
+
+
+def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
+    engine = engine_of(1, vocab_size=7)
+    engine.submit(Request(ids=[100], sampling=Sampling(max_new_tokens=20, temperature=50.0, ends=False)))
+    drawn = [token for _ in range(9) for event in engine.step() for token in event.ids]
+    assert len(drawn) == 20 and max(drawn) < 7
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"ids": []}, "the prompt is empty; give"),
+        ({"ids": [3, VOCABULARY]}, f"ids 3 to {VOCABULARY} are not all tokens of this model; use 0 to 130"),
+        ({"ids": [-1]}, "ids -1 to -1"),
+        ({"ids": [1] * 20}, "a prompt of 20 tokens and max_new_tokens=6 need 26 positions, but the model has 24; use"),
+        ({"ids": [1] * 20}, "use max_new_tokens=4 or less, or a shorter prompt"),
+        ({"ids": [1] * 24}, "the model has 24; use a shorter prompt"),
+        ({"ids": [1] * 30}, "the model has 24; use a shorter prompt"),
+        ({"choices": 3}, "3 choices of a prompt need as many slots of the cache, which has 2; use 1 to 2"),
+        ({"choices": 0}, "use 1 to 2"),
+        ({"sampling": replace(GREEDY, max_new_tokens=0)}, "max_new_tokens=0 generates nothing; use 1 or more"),
+        ({"sampling": replace(GREEDY, temperature=math.nan)}, "temperature=nan"),
+        ({"alternatives": 65}, "alternatives=65 is not a number of tokens; use 0 to 64"),
+        ({"alternatives": -1}, "alternatives=-1"),
+    ],
+)  # fmt: skip
+def test_a_request_that_can_never_be_served_is_refused_in_one_sentence(changes, words):
+    engine = engine_of(2)
+    with pytest.raises(UserError) as error:
+        engine.submit(Request(**{"ids": [5], "sampling": GREEDY, **changes}))
+    assert words in str(error.value) and "\n" not in str(error.value) and ";" in str(error.value)
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_a_rank_fails_all_ranks_end_with_its_reason(failing):
+    said = pool().run(2, bodies.failing, CONFIG, "pp2", failing)
+    assert said[failing] == "ValueError: the device is on fire"
+    assert (
+        "another process of the run" in said[1 - failing]
+        and f"rank {failing}: the device is on fire" in said[1 - failing]
+    )
+    assert "\n" not in said[1 - failing]

@@ -1,0 +1,140 @@
+"""Sampling from the definition, one row at a time, and what tests do on a CPU, in Triton's interpreter and on a GPU."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.ops.random.philox import fold, root_key, uniform
+from dtgpt.ops.sampling.sequences import Variant
+
+NO_IDS = SpecialIds()
+
+
+@dataclass
+class Row:
+    """A sequence and the logits of its next token."""
+
+    logits: Tensor  # [V]
+    sampling: Sampling
+    prompt: list[int] = field(default_factory=lambda: [0])
+    generated: list[int] = field(default_factory=list)
+    special: SpecialIds = NO_IDS
+    prompt_index: int = 0
+    choice: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.generated
+
+
+def state_of(rows: list[Row], positions: int, device: str = "cpu") -> SlotState:
+    """Slot i has row i."""
+    state = SlotState(len(rows), positions, len(rows[0].logits), device)
+    for slot, row in enumerate(rows):
+        state.set(slot, SlotState.encode(row.prompt, row.sampling, row.special, row.prompt_index, row.choice))
+        state.history[slot, : len(row.ids)] = torch.tensor(row.ids)
+        state.token[slot], state.position[slot] = row.ids[-1], len(row.ids) - 1
+    return state
+
+
+def variant_for(rows: list[Row], alternatives: int = 2) -> Variant:
+    return variant_of([row.sampling for row in rows], alternatives)
+
+
+def measured(row: Row) -> np.ndarray:
+    """Logits as log-probabilities are measured of, float32."""
+    values = row.logits.float().numpy().copy()
+    if (
+        row.sampling.prevent_newline_after_colon
+        and row.ids[-1] == row.special.colon
+        and row.special.newline is not None
+    ):
+        values[row.special.newline] = -math.inf
+    return values
+
+
+def banned(row: Row) -> set[int]:
+    """Ids that n-grams and the smallest number of new tokens ban."""
+    s, ids, special, found = row.sampling, row.ids, row.special, set()
+    if n := s.no_repeat_ngram_size:
+        grams = {tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)}
+        found |= {token for token in range(len(row.logits)) if (*ids[len(ids) - n + 1 :], token) in grams}
+    if len(row.generated) < s.min_new_tokens:
+        found |= set(s.stop_token_ids)
+        if s.stop_on_double_eol:
+            found |= {special.double_newline, *([special.newline] if ids[-1] == special.newline else [])}
+        elif s.stop_on_eol:
+            found |= {special.newline, special.double_newline}
+        elif s.ends:
+            found |= {special.end_of_text}
+    return found - {None}
+
+
+def edited(row: Row) -> np.ndarray:
+    """Logits as a token is chosen of, float32."""
+    s, values = row.sampling, measured(row)
+    for token, bias in s.logit_bias.items():
+        values[token] += np.float32(bias)
+    for token in set(row.generated):
+        values[token] -= np.float32(row.generated.count(token)) * np.float32(s.frequency_penalty)
+        values[token] -= np.float32(s.presence_penalty)
+    for token in banned(row):
+        values[token] = -math.inf
+    return values
+
+
+def kept_ids(row: Row) -> list[int]:
+    """What top-k and top-p keep, the likeliest first."""
+    s, values = row.sampling, edited(row)
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if s.top_k:
+        order = [i for i in order if values[i] >= values[order[min(s.top_k, len(order)) - 1]]]
+    p = s.top_p
+    if p and s.top_p_decay:
+        for _ in row.generated:
+            p = max(p * s.top_p_decay, s.top_p_bound)
+    if not 0 < p < 1:
+        return order
+    shares = torch.softmax(torch.tensor(values[order]) / torch.tensor(s.temperature), dim=-1).tolist()
+    return [token for place, token in enumerate(order) if np.float32(math.fsum(shares[:place])) <= np.float32(p)]
+
+
+def is_greedy(s: Sampling) -> bool:
+    return s.temperature == 0 or s.top_k == 1
+
+
+def oracle(row: Row) -> int:
+    """The token."""
+    values = edited(row)
+    if (values == -math.inf).all():
+        return 0
+    if is_greedy(row.sampling):
+        return int(values.argmax())
+    key = fold(root_key(row.sampling.seed), "text", row.prompt_index, row.choice)
+    position = len(row.ids) - 1
+    draws = uniform(key, [range(position, position + 1), len(values)])[0]
+    scores = values / np.float32(row.sampling.temperature) + (-torch.log(-torch.log(draws))).float().numpy()
+    return max(sorted(kept_ids(row)), key=lambda token: scores[token])
+
+
+def distribution(row: Row) -> np.ndarray:
+    """The probability of each token, float64."""
+    values, result = edited(row).astype(np.float64), np.zeros(len(row.logits))
+    if is_greedy(row.sampling):
+        result[values.argmax()] = 1
+        return result
+    ids = kept_ids(row)
+    weights = np.exp((values[ids] - values.max()) / row.sampling.temperature)
+    result[ids] = weights / weights.sum()
+    return result
+
+
+def log_probabilities(row: Row) -> np.ndarray:
+    """In float64."""
+    values = measured(row).astype(np.float64)
+    return values - values.max() - np.log(np.exp(values - values.max()).sum())
