@@ -12,16 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.sampling.kernels import (
-    CHUNK,
-    LAST,
-    ROW,
-    WARPS,
-    is_filtered,
-    load_choice,
-    load_chunk,
-    ordered,
-    paired,
-    unordered,
+    CHUNK, LAST, ROW, WARPS, is_filtered, load_choice, load_chunk, ordered, paired, unordered,
 )  # fmt: skip
 from dtgpt.ops.sampling.sequences import Sequences
 
@@ -211,19 +202,7 @@ def filter_kernel(
             nearest = tl.max(tl.where(sure, bins, 0), 0)
             farthest = tl.max(tl.where(possible, bins, 0), 0)
             found, nearer_sum = collect(
-                line,
-                width,
-                vocab_size,
-                scratch,
-                temperature,
-                peak,
-                normalizer,
-                nearest,
-                farthest,
-                least,
-                True,
-                BINS,
-                BLOCK,
+                line, width, vocab_size, scratch, temperature, peak, normalizer, nearest, farthest, least, True, BINS, BLOCK
             )
             low, high = bounds(scratch, found, BLOCK)
             low -= 1
