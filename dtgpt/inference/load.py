@@ -2,7 +2,6 @@
 
 import atexit
 from contextlib import suppress
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -62,7 +61,9 @@ def open_model(path: Path, plan: Plan | str | None, device: str, precision: str)
     if process.world > 1 and not dist.is_initialized():
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
-    mesh = Mesh(for_inference(resolved), place)
+    mesh = Mesh(resolved.for_inference(), place)
+    for note in notes_on(resolved):
+        say(note, warning=True)
     source = open_source(path, mesh)
     for note in source.notes:
         say(note, warning=True)
@@ -76,13 +77,11 @@ def open_model(path: Path, plan: Plan | str | None, device: str, precision: str)
     return source, settings, mesh
 
 
-def for_inference(plan: ResolvedPlan) -> ResolvedPlan:
-    """Return the plan without what concerns training alone, and note what that is."""
-    dropped = [f"ZeRO-{plan.zero}"] if plan.zero else []
-    dropped += ["sequence parallelism"] if plan.sequence_parallel else []
-    if dropped:
-        say(f"inference ignores {' and '.join(dropped)} of the plan {plan.name}", warning=True)
-    return replace(plan, zero=0, sequence_parallel=False)
+def notes_on(plan: ResolvedPlan) -> list[str]:
+    """Return what the user of a plan should know of it where a model is loaded."""
+    ignored = [f"ZeRO-{plan.zero}"] if plan.zero else []
+    ignored += ["sequence parallelism"] if plan.sequence_parallel else []
+    return [f"inference ignores {' and '.join(ignored)} of the plan {plan.name}"] if ignored else []
 
 
 def _leave_group() -> None:

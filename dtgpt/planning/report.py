@@ -23,7 +23,7 @@ HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps betwee
 def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
     """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
     GiB, by default the CUDA device of this machine, else H200."""
-    device, size = _device(gpu)
+    device, size = find_device(gpu)
     memories = memory_by_rank(settings)
     most = fullest(memories)
     lines = [*_mesh(name, settings), "", *_memory(settings, memories), ""]
@@ -35,7 +35,7 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
     return "\n".join(lines)
 
 
-def _device(gpu: str | None) -> tuple[str, float]:
+def find_device(gpu: str | None) -> tuple[str, float]:
     """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():

@@ -11,7 +11,7 @@ import dtgpt
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.byte_level import ByteLevel
-from dtgpt.inference.load import for_inference
+from dtgpt.inference.load import notes_on
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import GPT2_124M
@@ -101,10 +101,10 @@ def test_a_stream_is_the_text_on_every_rank_and_may_be_left(folder, plan):
 @pytest.mark.parametrize("plan, words", [
     ("dp2_zero3", ["ZeRO-3", "dp2_zero3"]), ("tp4_sp", ["sequence parallelism"]),
 ])  # fmt: skip
-def test_what_of_a_plan_concerns_training_alone_is_ignored_with_a_note(capsys, plan, words):
-    left = for_inference(parse_plan(plan).for_world(WORLDS[plan]))
-    said = capsys.readouterr().err
-    assert all(word in said for word in ["warning: inference ignores", *words]) and said.count("\n") == 1
+def test_what_of_a_plan_concerns_training_alone_is_ignored_with_a_note(plan, words):
+    resolved = parse_plan(plan).for_world(WORLDS[plan])
+    (note,), left = notes_on(resolved), resolved.for_inference()
+    assert all(word in note for word in ["inference ignores", *words]) and notes_on(left) == []
     assert (left.zero, left.sequence_parallel, left.world) == (0, False, WORLDS[plan])
 
 
