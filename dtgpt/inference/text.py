@@ -22,9 +22,9 @@ class TextStream:
         self._decoder: _Bytes | _Window = _Bytes(tokenizer) if plain else _Window(tokenizer)
         self._decoder.skip(prompt)
 
-    def add(self, ids: Iterable[int]) -> str:
-        """Return the text that is certain with these ids."""
-        return "".join(map(self._decoder.add, ids))
+    def add(self, i: int) -> str:
+        """Return the text that is certain with this id."""
+        return self._decoder.add(i)
 
     def finish(self) -> str:
         """Return the rest, in which U+FFFD stands for an incomplete character."""
@@ -139,7 +139,7 @@ def token_of(tokenizer: Tokenizer, text: str) -> int | None:
             opening, ids = tokenizer.encode(before), tokenizer.encode(before + text)
         except UserError:  # a vocabulary of characters, without one of these
             continue
-        same = ids[:-1] == opening and TextStream(tokenizer, opening).add(ids[-1:]) == text
+        same = ids[:-1] == opening and TextStream(tokenizer, opening).add(ids[-1]) == text
         return ids[-1] if same else None
     return None
 
