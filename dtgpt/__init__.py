@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     """`dtgpt.load` and `dtgpt.Plan`: torch is imported when they are asked for, so that a command answers at once."""
     if name == "load":
-        from dtgpt.inference.model import load
+        from dtgpt.inference.load import load
 
         return load
     if name == "Plan":

@@ -32,8 +32,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       show memory, messages and pipeline bubble of a plan; no GPU is needed
   dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
       run the same steps under several plans and on one process, and compare
-  dtgpt generate RUN [--prompt TEXT]
-      continue a text with the newest checkpoint of a run, or another model
+  dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
+      continue texts with the newest checkpoint of a run, or another model
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
       convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
   dtgpt inspect MODEL | PREFIX

@@ -1,32 +1,74 @@
-"""`dtgpt generate`: continue a text with a model."""
+"""`dtgpt generate`: continue texts with a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import torch
+from typing import Annotated, Any, Literal
 
 from dtgpt.commands.command import Command
-from dtgpt.inference.generate import Sampling, logits_of, sample_text, tokenizer_of
-from dtgpt.interop.open import open_source
+from dtgpt.commands.generated import Console, ResultFile, converse, show
+from dtgpt.commands.prompts import Line, read_prompts_file
+from dtgpt.inference.generator import Need, need_of
+from dtgpt.inference.load import open_model
+from dtgpt.inference.model import Model
+from dtgpt.inference.options import NAMES, read_options
+from dtgpt.inference.prompts import encode, tokenizer_of
+from dtgpt.inference.session import Job, Session
 from dtgpt.interop.tokenizer import named_tokenizer
-from dtgpt.models.source import load_model
-from dtgpt.ops.random.philox import root_key
-from dtgpt.util.console import say
-from dtgpt.util.field_types import Bounds
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
+
+NEW_TOKENS = 200  # where nothing is said of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Continue a text with a model. RUN is a run folder, whose newest checkpoint is used, or any model that `dtgpt
-    convert` reads."""
+    """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
+    convert` reads. Under torchrun, the processes share the model by a plan.
+
+    A text depends on the prompt, its number in the file, the options and the seed, and not on other prompts or the
+    plan.
+    """
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
-    tokens: Annotated[int, "largest number of tokens to add", Bounds(0)] = 200
+    prompts_file: Annotated[
+        str | None, "file with a prompt in each line; .jsonl: objects with a prompt, and options of its own", PATH
+    ] = None
+    output: Annotated[str | None, "new file for the results, as JSON lines; none: the terminal", PATH] = None
+    interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
+    num_samples: Annotated[int, "number of texts for each prompt", Bounds(1)] = 1
+    max_new_tokens: Annotated[
+        int | None, f"largest number of tokens to add; none: {NEW_TOKENS}, or as many as the model has positions for",
+        Bounds(1),
+    ] = None  # fmt: skip
+    min_new_tokens: Annotated[int, "smallest number of tokens to add", Bounds(0)] = 0
     temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0)] = 0.8
     top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0)] = 50
+    top_p: Annotated[float, "choose from the likeliest tokens up to this sum of probabilities; 1: all"] = 1.0
+    top_p_decay: Annotated[float, "factor of top_p at each token; 0: none"] = 0.0
+    top_p_bound: Annotated[float, "top_p does not decay below"] = 0.0
+    frequency_penalty: Annotated[float, "taken from a logit for each time that its token was generated"] = 0.0
+    presence_penalty: Annotated[float, "taken from a logit if its token was generated"] = 0.0
+    logit_bias: Annotated[tuple[str, ...], "numbers to add to logits, as ID:NUMBER"] = ()
+    no_repeat_ngram_size: Annotated[int, "length of token sequences that must not come twice; 0: any may"] = 0
+    num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1)] = 1
+    length_penalty: Annotated[float, "exponent of the length, by which a beam's score is divided"] = 1.0
+    early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
+    stop_strings: Annotated[tuple[str, ...], "texts before which the text ends"] = ()
+    stop_token_ids: Annotated[tuple[str, ...], "ids of tokens that end a text"] = ()
+    ends: Annotated[bool, "end a text at the end of text"] = True
+    stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text"] = False
+    stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text"] = False
+    prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
     seed: Annotated[int, "seed of the sampling"] = 0
+    plan: Annotated[
+        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
+    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
+    ] = "auto"
+    slots: Annotated[int | None, "texts at the same time; none: as many as fit, up to 256", Bounds(1, 256)] = None
     tokenizer: Annotated[
         str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
     ] = None
@@ -34,21 +76,106 @@ class GenerateOptions:
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
 
 
-@memory_errors_as_user_errors("ask for fewer tokens")
-def generate_from(path: Path, options: GenerateOptions) -> str:
-    """Return a text continued with the newest checkpoint of a run folder, or with a model of another library."""
-    source = open_source(path)
+@memory_errors_as_user_errors("ask for fewer texts at the same time (--slots)")
+def generate(path: Path, options: GenerateOptions) -> None:
+    check_modes(options)
+    base = sampling_of(options)
+    source, settings, mesh = open_model(path, options.plan, options.device, options.precision)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(source, device)
-    sampling = Sampling(options.tokens, options.temperature, options.top_k)
-    key = root_key(options.seed, device)
-    return sample_text(logits_of(model), model.config, tokenizer, options.prompt, sampling, key)
+    model = Model(source, settings, mesh, path, options.slots, tokenizer)
+    if options.interactive:
+        _converse(model, base, options.num_samples)
+    elif options.prompts_file or options.output:
+        _write_results(model, base, options)
+    else:
+        _show(model, base, options.prompt)
 
 
-def generate(path: Path, options: GenerateOptions) -> None:
-    say(generate_from(path, options))
+def check_modes(options: GenerateOptions) -> None:
+    """Raise UserError for options that contradict each other."""
+    sources = [name for name in ("prompt", "prompts_file", "interactive") if getattr(options, name)]
+    if len(sources) > 1:
+        one, other = (name.replace("_", "-") for name in sources[:2])
+        raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
+    if options.interactive and options.output:
+        raise UserError("--interactive writes to the terminal; leave --output out")
 
 
-command = Command("generate RUN", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello")
+def sampling_of(options: GenerateOptions) -> dict[str, Any]:
+    """Return the options of the command line that `read_options` knows."""
+    given = {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
+    stops = [_number(word, int, "--stop-token-ids") for word in options.stop_token_ids]
+    pairs = [word.partition(":") for word in options.logit_bias]
+    bias = {_number(i, int, "--logit-bias"): _number(x, float, "--logit-bias") for i, _, x in pairs}
+    return {**given, "num_return_sequences": options.num_samples, "stop_token_ids": stops, "logit_bias": bias}
+
+
+def _number(word: str, kind: type, option: str) -> Any:
+    try:
+        return kind(word)
+    except ValueError:
+        example = "50256:-100" if option == "--logit-bias" else "50256"
+        raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
+
+
+def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> Job:
+    """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
+    ids = encode(line.prompt, model.tokenizer, model.config)
+    own = {name: value for name, value in line.options.items() if value is not None}
+    job = Job(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
+    model.generator.check(job)
+    return job
+
+
+def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
+    jobs: list[Job] = []
+
+    def prepare() -> Need:
+        jobs.append(make_job(model, Line(1, prompt, {}), base, 0))
+        return need_of(jobs)
+
+    def work(session: Session) -> None:
+        model.generator.describe()
+        show(session, prompt, jobs[0])
+
+    model.generator.run(prepare, work)
+
+
+def _converse(model: Model, base: dict[str, Any], samples: int) -> None:
+    def work(session: Session) -> None:
+        model.generator.describe()
+        with Console() as console:
+            converse(session, console, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
+
+    rows = max(samples, base["num_beams"])
+    model.generator.run(lambda: Need(rows, rows), work)
+
+
+def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
+    lines: list[Line] = []
+    jobs: list[Job] = []
+    results = ResultFile(Path(options.output) if options.output else None)
+
+    def prepare() -> Need:
+        results.check()
+        path = Path(options.prompts_file) if options.prompts_file else None
+        lines.extend(read_prompts_file(path) if path else [Line(1, options.prompt, {})])
+        for index, line in enumerate(lines):
+            try:
+                jobs.append(make_job(model, line, base, index))
+            except UserError as error:
+                raise UserError(f"{path}, line {line.number}: {error}" if path else str(error)) from None
+        return need_of(jobs)
+
+    def work(session: Session) -> None:
+        model.generator.describe()
+        results.write(lines, session.run(jobs))
+
+    model.generator.run(prepare, work)
+
+
+command = Command(
+    "generate MODEL", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello",
+    aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"},
+)  # fmt: skip

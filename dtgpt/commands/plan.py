@@ -24,9 +24,13 @@ class PlanOptions:
     gpu: Annotated[str | None, "GPU model, such as H100, or its memory in GiB; none: this machine's GPU, else H200"] = (
         None
     )
+    inference_slots: Annotated[
+        int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, 10**6)
+    ] = None
 
 
 def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
+    from dtgpt.inference.memory_report import describe_generation
     from dtgpt.planning.report import describe_plan
 
     recipe = settle(recipe, given)
@@ -34,6 +38,8 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
     settings = recipe.planned(own.world)
     notes = recipe.notes(settings.plan.dp, settings.device.type)
     say(describe_plan(settings, recipe.name, notes, own.gpu))
+    if own.inference_slots:
+        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
 
 
 command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

@@ -133,6 +133,10 @@ class ResolvedPlan(Plan):
         """Return the plan without ZeRO where there is one replica, over which ZeRO cuts nothing."""
         return replace(self, zero=0) if self.zero and self.dp == 1 else self
 
+    def for_inference(self) -> "ResolvedPlan":
+        """Return the plan without what concerns training alone."""
+        return replace(self, zero=0, sequence_parallel=False)
+
     def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""

@@ -79,8 +79,8 @@ class LogConfig:
     sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
     sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
     prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""
-    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0)] = 0.8
-    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0)] = 50
+    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100)] = 0.8
+    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
     wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
     wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
 

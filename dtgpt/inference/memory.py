@@ -17,10 +17,14 @@ SHARE = 0.9  # of free memory: the rest is for activations and for the allocator
 
 
 def bytes_per_slot(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:
-    """Return the bytes of one sequence on the rank that holds most of it: keys and values of its blocks, and state."""
+    """Return the bytes of one sequence on the rank that holds most of it."""
+    return max(slot_bytes(config, plan, dtype, rank) for rank in range(0, plan.world, plan.dp * plan.tp))
+
+
+def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank: int) -> int:
+    """Return the bytes of one sequence on a rank: keys and values of its blocks, and state."""
     ranges = block_ranges(config, plan)
-    ranks = range(0, plan.world, plan.dp * plan.tp)
-    blocks = max(sum(len(ranges[stage]) for stage in RankCoordinates(plan, rank).stages) for rank in ranks)
+    blocks = sum(len(ranges[stage]) for stage in RankCoordinates(plan, rank).stages)
     per_position = sum(2 * heads * dim for heads, dim in core_sizes(config, plan.tp))
     state = 8 * (PARAMETERS + 2 + config.seq_length)
     return dtype.itemsize * blocks * per_position * config.seq_length + state

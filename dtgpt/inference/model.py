@@ -2,52 +2,58 @@
 
     import dtgpt
     model = dtgpt.load("path/to/hf-gpt2", plan=dtgpt.Plan(tp=4))      # under torchrun --nproc-per-node 4
+    print(model.generate("Once upon a time", max_new_tokens=50))
     logits = model(tokens)                                            # [B, T] -> [B, T, V], on every rank
 
 Each rank holds its own part alone. Of a checkpoint of dtgpt it reads no more than that, of other formats tensor by
 tensor.
 """
 
-import atexit
-from contextlib import suppress
-from os import PathLike
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
-from dtgpt.config.checks import one_replica
-from dtgpt.config.execution import Settings, choose_device, choose_dtype
-from dtgpt.config.plan import Plan
-from dtgpt.config.plan_names import parse_plan
-from dtgpt.inference.generate import Sampling, generate
-from dtgpt.interop.open import open_source
+from dtgpt.config.execution import Settings
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
+from dtgpt.inference.generator import Generator, Need, need_of
+from dtgpt.inference.options import read_options
+from dtgpt.inference.prompts import Prompts, check_range, read_prompts
+from dtgpt.inference.session import Job, Session
+from dtgpt.models.batch import Batch
 from dtgpt.models.source import Source
-from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.build import build_stages, make_engine
-from dtgpt.parallel.engine import gather_logits
-from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.local import inference_table, localize
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
-from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, shown
-
-DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
-TIMEOUT = 600.0  # s that a rank waits for others
+from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.util.errors import UserError
 
 
 class Model:
     """A GPT cut by a plan. All ranks call the same methods with the same arguments, and all get the result."""
 
-    def __init__(self, source: Source, settings: Settings, mesh: Mesh):
+    def __init__(
+        self, source: Source, settings: Settings, mesh: Mesh, path: Path, slots: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):  # fmt: skip
+        """path, slots, tokenizer: as in `Generator`."""
         self.config, self.mesh, self.dtype = source.config, mesh, settings.dtype
-        stages, shards = build_stages(settings, mesh, key=None, masters=False)
+        table = inference_table(source.config, settings.plan)
+        self.stages, shards = build_stages(settings, mesh, key=None, masters=False, table=table)
         load_weights(source, shards)
-        self._engine = make_engine(stages, shards, settings, Graphs(enabled=False))
+        for stage in self.stages:
+            localize(stage, mesh)
+        self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer saved with the model. Raises UserError where there is none."""
+        return self.generator.tokenizer
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -58,37 +64,100 @@ class Model:
         length, whole = tokens.shape[1], self.config.seq_length
         if not 1 <= length <= whole:
             raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
-        self._check_ids(int(tokens.min()), int(tokens.max()))
-        tokens, plan = tokens.to(self.mesh.device), self.mesh.plan
-        if plan.pp > 1 or plan.sequence_parallel:  # one length alone is cut and sent
-            tokens = F.pad(tokens, (0, whole - length))  # what comes after a token does not change it
-        logits = self._engine.logits(tokens)
-        if logits is not None:
-            logits = logits[:, :length]
+        check_range(int(tokens.min()), int(tokens.max()), self.config)
+        logits = run_in_turn(self.stages, self.mesh, Batch(tokens.to(self.mesh.device)), self.dtype)
         return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 
     def generate(
-        self, prompt: list[int], new_tokens: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0
-    ) -> list[int]:
-        """Return up to `new_tokens` ids after the non-empty `prompt`; temperature 0 takes the likeliest token."""
-        if not prompt:
-            raise UserError("the prompt is empty; give at least one token")
-        self._check_ids(min(prompt), max(prompt))
-        for name, value in (("new_tokens", new_tokens), ("temperature", temperature), ("top_k", top_k)):
-            if value < 0:
-                raise UserError(f"{name}={value} is negative; use 0 or more")
+        self, prompts: Any, *, stream: bool = False, details: bool = False, return_full_text: bool = False,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Continue prompts, and return the continuations without the prompts.
 
-        def logits_at(window: Tensor, position: int) -> Tensor:
-            return gather_logits(self._engine.logits(window), position, self.config, self.mesh)
+        prompts: a text, or ids as a list or a tensor, gives a continuation of the same kind; a list of texts or of ids
+        gives a list of them. An empty text begins a document.
 
-        key = root_key(seed, self.mesh.device)
-        return generate(logits_at, self.config, prompt, Sampling(new_tokens, temperature, top_k), key)
+        stream: return an iterator over the pieces of the text, or the ids, of a single prompt. Under a plan of several
+        processes every rank must read it to its end; ranks other than 0 get the pieces when the text is complete.
+        details: return `Completion` objects, with ids, log-probabilities and the reason of the end.
+        return_full_text: begin each continuation with its prompt.
 
-    def _check_ids(self, smallest: int, largest: int) -> None:
-        if smallest < 0 or largest >= self.config.vocab_size:
-            raise UserError(
-                f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {self.config.vocab_size - 1}"
-            )
+        options, as in transformers where it has them: max_new_tokens (default: 64, or as many as the positions of the
+        model leave), min_new_tokens, do_sample (False: always the likeliest token), temperature, top_k, top_p,
+        top_p_decay, top_p_bound, frequency_penalty, presence_penalty, logit_bias (a dict from ids),
+        no_repeat_ngram_size, num_return_sequences (above 1: a list for each prompt), num_beams, length_penalty,
+        early_stopping, stop_strings (the text ends before the first of them), stop_token_ids, ends (False: the end of
+        text does not end a sequence), stop_on_eol, stop_on_double_eol, prevent_newline_after_colon, seed, top_logprobs,
+        prompt_logprobs. `dtgpt.inference.options.Options` describes each.
+
+        A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
+        prompts and the plan change nothing but the rounding of logits.
+
+        Raise UserError, one sentence, before anything is computed, where an argument is wrong.
+        """
+        if stream:
+            return self._stream(prompts, details or return_full_text, options)
+        answer = self._run(prompts, options, lambda completions: list(map(to_plain, completions)))
+        several = options.get("num_return_sequences", 1) > 1
+        results = []
+        for index, plain in enumerate(answer["found"]):
+            completions: list[Any] = list(map(completion_of, plain))
+            if not details:
+                completions = [_bare(found, answer, index, return_full_text) for found in completions]
+            results.append(completions if several else completions[0])
+        return results[0] if answer["single"] else results
+
+    def score(self, prompts: Any, *, top_logprobs: int = 0) -> Any:
+        """Return a `Score` of a text, or of ids: the log-probability of each token after the first; a list of them for
+        a list of texts or of ids. `top_logprobs`: number of likeliest tokens to return in place of each. Raise
+        UserError as `generate` does."""
+        options = {"max_new_tokens": 0, "prompt_logprobs": True, "top_logprobs": top_logprobs}
+        answer = self._run(prompts, options, _prompt_score)
+        scores = list(map(score_of, answer["found"]))
+        return scores[0] if answer["single"] else scores
+
+    def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
+        """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
+        asked: list[Prompts] = []
+        jobs: list[Job] = []
+
+        def prepare() -> Need:
+            asked.append(self._read(prompts))
+            jobs.extend(self._jobs(asked[0], options))
+            return need_of(jobs)
+
+        def work(session: Session) -> Any:
+            return {**asked[0]._asdict(), "found": list(map(plain, session.run(jobs)))}
+
+        return self.generator.run(prepare, work)
+
+    def _stream(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
+        asked: list[Prompts] = []
+        jobs: list[Job] = []
+
+        def prepare() -> Need:
+            if more:
+                raise UserError("stream=True yields pieces of the text; leave details and return_full_text out")
+            asked.append(self._read(prompts))
+            jobs.extend(self._jobs(asked[0], options))
+            if not asked[0].single or jobs[0].rows > 1:
+                raise UserError("stream=True follows one sequence; give one prompt, one sequence and no beams")
+            return need_of(jobs)
+
+        def work(session: Session) -> Iterator[Any]:
+            for news in session.stream(jobs[0]):
+                yield from news.ids if asked[0].texts is None else [news.text] * bool(news.text)
+
+        return self.generator.stream(prepare, work)
+
+    def _read(self, prompts: Any) -> Prompts:
+        return read_prompts(prompts, lambda: self.tokenizer, self.config)
+
+    def _jobs(self, asked: Prompts, options: Mapping[str, Any]) -> list[Job]:
+        jobs = [Job(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+        for job in jobs:
+            self.generator.check(job)
+        return jobs
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
@@ -106,42 +175,15 @@ class Model:
         return logits
 
 
-def load(
-    path: str | PathLike,
-    plan: Plan | str | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-) -> Model:
-    """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
-    tensor parallel over all of them. device: "auto", "cpu" or "cuda"; precision: "auto", "fp32", "bf16" or "fp16".
-    Raise UserError where the path, the plan or the device is wrong."""
-    for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
-    process = Process.from_environment()
-    given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
-    resolved = given.for_world(process.world)
-    if resolved.zero and resolved.dp == 1:
-        say(one_replica(resolved.zero), warning=True)
-    resolved = resolved.without_idle_zero()
-    place = choose_device(device, process.local_rank)
-    if process.world > 1 and not dist.is_initialized():
-        start_process_group(place, TIMEOUT)
-        atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
-    mesh = Mesh(resolved, place)
-    source = open_source(Path(path), mesh)
-    for note in source.notes:
-        say(note, warning=True)
-    source.config.validate()
-    batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
-    resolved.validate(source.config, 1, batch)
-    settings = Settings(
-        model=source.config, plan=resolved, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
-        global_batch_size=batch,
-    )  # fmt: skip
-    return Model(source, settings, mesh)
+def _bare(found: Completion, answer: Mapping[str, Any], index: int, full: bool) -> str | list[int]:
+    """Return a continuation in the form of its prompt, `full` with the prompt before it."""
+    texts = answer["texts"]
+    if texts is None:
+        return [*answer["ids"][index], *found.ids] if full else found.ids
+    return (texts[index] if full else "") + (found.text or "")
 
 
-def _leave_group() -> None:
-    with suppress(Exception):  # another rank may be gone
-        end_process_group()
+def _prompt_score(completions: list[Completion]) -> dict[str, Any]:
+    (found,) = completions
+    assert found.prompt is not None
+    return to_plain(found.prompt)

@@ -20,12 +20,17 @@ def named_tokenizer(
     if tokenizer is None and vocab_file is None and merge_file is None:
         return None
     named = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)
-    if named.vocab_size > config.vocab_size:
-        raise UserError(
-            f"the tokenizer {named.name} has {named.vocab_size} tokens, the model {config.vocab_size}; give the one "
-            "that the model was trained with"
-        )
+    check_size(named, config)
     return named
+
+
+def check_size(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise UserError where a tokenizer has more tokens than the model."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+            "give the one that the model was trained with"
+        )
 
 
 def tokenizer_beside(path: Path) -> Tokenizer | None:

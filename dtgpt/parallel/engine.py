@@ -6,17 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtgpt.models.batch import Batch
-from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.fsdp import reshard, set_step_phase
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 
 
@@ -89,16 +85,3 @@ class SingleStageEngine(Engine):
         result = self.model(*batch)
         reshard(self.model)
         return result
-
-
-def gather_logits(logits: Tensor | None, position: int, config: ModelConfig, mesh: Mesh) -> Tensor:
-    """Return the logits `[V]` of one position of the first sample, the same on every rank, from what `Engine.logits`
-    returned on the ranks."""
-    if mesh.world == 1 and logits is not None:
-        return logits[0, position]
-    row = torch.zeros(config.padded_vocab_size, device=mesh.device)
-    if logits is not None and mesh.place.dp == 0:
-        columns = chunk(range(len(row)), mesh.plan.tp, mesh.place.tp)
-        row[columns.start : columns.stop] = logits[0, position].float()
-    dist.all_reduce(row)  # everything else is zero, so that the sum is exact
-    return row

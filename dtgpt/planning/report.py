@@ -10,7 +10,7 @@ from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import bubble, collectives_of
-from dtgpt.util.console import counted, hanging, parameters
+from dtgpt.util.console import byte_size, counted, hanging, parameters
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import DEVICE_MEMORY, total_memory
 
@@ -23,7 +23,7 @@ HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps betwee
 def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
     """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
     GiB, by default the CUDA device of this machine, else H200."""
-    device, size = _device(gpu)
+    device, size = find_device(gpu)
     memories = memory_by_rank(settings)
     most = fullest(memories)
     lines = [*_mesh(name, settings), "", *_memory(settings, memories), ""]
@@ -31,11 +31,11 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
     fits = most.total <= HEADROOM * size
     verdict = "fits" if fits else "DOES NOT FIT"
     lines += [hanging(f"note: {note}", 6) for note in notes]
-    lines.append(f"{verdict}: {_bytes(most.total)} on the fullest rank, {device} has {_bytes(size)}")
+    lines.append(f"{verdict}: {byte_size(most.total)} on the fullest rank, {device} has {byte_size(size)}")
     return "\n".join(lines)
 
 
-def _device(gpu: str | None) -> tuple[str, float]:
+def find_device(gpu: str | None) -> tuple[str, float]:
     """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB."""
     if gpu is None:
         if torch.cuda.is_available():
@@ -114,15 +114,7 @@ def _traffic(settings: Settings, ranks: list[int]) -> list[str]:
     for rank in dict.fromkeys((ranks[0], ranks[-1])):
         lines.append(f"messages of rank {rank} in one step")
         for c in collectives_of(settings, rank):
-            each = f"{c.count:>8} x {_bytes(c.bytes / c.count):>10} = {_bytes(c.bytes):>10}"
+            each = f"{c.count:>8} x {byte_size(c.bytes / c.count):>10} = {byte_size(c.bytes):>10}"
             left = f"  {c.kind:<15}{c.over:<4}{each}  "
             lines.append(hanging(left + c.what, len(left)))
     return lines
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1024
-    return f"{count:.2f} GiB"

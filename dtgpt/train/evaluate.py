@@ -5,14 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dtgpt.config.execution import Settings
 from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.generate import Sampling, sample_text
+from dtgpt.inference.engine import Engine as TextEngine
+from dtgpt.inference.options import Options
+from dtgpt.inference.prompts import encode, special_ids
+from dtgpt.inference.session import Job, Session
+from dtgpt.inference.share import share
 from dtgpt.models.batch import Batch
-from dtgpt.models.config import ModelConfig
-from dtgpt.parallel.engine import Engine, gather_logits
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.engine import Engine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
@@ -46,13 +51,33 @@ def held_out_loss(
 
 
 def sample(
-    engine: Engine, mesh: Mesh, config: ModelConfig, tokenizer: Tokenizer, log: LogConfig, key: Tensor,
+    stages: list[Decoder], mesh: Mesh, settings: Settings, tokenizer: Tokenizer, log: LogConfig, seed: int, step: int,
     interrupted: Callable[[], bool],
 ) -> str:  # fmt: skip
-    """Return a generated text as `log` wants it, the same on every rank. `key [2]`."""
+    """Return a generated text as `log` wants it, the same on every rank and under every plan. It ends early when
+    `interrupted` is true on rank 0. The stages are those that are trained."""
+    config = settings.model
+    ids, tokens = fit_prompt(encode(log.prompt, tokenizer, config), log.sample_tokens, config.seq_length)
+    if not tokens:  # a model of one position
+        return log.prompt
+    options = Options(max_new_tokens=tokens, temperature=log.temperature, top_k=log.top_k, seed=seed)
+    vocab_size = min(tokenizer.vocab_size, config.vocab_size)
+    with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
+        engine = TextEngine(stages, mesh, config, settings.dtype, slots=1, vocab_size=vocab_size)
+        if mesh.rank:
+            engine.follow()
+            return share(mesh)
+        session, text = Session(engine, tokenizer, special_ids(tokenizer)), log.prompt
+        for news in session.stream(Job(ids, options, step)):
+            text += news.text
+            if interrupted():
+                break
+        session.close()
+        return share(mesh, text)
 
-    def logits_at(window: Tensor, position: int) -> Tensor:
-        return gather_logits(engine.logits(window), position, config, mesh)
 
-    sampling = Sampling(log.sample_tokens, log.temperature, log.top_k)
-    return sample_text(logits_at, config, tokenizer, log.prompt, sampling, key, interrupted)
+def fit_prompt(ids: list[int], tokens: int, positions: int) -> tuple[list[int], int]:
+    """Return (prompt, number of new tokens) that fit into the positions of a model. A sample must not end a run: of a
+    prompt that is too long the beginning is left out, but not more than half of the positions are taken from it."""
+    kept = min(len(ids), max(positions - tokens, positions // 2, 1))
+    return ids[-kept:], min(tokens, positions - kept)

@@ -212,7 +212,7 @@ class Loop:
             self.report.held_out(self.trainer.step, part, *losses)
 
     def _report_sample(self) -> None:
-        if (text := self.trainer.sample(self.interrupted)) is not None:
+        if (text := self.trainer.sample(self._must_end)) is not None:
             self.report.sample(self.trainer.step, text)
 
     def report_left(self, left: list[str]) -> bool:

@@ -44,21 +44,22 @@ class Trainer:
         self.graphs = Graphs(settings.graphs)
         mesh.before_end.append(self.graphs.release)
 
-        # Every random number of the run follows from these four keys.
+        # Every random number of the run follows from the seed.
+        self.seed = recipe.seed
         root = root_key(recipe.seed)
         weights_key, self.data_key = fold(root, "weights"), fold(root, "data")
-        self.dropout_key, self.sample_key = fold(root, "dropout"), fold(root, "sample")
+        self.dropout_key = fold(root, "dropout")
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
-        stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        self.engine = make_engine(stages, self.shards, settings, self.graphs)
+        self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
+        self.engine = make_engine(self.stages, self.shards, settings, self.graphs)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         share, rates = gradient_share(self.micro_batches, settings.plan), self.schedule.rates(self.steps, self.sizes)
         self.optimizer = Update(self.shards, recipe.optimizer, recipe.loss_scale, rates, settings.dtype, share)
-        scale_gradients(stages, self.optimizer.gradient_scale)
+        scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
@@ -108,13 +109,14 @@ class Trainer:
         return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted)
 
     def sample(self, interrupted: Callable[[], bool] = never) -> str | None:
-        """Return a text as the log options want it; None where they want none, or `interrupted` cut it short."""
+        """Return a text as the log options want it, the same on every rank; None where they want none, or `interrupted`
+        is true on any rank, whose answers may differ."""
         tokenizer, log = self.dataset.tokenizer, self.log
-        if not log.sample_tokens or not tokenizer.spells or interrupted():
+        if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
             return None
-        key = fold(self.sample_key, self.step).to(self.mesh.device)
-        text = evaluate.sample(self.engine, self.mesh, self.settings.model, tokenizer, log, key, interrupted)
-        return None if interrupted() else text
+        given = self.stages, self.mesh, self.settings, tokenizer, log
+        text = evaluate.sample(*given, self.seed, self.step, interrupted)
+        return None if self.mesh.any(interrupted()) else text
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""

@@ -23,6 +23,11 @@ def say_error(text: str) -> None:
     _print(text, sys.stderr)
 
 
+def write(text: str) -> None:
+    """Write a piece of a line to stdout and flush it, with the tolerance of `say`, on whichever rank."""
+    _write(text, sys.stdout)
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return `1 process` or `1,000 processes`. plural: of the noun, if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
@@ -45,6 +50,15 @@ def parameters(number: int) -> str:
         if number >= size:
             return f"{number / size:{digits}} {unit} parameters"
     return counted(number, "parameter")
+
+
+def byte_size(count: float) -> str:
+    """Return `12 B`, `1.5 KiB`, `1.5 MiB` or `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"
 
 
 def duration(seconds: float) -> str:
@@ -80,8 +94,12 @@ def close_streams() -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    _write(f"{text}\n", stream)  # in one piece, since processes share a terminal and print writes "\n" separately
+
+
+def _write(text: str, stream: TextIO) -> None:
     try:
-        stream.write(f"{text}\n")  # in one piece, since processes share a terminal and print writes "\n" separately
+        stream.write(text)
         stream.flush()
     except OSError as error:
         if error.errno not in FULL:  # the reader is gone, as after `| head`

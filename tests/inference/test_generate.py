@@ -1,80 +1,176 @@
+"""`Model.generate` with one process: forms of prompts and results, options, tokenizers of foreign folders."""
+
 import json
 
 import pytest
 import torch
 
+import dtgpt
 from dtgpt.cli import main
-from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
-from dtgpt.inference.generate import Sampling, choose, generate, logits_of, sample_text, tokenizer_of
+from dtgpt.inference.completion import Completion
+from dtgpt.inference.options import ELSEWHERE, NAMES
+from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
 
-CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=300, init_std=0.5)
-KEY = root_key(4)
+CONFIG = GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=32, vocab_size=300, init_std=0.5)
+BYTES = make_tokenizer("bytes", [], 0)
 
 
-@pytest.fixture(scope="module")
-def model():
+def whole_model():
     return build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
-
-
-def test_a_draw_picks_the_token_whose_share_holds_it():
-    logits = torch.log(torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64))
-    draws = torch.linspace(0.001, 0.999, 1000)
-    chosen = [choose(logits, d.item(), 1.0, 0) for d in draws]
-    assert [chosen.count(i) for i in range(3)] == pytest.approx([200, 500, 300], abs=2)
-    assert {choose(logits, d.item(), 1.0, 2) for d in draws} == {1, 2}
-    assert {choose(logits, d.item(), t, 0) for d in draws for t in (0.0, 1e-310, 1e-9)} == {1}
-    assert {choose(logits, d.item(), 1.0, 99) for d in draws} == {0, 1, 2}
-
-
-def test_greedy_text_follows_the_model_token_by_token(model):
-    ids = [5, 6, 7]
-    for token in generate(logits_of(model), CONFIG, ids, Sampling(12, temperature=0), KEY):
-        window = torch.tensor([ids[-8:]])
-        assert token == int(model(window)[0, -1, :300].argmax())
-        ids.append(token)
-    assert len(ids) == 15
-
-
-def test_samples_repeat_with_the_key_and_differ_with_another(model):
-    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY) == generate(
-        logits_of(model), CONFIG, [1], Sampling(20), KEY
-    )
-    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY) != generate(
-        logits_of(model), CONFIG, [1], Sampling(20), fold(KEY, 1)
-    )
-    assert generate(logits_of(model), CONFIG, [1], Sampling(20), KEY)[:7] == generate(
-        logits_of(model), CONFIG, [1], Sampling(7), KEY
-    )
-
-
-def test_ids_stay_inside_the_tokenizers_vocabulary_and_end_where_told(model):
-    assert max(generate(logits_of(model), CONFIG, [1], Sampling(50), KEY, vocab_size=257)) < 257
-    new = generate(logits_of(model), CONFIG, [1], Sampling(50), KEY, stop=lambda token: token % 2 == 0)
-    assert new[-1] % 2 == 0 and all(t % 2 for t in new[:-1])
-    assert generate(logits_of(model), CONFIG, [1], Sampling(0), KEY) == []
-
-
-def test_a_sample_begins_with_its_prompt(model):
-    tokenizer = make_tokenizer("bytes", [], 0)
-    for prompt in ("", "héllo 🎈", "a prompt that is longer than the window of the model"):
-        assert sample_text(logits_of(model), CONFIG, tokenizer, prompt, Sampling(10), KEY).startswith(prompt)
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
     """A model of transformers without a tokenizer, whose vocabulary is not GPT-2's."""
     folder = tmp_path_factory.mktemp("foreign") / "model"
-    save_huggingface(InMemory(build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))), folder)
+    save_huggingface(InMemory(whole_model()), folder)
     (folder / "tokenizer_config.json").unlink()
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(foreign):
+    return dtgpt.load(foreign, device="cpu", tokenizer=BYTES)
+
+
+def test_greedy_text_follows_the_model_token_by_token(model):
+    ids, whole = [5, 6, 7], whole_model()
+    for token in model.generate([5, 6, 7], max_new_tokens=12, do_sample=False):
+        logits = whole(torch.tensor([ids]))[0, -1, :257]
+        assert token == int(logits.argmax())
+        ids.append(token)
+    assert len(ids) == 15
+
+
+def test_results_have_the_form_of_the_prompts(model):
+    options = {"max_new_tokens": 5, "ends": False}
+    ids, other = model.generate([[104, 105], [7]], **options)
+    assert len(ids) == 5 and model.generate([104, 105], **options) == ids
+    assert model.generate(torch.tensor([[104, 105], [7, 8]]), **options)[0] == ids
+    assert model.generate(torch.tensor([104, 105]), **options) == ids
+    text = model.generate("hi", **options)
+    assert text == BYTES.decode([*b"hi", *ids])[2:] and model.generate(["hi"], **options) == [text]
+    assert model.generate("hi", return_full_text=True, **options) == "hi" + text
+    assert model.generate([[104, 105], [7]], return_full_text=True, **options) == [[104, 105, *ids], [7, *other]]
+    first, second = model.generate(["hi", "x"], num_return_sequences=3, **options)
+    assert first[0] == text and len(set(first)) == len(first) == len(second) == 3
+
+
+def test_a_text_depends_on_its_seed_and_its_index_and_not_on_its_neighbours(model):
+    options = {"max_new_tokens": 20, "ends": False}
+    alone = model.generate([[1]], **options)[0]
+    assert model.generate([[1], [2], [3, 4]], **options)[0] == alone
+    assert model.generate([[2], [1]], **options)[1] != alone
+    assert model.generate([1], seed=1, **options) != alone
+    assert model.generate([1], max_new_tokens=7, ends=False) == alone[:7]
+    small = dtgpt.load(model.generator.path, tokenizer=BYTES, slots=1)
+    prompts = [[i] for i in range(9)]
+    assert small.generate(prompts, **options) == model.generate(prompts, **options) and small.generator.slots == 1
+
+
+def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
+    model = dtgpt.load(foreign)
+    seen = []
+    for prompts in ([1], [[1]] * 3, [1], [[1]] * 9):
+        model.generate(prompts, max_new_tokens=1)
+        seen.append(model.generator.slots)
+    assert seen == [1, 4, 4, 16]
+    few = dtgpt.load(foreign, slots=2)
+    with pytest.raises(UserError, match="3 sequences of a prompt need as many slots of the cache, which has 2"):
+        few.generate([1], num_return_sequences=3)
+    for wrong in (0, 257, "many"):
+        with pytest.raises(UserError, match=r"slots=.*use 1 to 256, or auto"):
+            dtgpt.load(foreign, slots=wrong)
+
+
+def test_slots_that_do_not_fit_are_told_before_they_are_made(foreign, monkeypatch):
+    model = dtgpt.load(foreign)
+    one = model.generator.bytes_per_slot
+    monkeypatch.setattr("dtgpt.inference.generator.free_memory", lambda *_: 8 * one)
+    assert len(model.generate([[1]] * 9, max_new_tokens=2)) == 9 and model.generator.slots < 8
+    with pytest.raises(UserError, match=r"20 slots of the cache, .*KiB each, do not fit .* but \d do"):
+        model.generate([1], num_return_sequences=20)
+    monkeypatch.setattr("dtgpt.inference.generator.free_memory", lambda *_: one)
+    with pytest.raises(UserError, match="MiB are free"):
+        dtgpt.load(foreign).generate([1])
+
+
+def test_details_tell_ids_scores_and_reasons(model):
+    found = model.generate("hi", max_new_tokens=6, details=True, top_logprobs=3, prompt_logprobs=True, ends=False)
+    assert isinstance(found, Completion) and found.text == model.generate("hi", max_new_tokens=6, ends=False)
+    assert found.finish_reason == "length" and len(found.ids) == len(found.logprobs) == len(found.alternatives) == 6
+    rows = whole_model()(torch.tensor([[*b"hi", *found.ids]]))[0, :, :257].log_softmax(-1)
+    expected = [rows[1 + i, token].item() for i, token in enumerate(found.ids)]
+    assert found.logprobs == pytest.approx(expected, abs=1e-4)
+    assert found.prompt_logprobs == pytest.approx([rows[0, 105].item()], abs=1e-4)
+    for i, row in enumerate(found.alternatives):
+        best = rows[1 + i].topk(3)
+        assert [token for token, _ in row] == best.indices.tolist()
+        assert [logprob for _, logprob in row] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert found.segments == [BYTES.decode([i]) for i in found.ids]
+
+
+def test_scores_are_those_of_the_model(model):
+    score = model.score("hello", top_logprobs=2)
+    rows = whole_model()(torch.tensor([list(b"hello")]))[0, :-1, :257].log_softmax(-1)
+    assert score.ids == list(b"hello")
+    expected = [row[token].item() for row, token in zip(rows, b"ello", strict=True)]
+    assert score.logprobs == pytest.approx(expected, abs=1e-4)
+    assert score.greedy == [token == best for token, best in zip(b"ello", rows.argmax(-1).tolist(), strict=True)]
+    assert score.total == pytest.approx(sum(score.logprobs)) and len(score.alternatives) == 4
+    assert [one.logprobs for one in model.score([[7], list(b"hello")])] == [[], score.logprobs]
+    whole = model.score(list(range(CONFIG.seq_length)))
+    assert len(whole.logprobs) == CONFIG.seq_length - 1
+
+
+def test_stop_strings_end_the_text_and_a_stream_is_the_text(model):
+    options = {"max_new_tokens": 24, "seed": 5, "ends": False}
+    whole = model.generate("x", **options)
+    stop = whole[6:8]
+    first = whole[: whole.index(stop)]
+    assert model.generate("x", stop_strings=stop, **options) == first
+    assert model.generate("x", stop_strings=["no such text", stop], **options) == first
+    pieces = list(model.generate("x", stream=True, **options))
+    assert "".join(pieces) == whole and len(pieces) > 2
+    assert "".join(model.generate("x", stream=True, stop_strings=[stop], **options)) == first
+    assert list(model.generate([120], stream=True, **options)) == model.generate([120], **options)
+
+
+def test_a_stream_that_nobody_reads_to_its_end_leaves_the_model_usable(model):
+    expected = model.generate("x", max_new_tokens=20)
+    pieces = model.generate("x", stream=True, max_new_tokens=20)
+    next(pieces)
+    pieces.close()
+    assert model.generate("x", max_new_tokens=20) == expected
+    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 300)
+
+
+def test_the_end_of_text_ends_a_sequence_and_is_not_in_the_text(model):
+    end = BYTES.end_of_text
+    found = model.generate("x", details=True, logit_bias={end: 100.0}, min_new_tokens=3)
+    assert found.ids[-1] == end and len(found.ids) == 4 and found.finish_reason == "stop"
+    assert found.text == BYTES.decode([120, *found.ids[:-1]])[1:]
+    on = model.generate("x", logit_bias={str(end): 100}, ends=False, max_new_tokens=2)
+    assert on == "<|endoftext|>" * 2
+
+
+def test_names_of_other_programs_lead_to_options_that_exist():
+    assert set(ELSEWHERE.values()) <= set(NAMES) and not set(ELSEWHERE) & set(NAMES)
+
+
+def test_the_default_number_of_tokens_is_what_the_positions_leave(model):
+    assert len(model.generate([1] * 30, ends=False)) == 2
+    assert len(model.generate([1], ends=False)) == 31
+    with pytest.raises(UserError, match=r"32 tokens .* need 33 positions, but the model has 32"):
+        model.generate([1] * 32)
 
 
 def own_vocabulary(folder):
@@ -103,8 +199,11 @@ def test_a_foreign_folder_is_sampled_with_its_own_tokenizer(foreign, tmp_path, k
     known = tokenizer_of(folder, CONFIG)
     assert 270 < known.vocab_size <= CONFIG.vocab_size and known.end_of_text is not None
     assert len(known.encode("the quick fox")) < 13
+    model = dtgpt.load(folder)
     for prompt in ("the quick", ""):
-        assert generate_from(folder, GenerateOptions(prompt=prompt, tokens=5)).startswith(prompt)
+        ids = known.encode(prompt) or [known.opening]
+        found = model.generate(prompt, max_new_tokens=5, details=True, ends=False)
+        assert found.text == known.decode([*ids, *found.ids])[len(known.decode(ids)) :]
 
 
 def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
@@ -136,10 +235,10 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
     assert "--vocab-file" not in said and "--data" not in said
 
 
-def test_prompts_that_the_model_cannot_take_are_refused(model, tmp_path):
+def test_prompts_that_the_model_cannot_take_are_refused(foreign, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
-    with pytest.raises(UserError, match=r"has token \d+ of vocab\.json, but the model has 300 tokens"):
-        sample_text(logits_of(model), CONFIG, wide, "Hello", Sampling(3), KEY)
+    with pytest.raises(UserError, match="has 50257 tokens, the model 300"):
+        dtgpt.load(foreign, tokenizer=wide)
     endless = open_tokenizer(str(tokenizer_json(tmp_path, end="[STOP]")))
-    with pytest.raises(UserError, match="has no end of text to begin a document with; give --prompt"):
-        sample_text(logits_of(model), CONFIG, endless, "", Sampling(3), KEY)
+    with pytest.raises(UserError, match="has no end of text to begin a document with; give a prompt"):
+        dtgpt.load(foreign, tokenizer=endless).generate("")

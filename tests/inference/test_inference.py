@@ -8,14 +8,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dtgpt
-from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.byte_level import ByteLevel
-from dtgpt.inference.generate import Sampling, generate, logits_of, tokenizer_of
+from dtgpt.inference.load import notes_on
+from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import load_model
-from dtgpt.ops.random.philox import root_key
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import scatter
@@ -62,40 +62,50 @@ def far(ours, theirs, tokens):
     return ((ours.float() - expected).abs().max() / expected.abs().max()).item()
 
 
-@torch.no_grad()
-def greedy(theirs, prompt, new_tokens):
-    ids = list(prompt)
-    for _ in range(new_tokens):
-        ids.append(int(theirs(torch.tensor([ids[-LENGTH:]])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def sampled(path, **words):
-    """By the whole model in this process."""
-    model, key, prompt = load_model(open_source(path), CPU), root_key(words.pop("seed")), words.pop("prompt")
-    return generate(logits_of(model), model.config, prompt, Sampling(**words), key)
-
-
 ASKED = [
-    {"prompt": PROMPT, "new_tokens": LENGTH - 1, "temperature": 0},
-    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 1},
-    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 2},
-    {"prompt": PROMPT, "new_tokens": 5, "temperature": 2.0, "seed": 1, "top_k": 4},
-    {"prompt": list(range(LENGTH + 9)), "new_tokens": 2, "temperature": 2.0, "seed": 1},
+    {"prompts": PROMPT, "do_sample": False, "max_new_tokens": LENGTH - len(PROMPT)},
+    {"prompts": PROMPT, "max_new_tokens": 5, "temperature": 2.0, "seed": 1},
+    {"prompts": PROMPT, "max_new_tokens": 5, "temperature": 2.0, "seed": 2},
+    {"prompts": PROMPT, "max_new_tokens": 5, "temperature": 2.0, "seed": 1, "top_k": 4},
+    {"prompts": [PROMPT, [7], list(range(LENGTH - 2))], "num_return_sequences": 2, "top_p": 0.9, "seed": 1},
 ]
 
 
 @pytest.mark.parametrize("plan", WORLDS)
 def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
-    within = torch.tensor([PROMPT]), LENGTH - len(PROMPT)
-    ids = theirs.generate(within[0], max_new_tokens=within[1], do_sample=False, pad_token_id=0)[0].tolist()
-    samples = [greedy(theirs, PROMPT, LENGTH - 1), *(sampled(folder, **words) for words in ASKED[1:])]
-    assert samples[0][: within[1]] == ids[len(PROMPT) :]
-    assert len({tuple(s[:5]) for s in samples}) == len(samples)
-    for logits, ours in pool().run(WORLDS[plan], bodies.logits_and_samples, folder, plan, inputs(), ASKED):
+    greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
+    alone = dtgpt.load(folder, plan="single", device="cpu")
+    samples = [alone.generate(**words) for words in ASKED]
+    assert samples[0] == greedy[0, len(PROMPT) : LENGTH].tolist()
+    assert len({tuple(s[:5]) for s in samples[:4]}) == 4 and [len(s) for s in samples[4][2]] == [2, 2]
+    expected = theirs(inputs()[2]).logits.log_softmax(-1)
+    for logits, ours, scores in pool().run(WORLDS[plan], bodies.logits_and_samples, folder, plan, inputs(), ASKED):
         assert [far(x, theirs, tokens) < TOLERANCE for x, tokens in zip(logits, inputs(), strict=True)] == [True] * 5
         assert {x.dtype for x in logits} == {torch.float32}
         assert ours == samples
+        for score, ids, rows in zip(scores, inputs()[2], expected, strict=True):
+            assert score.ids == ids.tolist()
+            assert score.logprobs == pytest.approx(rows[:-1].gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
+            assert score.greedy == (rows[:-1].argmax(-1) == ids[1:]).tolist()
+
+
+@pytest.mark.parametrize("plan", ["single", "pp2"])
+def test_a_stream_is_the_text_on_every_rank_and_may_be_left(folder, plan):
+    options = {"max_new_tokens": 9, "seed": 3}
+    expected = dtgpt.load(folder, plan="single", device="cpu").generate(PROMPT, **options)
+    for rank, (whole, part) in enumerate(pool().run(WORLDS[plan], bodies.streamed, folder, plan, PROMPT, options, 2)):
+        assert whole == expected
+        assert part == (expected[:2] if rank == 0 else expected[: len(part)]) and 2 <= len(part) < 9
+
+
+@pytest.mark.parametrize("plan, words", [
+    ("dp2_zero3", ["ZeRO-3", "dp2_zero3"]), ("tp4_sp", ["sequence parallelism"]),
+])  # fmt: skip
+def test_what_of_a_plan_concerns_training_alone_is_ignored_with_a_note(plan, words):
+    resolved = parse_plan(plan).for_world(WORLDS[plan])
+    (note,), left = notes_on(resolved), resolved.for_inference()
+    assert all(word in note for word in ["inference ignores", *words]) and notes_on(left) == []
+    assert (left.zero, left.sequence_parallel, left.world) == (0, False, WORLDS[plan])
 
 
 @pytest.mark.parametrize("plan", ["single", "tp2"])
@@ -132,12 +142,12 @@ def test_a_run_and_any_of_its_checkpoints_load_under_another_plan(recipe, writte
 @pytest.mark.parametrize("plan", ["single", "tp4_sp", "tp2_pp2", "dp2_zero3", "pp2_zbv"])
 def test_in_bf16_logits_are_roughly_the_same_and_weights_have_no_masters(theirs, folder, plan):
     tokens = inputs()[2]
-    for logits, dtypes, masters, _ in pool().run(WORLDS[plan], bodies.held, folder, plan, "bf16", tokens):
+    for logits, dtypes, _ in pool().run(WORLDS[plan], bodies.held, folder, plan, "bf16", tokens):
         assert logits.dtype == torch.bfloat16 and 1e-4 < far(logits, theirs, tokens) < 0.05
-        assert dtypes == {torch.bfloat16} and not masters
+        assert dtypes == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("plan, share", [("tp4", 0.3), ("tp2_pp2", 0.45), ("dp2_zero3", 0.51)])
+@pytest.mark.parametrize("plan, share", [("tp4", 0.3), ("tp2_pp2", 0.45), ("dp2_tp2", 0.6)])
 def test_a_rank_holds_its_own_part_alone(folder, plan, share):
     whole = open_source(folder).config.num_parameters
     counts = [count for *_, count in pool().run(WORLDS[plan], bodies.held, folder, plan, "fp32", inputs()[0])]
@@ -180,9 +190,29 @@ def test_inputs_that_the_model_cannot_see_are_refused_on_every_rank(folder, plan
 
 
 @pytest.mark.parametrize("plan", ["single", "tp2"])
-def test_an_empty_prompt_is_refused(folder, plan):
-    for (said,) in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, [], [{"prompt": [], "new_tokens": 1}]):
-        check_sentence(said, "prompt")
+def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, plan):
+    long = list(range(LENGTH + 9))
+    wrong = [
+        ({"prompts": []}, ["prompt is empty"]), ({"prompts": [[5], []]}, ["prompt is empty"]),
+        ({"prompts": [5, VOCABULARY]}, [f"ids 5 to {VOCABULARY}", f"0 to {VOCABULARY - 1}"]),
+        ({"prompts": 7}, ["7", "a list of ids"]), ({"prompts": ["a", [5]]}, ["'a'", "a list of ids"]),
+        ({"prompts": "text"}, [str(folder), f"{VOCABULARY} tokens"]),
+        ({"prompts": long}, [f"{LENGTH + 9} tokens", f"the model has {LENGTH}"]),
+        ({"prompts": PROMPT, "max_new_tokens": LENGTH - 2}, ["3 tokens", f"max_new_tokens={LENGTH - 3} or less"]),
+        ({"prompts": PROMPT, "max_tokens": 5}, ["max_tokens", "did you mean max_new_tokens?"]),
+        ({"prompts": PROMPT, "temprature": 5}, ["temprature", "did you mean temperature?"]),
+        ({"prompts": PROMPT, "xyz": 5}, ["xyz", "num_return_sequences, num_beams"]),
+        ({"prompts": PROMPT, "top_k": -1}, ["top_k=-1"]), ({"prompts": PROMPT, "temperature": "hot"}, ["'hot'"]),
+        ({"prompts": PROMPT, "num_return_sequences": 0}, ["num_return_sequences=0", "1 to 128"]),
+        ({"prompts": PROMPT, "do_sample": 1}, ["do_sample=1", "true or false"]),
+        ({"prompts": PROMPT, "stop_strings": ""}, ["stop string ''"]),
+        ({"prompts": PROMPT, "stop_strings": ["a"]}, ["no tokenizer is saved"]),
+        ({"prompts": PROMPT, "stream": True, "details": True}, ["stream=True", "leave details"]),
+        ({"prompts": [PROMPT], "stream": True}, ["stream=True", "one prompt"]),
+    ]  # fmt: skip
+    for found in pool().run(WORLDS[plan], bodies.refused_inputs, folder, plan, [], [options for options, _ in wrong]):
+        for said, (_, words) in zip(found, wrong, strict=True):
+            check_sentence(said, *words)
 
 
 @pytest.mark.parametrize(
@@ -231,16 +261,20 @@ def test_a_run_and_its_checkpoints_have_the_tokenizer_of_the_run(recipe):
     run = newest_run(recipe)
     for path in (run, run / "checkpoints" / "step_00000002"):
         assert tokenizer_of(path, recipe.model).ranks == [bytes([b]) for b in range(256)]
-    assert generate_from(run, GenerateOptions(prompt="7 and", tokens=3)).startswith("7 and")
+    model = dtgpt.load(run)
+    text = model.generate("7 and", max_new_tokens=3, return_full_text=True)
+    assert text.startswith("7 and") and len(text) > 5
+    many = model.generate([[5]] * 20, max_new_tokens=15, temperature=100.0, ends=False)
+    assert max(map(max, many)) <= 256 < VOCABULARY - 1  # ids stay inside the vocabulary of the tokenizer
 
 
 def test_a_model_of_another_library_with_gpt2s_vocabulary_has_gpt2s_tokenizer(folder, monkeypatch):
     gpt2, made = ByteLevel("gpt2", "x", [b"x"]), []
-    monkeypatch.setattr("dtgpt.inference.generate.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
+    monkeypatch.setattr("dtgpt.inference.prompts.make_tokenizer", lambda *words: made.append(words[0]) or gpt2)
     assert tokenizer_of(folder, GPT2_124M) is gpt2 and made == ["gpt2"]
 
 
 def test_a_model_whose_tokenizer_nothing_tells_is_refused(folder):
     with pytest.raises(UserError) as error:
-        generate_from(folder, GenerateOptions(prompt="7 and"))
+        dtgpt.load(folder).generate("7 and")
     check_sentence(str(error.value), str(folder), f"{VOCABULARY} tokens", "give a run folder")

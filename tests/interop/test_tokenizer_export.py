@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.commands.convert import ConvertOptions, convert
-from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.tokenizers.byte_level import PATTERN, PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char, Ids
 from dtgpt.data.tokenizers.export import export_note, first_token, transformers_files
 from dtgpt.data.tokenizers.libraries import SentencePiece
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
+from dtgpt.inference.load import load
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model
@@ -172,8 +172,9 @@ def test_a_pipeline_continues_a_text_offline(run, tmp_path, capsys, prompt):
 
 def test_greedy_texts_of_transformers_and_dtgpt_agree(run, tmp_path):
     convert(run, tmp_path / "hf", ConvertOptions(to="hf"))
-    ours = generate_from(tmp_path / "hf", GenerateOptions(prompt="the quick", tokens=6, temperature=0))
-    assert ours == generate_from(run, GenerateOptions(prompt="the quick", tokens=6, temperature=0))
+    greedy = {"max_new_tokens": 6, "do_sample": False, "return_full_text": True}
+    ours = load(tmp_path / "hf").generate("the quick", **greedy)
+    assert ours == load(run).generate("the quick", **greedy)
     pipeline = transformers.pipeline("text-generation", str(tmp_path / "hf"))
     (theirs,) = pipeline("the quick", max_new_tokens=6, do_sample=False)
     assert theirs["generated_text"] == ours
@@ -245,15 +246,14 @@ def test_characters_are_exported_and_come_back(tmp_path, capsys, unused):
     for prompt in ("a b", ""):
         (found,) = pipeline(prompt, max_new_tokens=4, do_sample=False)
         assert found["generated_text"].startswith(prompt)
-    assert generate_from(tmp_path / "hf", GenerateOptions(tokens=4)) == generate_from(
-        tmp_path / "ours", GenerateOptions(tokens=4)
-    )
+    exported, own = (load(tmp_path / name).generate("", max_new_tokens=4) for name in ("hf", "ours"))
+    assert exported == own and len(own) == 4
     back = tokenizer_beside(tmp_path / "hf")
     assert isinstance(back, Char) and back.is_same(known)
     settings = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, None)
     with pytest.raises(UserError, match="does not know the character 'X'"):
-        generate_from(tmp_path / "hf", GenerateOptions(prompt="X", tokens=1))
+        load(tmp_path / "hf").generate("X", max_new_tokens=1)
 
 
 def test_ids_alone_are_no_tokenizer_and_that_is_said(tmp_path, capsys):

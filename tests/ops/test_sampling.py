@@ -307,7 +307,7 @@ def test_a_graph_captures_sampling_and_its_record():
     eager, captured = state_of(rows, 16, "cuda"), state_of(rows, 16, "cuda")
 
     def step(state):
-        state.record(slots, sample(logits, state.sequences, slots, 1000, variant))
+        state.record(slots, sample(logits, state.sequences, slots, 1000, variant).tokens)
 
     step(state_of(rows, 16, "cuda"))  # compiles
     torch.cuda.synchronize()

@@ -23,22 +23,36 @@ def sentence(action) -> str:
     return ""
 
 
-def logits_and_samples(path, plan, inputs: list[Tensor], asked: list[dict]) -> tuple[list[Tensor], list[list[int]]]:
-    """Logits of each input, and the ids of each `generate(**asked)`."""
+def logits_and_samples(path, plan, inputs: list[Tensor], asked: list[dict]) -> tuple[list[Tensor], list, list]:
+    """Logits of each input, what each `generate(**asked)` returns, and the scores of the first tokens."""
     model = load(path, plan)
-    return [model(tokens) for tokens in inputs], [model.generate(**words) for words in asked]
+    logits, samples = [model(tokens) for tokens in inputs], [model.generate(**words) for words in asked]
+    again = [model(tokens) for tokens in inputs]  # the cache is out of the way
+    assert all(map(torch.equal, logits, again))
+    return logits, samples, model.score(inputs[2].tolist())
+
+
+def streamed(path, plan, prompt, options: dict, most: int) -> tuple[list, list]:
+    """The pieces of a stream, and of one that rank 0 leaves after `most` pieces."""
+    model = load(path, plan)
+    whole = list(model.generate(prompt, stream=True, **options))
+    pieces = model.generate(prompt, stream=True, **options)
+    part = [next(pieces) for _ in range(most)] if model.mesh.rank == 0 else list(pieces)
+    pieces.close()
+    assert model.generate(prompt, **options) == whole
+    return whole, part
 
 
 def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
     return load(path, plan, **settings)(tokens)
 
 
-def held(path, plan, precision, tokens: Tensor) -> tuple[Tensor, set[torch.dtype], bool, int]:
-    """Logits, dtypes of the weights, whether there are masters beside them, and how many elements this rank holds."""
+def held(path, plan, precision, tokens: Tensor) -> tuple[Tensor, set[torch.dtype], int]:
+    """Logits, dtypes of the weights, and how many elements this rank holds."""
     model = load(path, plan, precision=precision)
-    shards = list(model._engine.shards)
-    dtypes = {dtype for s in shards for dtype in (s.parameter.dtype, s.local.dtype)}
-    return model(tokens), dtypes, any(s.low_precision is not None for s in shards), sum(s.local.numel() for s in shards)
+    parameters = {p for stage in model.stages for p in stage.parameters()}
+    assert all(type(p) is torch.nn.Parameter for p in parameters)
+    return model(tokens), {p.dtype for p in parameters}, sum(p.numel() for p in parameters)
 
 
 def refusal(path, plan) -> str:

@@ -18,7 +18,6 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import TABLE, GPT2Config
 from dtgpt.ops.random.philox import fold, root_key, row_chunks
 from dtgpt.parallel.build import build_stages, make_engine
-from dtgpt.parallel.engine import gather_logits
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Part, Shards, slices
@@ -116,16 +115,15 @@ def largest_made(config: GPT2Config, plan: ResolvedPlan, chunk: int) -> tuple[in
     return watch.elements, watch.by, watch.operations, max(s.local.nbytes for s in shards)
 
 
-def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
-    """For each batch of tokens: (this rank's columns of the logits, the row of the last position on every rank).
+def logits_of_stages(recipe: Recipe, plan: ResolvedPlan, batches: list[Tensor]) -> list[Tensor | None]:
+    """For each batch of tokens: this rank's columns of the logits.
     Gradients in between, whose messages must not be taken for one another's."""
     mesh, config, settings = Mesh(plan, CPU), recipe.model, recipe.settings(plan, CPU)
     stages, shards = build_stages(settings, mesh, KEY)
     engine, results = make_engine(stages, shards, settings, Graphs(False)), []
     for tokens in batches:
         with torch.no_grad():
-            logits = engine.logits(tokens)
-            results.append((logits, gather_logits(logits, tokens.shape[1] - 1, config, mesh)))
+            results.append(engine.logits(tokens))
         count = settings.micro_batches
         windows = torch.arange(count * recipe.micro_batch_size * (config.seq_length + 1)) % config.vocab_size
         windows = windows.reshape(-1, config.seq_length + 1)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
+from dtgpt.models.layers import AttentionCore
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -70,3 +71,15 @@ def train_while_the_folder_goes(recipe: Recipe, step: int) -> str:
             return f"exit code {train(recipe)}"
         except UserError as error:
             return str(error)
+
+
+def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list[float], list[bool]]:
+    """Texts before the first and after each of two steps, the losses of the steps, and whether each attention core has
+    a cache in the end."""
+    with open_trainer(recipe) as run:
+        texts, found = [run.sample() for _ in range(2 * sampling)], []
+        for _ in range(2):
+            found.append(run.mean_loss(run.train_step()))
+            texts += [run.sample()] * sampling
+        cores = [module for stage in run.stages for module in stage.modules() if isinstance(module, AttentionCore)]
+        return texts, found, [core.cache is not None for core in cores]

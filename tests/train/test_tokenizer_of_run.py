@@ -9,12 +9,12 @@ import pytest
 import tiktoken
 
 from dtgpt.commands.convert import ConvertOptions, convert
-from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
-from dtgpt.inference.generate import tokenizer_of
+from dtgpt.inference.load import load
+from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.run.folder import changes_since, values_of
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
@@ -61,7 +61,7 @@ def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizer
     assert bits and all(0 < value < 20 for value in bits)
     convert(run, tmp_path / "exported", ConvertOptions())
     for model in (run, tmp_path / "exported"):
-        assert generate_from(model, GenerateOptions(prompt="the quick", tokens=3)).startswith("the quick")
+        assert load(model).generate("the quick", max_new_tokens=3, return_full_text=True).startswith("the quick")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json", "trained"])

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import dtgpt.train.evaluate
 import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
+from dtgpt.inference.session import Session
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
@@ -135,7 +135,8 @@ def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
 
 
 def test_an_interrupted_sample_is_not_kept(recipe, monkeypatch):
-    monkeypatch.setattr(dtgpt.train.evaluate, "sample_text", lambda *_, **__: os.kill(os.getpid(), 15) or "half a te")
+    draw = Session.step
+    monkeypatch.setattr(Session, "step", lambda session: os.kill(os.getpid(), 15) or draw(session))
     assert train(recipe) == 128 + 15
     assert not (newest_run(recipe) / "samples").exists()
     assert [c.name for c in list_checkpoints(newest_run(recipe) / "checkpoints")] == ["step_00000010"]

@@ -65,9 +65,15 @@ class ByteLevel(Tokenizer):
             return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
-        names = {i: name.encode() for name, i in self.specials.items()}
-        known = [self.ranks[i] if i < len(self.ranks) and self.ranks[i] else names.get(i, b"\xff") for i in ids]
-        return b"".join(known).decode(errors="replace")
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
+
+    def bytes_of(self, i: int) -> bytes:
+        known = self.ranks[i] if i < len(self.ranks) else b""
+        return known or self._names.get(i, b"\xff")
+
+    @cached_property
+    def _names(self) -> dict[int, bytes]:
+        return {i: name.encode() for name, i in self.specials.items()}
 
     def token_bytes(self) -> np.ndarray:
         sizes = list(map(len, self.ranks))

@@ -51,6 +51,11 @@ class HuggingFace(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._parsed.decode(ids, skip_special_tokens=False)
 
+    def is_byte(self, i: int) -> bool:
+        """Return whether the token is one that the library turns into text together with all bytes around it: a single
+        wrong one among them makes all of them U+FFFD."""
+        return BYTE.fullmatch(self._parsed.id_to_token(i) or "") is not None
+
     def token_bytes(self) -> np.ndarray:
         sizes = np.zeros(self.vocab_size, np.int64)
         letters = letter_bytes() if '"ByteLevel"' in json.dumps(parse_json(self._content).get("decoder")) else {}

@@ -82,6 +82,14 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
+    def bytes_of(self, i: int) -> bytes | None:
+        """Return the bytes that token `i` stands for in every text; None where they depend on the tokens around it."""
+        return None
+
+    def is_byte(self, i: int) -> bool:
+        """Return whether the text of token `i`, a single byte, depends on all the bytes before and after it."""
+        return False
+
     @abstractmethod
     def token_bytes(self) -> np.ndarray:
         """Return how many bytes of text each id spells, int64 `[vocab_size]`; special tokens spell none. Where a

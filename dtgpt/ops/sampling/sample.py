@@ -6,7 +6,7 @@ is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, and a
 is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is chosen.
 
 Reference: `reference.py` and `edits.py`. Fast path: Triton kernels, which read the logits of rows in chunks: two
-launches; filters cost three more, rules on logits two.
+launches; filters cost three more, rules on logits two. The candidates of beams have no fast path.
 """
 
 from torch import Tensor
@@ -22,7 +22,7 @@ def sample(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int,
     slots: int64 `[B]`, the row of `sequences` that each row of logits belongs to. Nothing is synchronised with the
     host, and all shapes follow from those of the arguments: a CUDA graph can capture the call.
     """
-    if not has_triton(logits):
+    if variant.beams or not has_triton(logits):  # a beam search draws nothing
         return sample_reference(logits, sequences, slots, vocab_size, variant)
     from dtgpt.ops.sampling.edit_kernels import launch_edits
     from dtgpt.ops.sampling.kernels import launch_sample

@@ -1,0 +1,161 @@
+"""Generated texts on the terminal and in files of JSON lines."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Self
+
+from dtgpt.commands.prompts import Line
+from dtgpt.inference.completion import Completion
+from dtgpt.inference.session import Job, Session
+from dtgpt.util.console import counted, duration, say_error, write
+from dtgpt.util.errors import UserError
+
+LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
+
+
+def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
+    whether to end with what there is."""
+    number, several = session.submit(job), job.rows > 1
+    if not several:
+        write(prompt)
+    asked = False
+    while session.busy:
+        for news in session.step():
+            if not several:
+                write(news.text)
+            elif news.completions is not None:
+                _write_several(prompt, news.completions)
+        if stopped() and not asked:
+            session.cancel(number)
+            asked = True
+    write("\n" * (not several))
+
+
+def _write_several(prompt: str, completions: list[Completion]) -> None:
+    for number, completion in enumerate(completions, 1):
+        score = "" if completion.score is None else f", score {completion.score:.4f}"
+        write(f"--- {number} of {len(completions)}{score}\n{prompt}{completion.text}\n")
+
+
+class Console:
+    """The user's keyboard, a context in which Ctrl-C does not end the program. `stopped` is true after Ctrl-C, until
+    the next prompt."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives `input` the keys of a line editor
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def prompts(self) -> Iterator[str]:
+        """Yield the lines that are typed, without blank ones, until the end of the input."""
+        while True:
+            self._stopped = False
+            try:
+                line = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+            except EOFError:
+                return
+            if line.strip():
+                yield line
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+
+
+def converse(session: Session, console: Console, make: Callable[[str, int], Job]) -> None:
+    """Continue one prompt after the other, each without those before it. `make`: the job of a prompt and its number."""
+    for turn, prompt in enumerate(console.prompts()):
+        try:
+            job = make(prompt, turn)
+        except UserError as error:
+            say_error(f"dtgpt: {error}")
+            continue
+        show(session, prompt, job, console.stopped)
+
+
+class ResultFile:
+    """Results as JSON lines, one a text: in a new file, or on stdout. What is complete is written at once, so that a
+    run that is interrupted leaves all that was done."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def check(self) -> None:
+        """Raise UserError, before anything is generated, where the file cannot be made."""
+        if self._path is not None and os.path.lexists(self._path):
+            raise UserError(f"{self._path} exists already; give another path")
+        if self._path is not None and not self._path.absolute().parent.is_dir():
+            raise UserError(f"{self._path.parent} is not a folder; make it, or give another path")
+
+    def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
+        """Write the texts of each line in the order of the lines, and progress to stderr."""
+        progress = Progress(len(lines))
+        with ExitStack() as stack:
+            file = None if self._path is None else stack.enter_context(self._path.open("x", encoding="utf-8"))
+            for line, completions in zip(lines, results, strict=True):
+                text = "".join(f"{_result(line, choice, found)}\n" for choice, found in enumerate(completions))
+                self._append(text, file)
+                progress.add(sum(len(found.ids) for found in completions))
+        progress.finish(self._path)
+
+    def _append(self, text: str, file: IO[str] | None) -> None:
+        if file is None:
+            return write(text)
+        file.write(text)
+        file.flush()
+
+
+def _result(line: Line, choice: int, found: Completion) -> str:
+    """Return a text as JSON."""
+    result = {"line": line.number, "id": line.id, "choice": choice, "prompt": line.prompt, "text": found.text}
+    result |= {"finish_reason": found.finish_reason, "tokens": len(found.ids), "score": found.score}
+    optional = ("id", "score")
+    return json.dumps({k: v for k, v in result.items() if v is not None or k not in optional}, ensure_ascii=False)
+
+
+class Progress:
+    """Lines of progress on stderr: on a terminal one that is renewed."""
+
+    def __init__(self, prompts: int):
+        self._prompts, self._done, self._tokens = prompts, 0, 0
+        self._terminal = sys.stderr.isatty()
+        self._begin = self._last = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        """Count a prompt that is done, with its new tokens."""
+        self._done += 1
+        self._tokens += tokens
+        now = time.monotonic()
+        if now - self._last >= LAP[not self._terminal]:
+            self._last = now
+            self._say("\r" if self._terminal else "\n")
+
+    def finish(self, path: Path | None) -> None:
+        """Report the end. `path`: of the results."""
+        self._say(f" -> {path}\n" if path else "\n")
+
+    def _say(self, end: str) -> None:
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        done = f"{self._done}/{counted(self._prompts, 'prompt')}, {counted(self._tokens, 'token')}"
+        with suppress(OSError):
+            sys.stderr.write(f"{done} in {duration(seconds)}, {self._tokens / seconds:,.0f} tokens/s{end}")
+            sys.stderr.flush()

@@ -1,0 +1,183 @@
+"""The engine of a model, made when it is needed, and jobs on it under every plan."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slots_that_fit
+from dtgpt.inference.prompts import special_ids, tokenizer_of
+from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.session import Job, Session
+from dtgpt.inference.share import from_rank_0, share
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
+from dtgpt.util.console import byte_size, counted, parameters, say_error
+from dtgpt.util.errors import UserError
+
+
+class Need(NamedTuple):
+    """What work needs of the cache."""
+
+    rows: int  # sequences in all
+    at_once: int  # of one prompt
+
+
+def need_of(jobs: Sequence[Job]) -> Need:
+    return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
+
+
+class Generator:
+    """Runs jobs with the stages of a model. All ranks call the same methods; rank 0 alone reads the jobs and works,
+    and the others do what it commands."""
+
+    def __init__(
+        self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, path: Path,
+        slots: int | None = None, tokenizer: Tokenizer | None = None,
+    ):  # fmt: skip
+        """path: of the model, where its tokenizer is looked for, unless `tokenizer` is given. slots: sequences in the
+        cache; None: as many as a job needs and memory allows."""
+        self.stages, self.mesh, self.config, self.dtype, self.path = stages, mesh, config, dtype, path
+        self._wanted, self._given = slots, tokenizer
+        self._engine: Engine | None = None
+        self._reserved = 0  # slots that were wanted of it
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Raises UserError where there is none."""
+        return self._given or tokenizer_of(self.path, self.config)
+
+    @cached_property
+    def known_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model, None where there is none."""
+        try:
+            return self.tokenizer if self.tokenizer.spells else None
+        except UserError:
+            return None
+
+    @cached_property
+    def special(self) -> SpecialIds:
+        return special_ids(self.known_tokenizer) if self.known_tokenizer else SpecialIds()
+
+    def check(self, job: Job) -> None:
+        """Raise UserError for a job that this model can never do."""
+        job.request(self.special).validate(self.config.vocab_size, self.config.seq_length, MOST_SLOTS)
+        if job.options.stop_strings:
+            self.tokenizer  # noqa: B018  # which says why there is none
+
+    @property
+    def slots(self) -> int:
+        """The sequences that the cache holds now."""
+        return self._engine.slots if self._engine else 0
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The bytes of a sequence in the cache, on the rank that holds most of it."""
+        return bytes_per_slot(self.config, self.mesh.plan, self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights on this rank."""
+        unique = {parameter for stage in self.stages for parameter in stage.parameters()}
+        return sum(parameter.nbytes for parameter in unique)
+
+    def describe(self) -> None:
+        """Print the memory of weights and slots on this rank to stderr."""
+        model = f"{parameters(self.config.num_parameters)}, {str(self.dtype).removeprefix('torch.')}"
+        slots = f"{counted(self.slots, 'slot')} of {byte_size(self.bytes_per_slot)}"
+        say_error(
+            f"{model}, {self.mesh.plan.name}: {byte_size(self.weight_bytes)} of weights and {slots} on each device"
+        )
+
+    def run(self, prepare: Callable[[], Need], work: Callable[[Session], Any]) -> Any:
+        """Call `prepare` and then `work` on rank 0, and return on every rank what `work` returned, which is made of
+        texts, numbers, lists and dicts. A UserError of `prepare` is raised on every rank."""
+        self._reserve(prepare)
+        if self.mesh.rank:
+            self.engine.follow()
+            return share(self.mesh)
+        with self._leading() as session:
+            value = work(session)
+        return share(self.mesh, value)
+
+    def stream(self, prepare: Callable[[], Need], work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
+        """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
+        all of it when it is complete."""
+        self._reserve(prepare)
+        return self._pieces(work)
+
+    def _pieces(self, work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
+        if self.mesh.rank:
+            self.engine.follow()
+            yield from share(self.mesh)
+            return
+        seen = []
+        try:
+            with self._leading() as session:
+                for piece in work(session):
+                    seen.append(piece)
+                    yield piece
+        except GeneratorExit:  # nobody reads on
+            share(self.mesh, seen)
+            raise
+        share(self.mesh, seen)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("there is no engine yet; `run` makes it")
+        return self._engine
+
+    @contextmanager
+    def _leading(self) -> Iterator[Session]:
+        session = Session(self.engine, self.known_tokenizer, self.special)
+        try:
+            yield session
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                session.fail()
+                self._engine, self._reserved = None, 0
+                raise
+            session.close()
+            raise
+        session.close()
+
+    def _reserve(self, prepare: Callable[[], Need]) -> None:
+        """Make an engine for what `prepare` on rank 0 needs, unless there is one."""
+        need = Need(*from_rank_0(self.mesh, prepare))
+        wanted = self._wanted or max(need.at_once, min(MOST_SLOTS, 1 << (need.rows - 1).bit_length()))
+        if wanted > self._reserved:
+            self._make_engine(wanted, needed=self._wanted or need.at_once)
+            self._reserved = wanted
+        if need.at_once > self.slots:
+            raise UserError(
+                f"{counted(need.at_once, 'sequence')} of a prompt need as many slots of the cache, which has "
+                f"{self.slots}; ask for fewer, or give more slots"
+            )
+
+    def _make_engine(self, wanted: int, needed: int) -> None:
+        """Make an engine of `wanted` slots, or as many as fit into memory. Raise UserError where `needed` do not."""
+        self._engine, self._reserved = None, 0  # the memory of the last one is free for the next
+        local_world = Process.from_environment().local_world
+
+        def fitting() -> int:
+            return slots_that_fit(free_memory(self.mesh.device, local_world), self.config, self.mesh.plan, self.dtype)
+
+        fits = min(self.mesh.turns(fitting, lambda rank: True))
+        if needed > fits:
+            raise UserError(
+                f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "
+                f"memory beside the weights, but {fits} do; use fewer, or cut the model over more processes"
+            )
+        vocab_size = self.config.vocab_size
+        if self.mesh.rank == 0 and self.known_tokenizer:
+            vocab_size = min(vocab_size, self.known_tokenizer.vocab_size)
+        sizes = min(wanted, fits), share(self.mesh, vocab_size)
+        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes)

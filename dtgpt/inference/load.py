@@ -1,0 +1,89 @@
+"""`dtgpt.load`: a model from its files, over the processes that torchrun started."""
+
+import atexit
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from dtgpt.config.execution import Settings, choose_device, choose_dtype
+from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.memory import MOST_SLOTS
+from dtgpt.inference.model import Model
+from dtgpt.interop.open import open_source
+from dtgpt.interop.tokenizer import check_size
+from dtgpt.models.source import Source
+from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, shown
+
+DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
+TIMEOUT = 600.0  # s that a rank waits for others
+
+
+def load(
+    path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
+    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | None = None,
+) -> Model:  # fmt: skip
+    """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
+    tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
+    used without, with a note.
+
+    device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
+    the same time, each with memory for all positions of the model; "auto": as many as a call needs, up to 256 and to
+    what fits into memory. tokenizer: None for the one that is saved with the model.
+    Raise UserError where the path, the plan or the device is wrong.
+    """
+    if slots != "auto" and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
+        raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
+    source, settings, mesh = open_model(Path(path), plan, device, precision)
+    if tokenizer is not None:
+        check_size(tokenizer, source.config)
+    return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer)
+
+
+def open_model(path: Path, plan: Plan | str | None, device: str, precision: str) -> tuple[Source, Settings, Mesh]:
+    """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
+    those of `load`."""
+    for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
+        if value not in known:
+            raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
+    process = Process.from_environment()
+    given = Plan(tp=process.world) if plan is None else parse_plan(plan, {}) if isinstance(plan, str) else plan
+    resolved = given.for_world(process.world)
+    place = choose_device(device, process.local_rank)
+    if process.world > 1 and not dist.is_initialized():
+        start_process_group(place, TIMEOUT)
+        atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
+    mesh = Mesh(resolved.for_inference(), place)
+    for note in notes_on(resolved):
+        say(note, warning=True)
+    source = open_source(path, mesh)
+    for note in source.notes:
+        say(note, warning=True)
+    source.config.validate()
+    batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
+    resolved.validate(source.config, 1, batch)
+    settings = Settings(
+        model=source.config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
+        global_batch_size=batch,
+    )  # fmt: skip
+    return source, settings, mesh
+
+
+def notes_on(plan: ResolvedPlan) -> list[str]:
+    """Return what the user of a plan should know of it where a model is loaded."""
+    ignored = [f"ZeRO-{plan.zero}"] if plan.zero else []
+    ignored += ["sequence parallelism"] if plan.sequence_parallel else []
+    return [f"inference ignores {' and '.join(ignored)} of the plan {plan.name}"] if ignored else []
+
+
+def _leave_group() -> None:
+    with suppress(Exception):  # another rank may be gone
+        end_process_group()

@@ -1,0 +1,36 @@
+"""The memory of generation under a plan, without a GPU: weights and slots, as `dtgpt plan --inference-slots` shows."""
+
+from dtgpt.config.execution import Settings
+from dtgpt.inference.memory import SHARE, slot_bytes
+from dtgpt.planning.parameters import parameters_of
+from dtgpt.planning.report import find_device
+from dtgpt.util.console import byte_size, counted
+
+
+def weight_bytes(settings: Settings, rank: int) -> int:
+    """Return the bytes of the weights with which a rank generates."""
+    held = parameters_of(settings.model, settings.plan.for_inference(), rank)
+    return settings.dtype.itemsize * sum(p.local for p in held)
+
+
+def describe_generation(settings: Settings, slots: int, gpu: str | None) -> str:
+    """Return a report on `slots` sequences that are generated at the same time. `gpu`: as in `describe_plan`."""
+    plan, config = settings.plan.for_inference(), settings.model
+    lines, most, group = [], 0, plan.dp * plan.tp
+    for rank in range(0, plan.world, group):
+        weights, slot = weight_bytes(settings, rank), slot_bytes(config, plan, settings.dtype, rank)
+        whole = weights + (slots + 1) * slot
+        most = max(most, whole)
+        ranks = f"rank {rank}" if group == 1 else f"ranks {rank}-{rank + group - 1}"
+        lines.append(
+            f"  {ranks}: {byte_size(weights)} of weights + {slots + 1:,} slots of {byte_size(slot)} = "
+            f"{byte_size(whole)}"
+        )
+    device, size = find_device(gpu)
+    fits = "fits" if most <= SHARE * size else "DOES NOT FIT"
+    sequences = counted(slots, "sequence")
+    return "\n".join([
+        f"generation of {sequences} of up to {config.seq_length} tokens at the same time; one more slot is scratch",
+        *lines,
+        f"{fits}: {byte_size(most)} on the fullest rank, {device} has {byte_size(size)}",
+    ])  # fmt: skip

@@ -1,0 +1,104 @@
+"""Prompts as users give them, texts or ids, one or many; and the tokenizer of a model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dtgpt.data.tokenizers.open import FILES, make_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.text import token_of
+from dtgpt.interop.tokenizer import tokenizer_beside
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.util.errors import UserError, shown
+
+KINDS = "a text, a list of ids, or a list of either"
+
+
+class Prompts(NamedTuple):
+    """Prompts, and in which form they were given."""
+
+    ids: list[list[int]]
+    texts: list[str] | None  # None: they were given as ids
+    single: bool  # one prompt, not a list of them
+
+
+def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig) -> Prompts:
+    """Return prompts given as a text, a list or tensor of ids, or a list of either. `tokenizer`: returns that of the
+    model, or raises UserError. Raise UserError for any other value, an empty list, and ids that the model does not
+    have."""
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or (_is_list(prompts) and all(map(_is_id, prompts)))
+    several = [prompts] if single else prompts
+    if not _is_list(several):
+        raise UserError(f"the prompt {shown(prompts)} is not one; give {KINDS}")
+    if all(isinstance(prompt, str) for prompt in several):
+        return Prompts([encode(text, tokenizer(), config) for text in several], list(several), single)
+    return Prompts([check_ids(prompt, config) for prompt in several], None, single)
+
+
+def encode(text: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """Return the ids of a prompt; an empty one begins a document. Raise UserError where the tokenizer or the model does
+    not know it."""
+    ids = tokenizer.encode(text)
+    if not ids:
+        if tokenizer.opening is None:
+            raise UserError(
+                f"the tokenizer {tokenizer.name} has no end of text to begin a document with; give a prompt"
+            )
+        ids = [tokenizer.opening]
+    if max(ids) >= config.vocab_size:
+        raise UserError(
+            f"the prompt has token {max(ids)} of {tokenizer.name}, but the model has {config.vocab_size} tokens; "
+            "give the tokenizer that the model was trained with"
+        )
+    return ids
+
+
+def check_ids(prompt: Any, config: ModelConfig) -> list[int]:
+    """Return the ids of a prompt that was given as ids. Raise UserError where they are not the model's."""
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if not _is_list(ids) or not all(map(_is_id, ids)):
+        raise UserError(f"the prompt {shown(prompt)} is not one; give {KINDS}")
+    if not ids:
+        raise UserError("the prompt is empty; give at least one token")
+    check_range(min(ids), max(ids), config)
+    return list(ids)
+
+
+def check_range(smallest: int, largest: int, config: ModelConfig) -> None:
+    """Raise UserError where ids from `smallest` to `largest` are not all the model's."""
+    if smallest < 0 or largest >= config.vocab_size:
+        raise UserError(
+            f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {config.vocab_size - 1}"
+        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
+    """Return the tokenizer saved with the run or folder; else GPT-2's own, if the model has as many tokens."""
+    if beside := tokenizer_beside(path):
+        return beside
+    if config.vocab_size == GPT2_124M.vocab_size:
+        return make_tokenizer("gpt2", [], 0)
+    raise UserError(
+        f"no tokenizer is saved with {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder, "
+        f"or {FILES}"
+    )
+
+
+def special_ids(tokenizer: Tokenizer) -> SpecialIds:
+    """Return the ids that rules look for, None where no single token spells one."""
+    newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
+    return SpecialIds(tokenizer.end_of_text, newline, double_newline, colon)

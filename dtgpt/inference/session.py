@@ -1,0 +1,208 @@
+"""Prompts on an engine, on the rank that leads it: tokens become text, and stop strings end it."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.completion import Completion, Score
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.options import Options
+from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.text import StopSearch, TextStream, segments
+
+AHEAD = 2  # requests that wait in the engine, for each slot
+
+
+class Job(NamedTuple):
+    """A prompt and what is wanted of it."""
+
+    ids: list[int]
+    options: Options
+    prompt_index: int = 0  # enters the draws: equal prompts get different texts
+
+    @property
+    def rows(self) -> int:
+        """The slots of the cache that it takes."""
+        return max(self.options.num_return_sequences, self.options.num_beams)
+
+    def request(self, special: SpecialIds) -> Request:
+        """Return what the engine is asked for. `special`: the tokenizer's."""
+        options = self.options
+        return Request(
+            ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
+            choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
+            alternatives=options.top_logprobs,
+        )  # fmt: skip
+
+
+class News(NamedTuple):
+    """What a step added to a sequence. `completions`: with the last news of a job, all of its sequences."""
+
+    job: int  # as `Session.submit` numbers it
+    choice: int
+    ids: list[int]
+    text: str
+    completions: list[Completion] | None
+
+
+class Session:
+    """Jobs in an engine, on rank 0."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, special: SpecialIds):
+        self._engine, self._tokenizer, self._special = engine, tokenizer, special
+        self._open: dict[int, _Open] = {}
+        self._failed = False
+
+    def submit(self, job: Job) -> int:
+        """Hand a job to the engine; return its number."""
+        handle = self._engine.submit(job.request(self._special))
+        self._open[handle] = _Open(job, self._tokenizer, self._special)
+        return handle
+
+    def cancel(self, number: int) -> None:
+        """End a job with what it has."""
+        self._engine.cancel(number)
+
+    def step(self) -> list[News]:
+        """Let the engine work; return what it has made since."""
+        self._failed = True
+        events = self._engine.step()
+        self._failed = False
+        return [news for event in events if (news := self._take(event)) is not None]
+
+    def close(self) -> None:
+        """End all jobs, and let the other ranks go on without the engine."""
+        for number in self._open:
+            self._engine.cancel(number)
+        self._engine.release()
+
+    def fail(self) -> None:
+        """Let the other ranks fail, too, unless the engine has done so."""
+        if not self._failed:
+            self._engine.commands.fail()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job is not finished."""
+        return bool(self._open)
+
+    def stream(self, job: Job) -> Iterator[News]:
+        """Yield what each step adds to a job, to its end."""
+        self.submit(job)
+        while self.busy:
+            yield from self.step()
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[list[Completion]]:
+        """Yield the sequences of each job, in the order of the jobs, as they are finished."""
+        source, order, done = iter(jobs), deque[int](), {}
+        while True:
+            while len(self._open) < AHEAD * self._engine.slots and (job := next(source, None)) is not None:
+                order.append(self.submit(job))
+            if not order:
+                return
+            for news in self.step():
+                if news.completions is not None:
+                    done[news.job] = news.completions
+            while order and order[0] in done:
+                yield done.pop(order.popleft())
+
+    def _take(self, event: Event) -> News | None:
+        job = self._open.get(event.request)
+        if job is None:
+            return None
+        if event.choice == PROMPT:
+            job.take_scores(event)
+            return None
+        sequence = job.sequences[event.choice]
+        if sequence.finish is not None:  # steps that were under way when a stop string was found
+            return None
+        before = len(sequence.ids)
+        text = sequence.take(event)
+        if sequence.finish is not None and event.finish is None:
+            self._engine.cancel(event.request, event.choice)
+        completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
+        if completions is not None:
+            del self._open[event.request]
+        return News(event.request, event.choice, sequence.ids[before:], text, completions)
+
+
+class _Open:
+    """A job that is not finished."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
+        self._tokenizer = tokenizer
+        self._job = job
+        self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
+        self._prompt: Score | None = None
+
+    def take_scores(self, event: Event) -> None:
+        """Keep the scores of the prompt."""
+        logprobs, alternatives = (
+            list(event.logprobs),
+            list(event.alternatives) if self._job.options.top_logprobs else [],
+        )
+        self._prompt = Score(ids=self._job.ids, logprobs=logprobs, greedy=list(event.greedy), alternatives=alternatives)
+
+    def completions(self) -> list[Completion]:
+        return [self._completion(sequence) for sequence in self.sequences]
+
+    def _completion(self, sequence: "_Sequence") -> Completion:
+        known = self._tokenizer is not None
+        return Completion(
+            text="".join(sequence.text) if known else None,
+            ids=sequence.ids,
+            logprobs=sequence.logprobs,
+            finish_reason=sequence.finish or "",
+            segments=segments(self._tokenizer, sequence.ids) if self._tokenizer else None,
+            alternatives=sequence.alternatives,
+            prompt=self._prompt,
+        )
+
+
+class _Sequence:
+    """One continuation on its way."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.alternatives: list[list[tuple[int, float]]] = []
+        self.text: list[str] = []
+        self.finish: str | None = None
+        self._end, self._wants_alternatives = special.end_of_text, job.options.top_logprobs > 0
+        self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
+        self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
+
+    def take(self, event: Event) -> str:
+        """Add the tokens of an event, up to the one with which a stop string is complete. Return the new text."""
+        pieces = []
+        for place, i in enumerate(event.ids):
+            self._add(event, place)
+            ends = event.finish == "stop" and place == len(event.ids) - 1 and i == self._end
+            if self._stream is not None and not ends:
+                pieces.append(self._search.add(self._stream.add(i)))
+                if self._search.found:
+                    break
+        if event.finish is not None and not self._search.found and self._stream is not None:
+            pieces.append(self._search.add(self._stream.finish()))
+            pieces.append(self._search.finish())
+        self.finish = "stop" if self._search.found else event.finish
+        text = "".join(pieces)
+        self.text.append(text)
+        return text
+
+    def _add(self, event: Event, place: int) -> None:
+        self.ids.append(event.ids[place])
+        self.logprobs.append(event.logprobs[place])
+        if self._wants_alternatives:
+            self.alternatives.append(list(event.alternatives[place]))
+
+
+def line_ends(options: Options, special: SpecialIds) -> tuple[str, ...]:
+    """Return the texts behind which a rule of line ends stops, where the tokenizer has no token for them."""
+    if special.newline is not None:
+        return ()
+    if options.stop_on_double_eol:
+        return ("\n\n",)
+    return ("\n",) if options.stop_on_eol else ()

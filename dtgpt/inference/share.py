@@ -1,0 +1,40 @@
+"""What rank 0 knows, on every rank: JSON in a tensor of bytes, so that nothing that arrives is ever executed."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.errors import UserError
+
+
+def share(mesh: Mesh, value: Any = None) -> Any:
+    """Return the value of rank 0 on every rank: texts, numbers, and lists and dicts of these."""
+    if mesh.world == 1:
+        return value
+    body = torch.tensor(list(json.dumps(value).encode()) if mesh.rank == 0 else [], dtype=torch.uint8)
+    size = torch.tensor(len(body))
+    dist.broadcast(size, 0, group=mesh.commands)
+    if mesh.rank:
+        body = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(body, 0, group=mesh.commands)
+    return json.loads(body.numpy().tobytes())
+
+
+def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """Return on every rank what `work` returns on rank 0, as `share` does; raise its UserError likewise."""
+    if mesh.world == 1:
+        return work()
+    answer: tuple[Any, str | None] | None = None
+    if mesh.rank == 0:
+        try:
+            answer = work(), None
+        except UserError as error:
+            answer = None, str(error)
+    value, sentence = share(mesh, answer)
+    if sentence is not None:
+        raise UserError(sentence)
+    return value

@@ -1,0 +1,150 @@
+"""Text of generated tokens, piece by piece: decoding, stop strings, and the ids that stop rules look for."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.util.errors import UserError, shown
+
+MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
+BROKEN = "\ufffd"  # in place of bytes that are not UTF-8
+
+
+class TextStream:
+    """The text of ids that arrive one after the other.
+
+    All pieces together are the text that the ids add to that of `prompt`, which ends with a whole character. So does
+    each piece: bytes that later ones may complete are held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        plain = tokenizer.bytes_of(0) is not None
+        self._decoder: _Bytes | _Window = _Bytes(tokenizer) if plain else _Window(tokenizer)
+        self._decoder.skip(prompt)
+
+    def add(self, i: int) -> str:
+        """Return the text that is certain with this id."""
+        return self._decoder.add(i)
+
+    def finish(self) -> str:
+        """Return the rest, in which U+FFFD stands for an incomplete character."""
+        return self._decoder.finish()
+
+
+class _Bytes:
+    """Decode tokens that are bytes, whatever is around them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def skip(self, prompt: Sequence[int]) -> None:
+        for i in prompt[-4:]:  # a character has up to four bytes
+            self._utf8.decode(self._tokenizer.bytes_of(i) or b"")
+
+    def add(self, i: int) -> str:
+        return self._utf8.decode(self._tokenizer.bytes_of(i) or b"")
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """Decode tokens by a library, each behind some that came before it: a library may drop the blank at the beginning
+    of a text, and joins bytes to characters.
+
+    `_ids[: _done]` is the beginning of the window, whose text `_shown` was returned before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._done, self._shown = 0, ""
+
+    def skip(self, prompt: Sequence[int]) -> None:
+        self._ids, self._done = list(prompt), len(prompt)
+        self._shown = self._tokenizer.decode(prompt)
+
+    def add(self, i: int) -> str:
+        self._ids.append(i)
+        text = self._tokenizer.decode(self._ids)
+        return self._advance(text) if self._is_certain(text) else ""
+
+    def finish(self) -> str:
+        return self._advance(self._tokenizer.decode(self._ids))
+
+    def _is_certain(self, text: str) -> bool:
+        """Return whether no token after these changes their text."""
+        return not text.endswith(BROKEN) and not (self._ids and self._tokenizer.is_byte(self._ids[-1]))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._shown) :]
+        alone = self._tokenizer.decode(self._ids[self._done :])
+        if alone.strip():  # where nothing is visible yet, a library may still drop a blank
+            self._ids, self._shown = self._ids[self._done :], alone
+        else:
+            self._shown = text
+        self._done = len(self._ids)
+        return piece
+
+
+class StopSearch:
+    """Search for stop strings in a text that arrives in pieces; where the text ends does not depend on how it is cut.
+
+    The match that is complete first ends the text; of several that end together, the longest. The text ends before a
+    match of `strings`, and behind one of `endings`.
+    """
+
+    def __init__(self, strings: Sequence[str] = (), endings: Sequence[str] = ()):
+        self._endings, self._all = tuple(endings), (*strings, *endings)
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """Return the text that no stop string can contain. `found`: whether the text ends behind it."""
+        text = self._held + piece
+        places = [(start + len(stop), start, stop) for stop in self._all if (start := text.find(stop)) >= 0]
+        if places:
+            end, start, stop = min(places)
+            self.found, self._held = True, ""
+            return text[: end if stop in self._endings else start]
+        kept = max((_overlap(text, stop) for stop in self._all), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """Return what was held back because it could have become a match."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def check_stop_strings(strings: Sequence[str]) -> None:
+    """Raise UserError where there are too many stop strings, or one of them is empty or too long."""
+    if len(strings) > MOST_STOPS:
+        raise UserError(f"{len(strings)} stop strings are too many; use up to {MOST_STOPS}")
+    for stop in strings:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= LONGEST_STOP:
+            raise UserError(f"the stop string {shown(stop)} is not a text of 1 to {LONGEST_STOP} characters; change it")
+
+
+def token_of(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the token that spells `text` within other text; None where no single token does."""
+    for before in ("a", ""):
+        try:
+            opening, ids = tokenizer.encode(before), tokenizer.encode(before + text)
+        except UserError:  # a vocabulary of characters, without one of these
+            continue
+        same = ids[:-1] == opening and TextStream(tokenizer, opening).add(ids[-1]) == text
+        return ids[-1] if same else None
+    return None
+
+
+def segments(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Return the text of each token alone, as Megatron-LM's server does: a character that two tokens share shows as
+    U+FFFD in both."""
+    return [tokenizer.decode([i]) for i in ids]

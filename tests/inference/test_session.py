@@ -1,0 +1,141 @@
+"""Jobs on an engine that writes what it is told to: text, stop strings, order, cancelling."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.inference.options import Options
+from dtgpt.inference.prompts import special_ids
+from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.session import Job, Session
+from tests.support.scripted_engine import ScriptedEngine
+
+BYTES = make_tokenizer("bytes", [], 0)
+END = BYTES.end_of_text
+LONG = "the quick brown fox jumps over it, again and again"
+
+
+def session_of(texts, **sizes):
+    """The session of an engine that writes the text of each (prompt index, choice), or the only text; "|" ends it."""
+
+    def script(request, choice):
+        text = texts if isinstance(texts, str) else texts[request.prompt_index][choice]
+        return [END if b == ord("|") else b for b in text.encode()]
+
+    engine = ScriptedEngine(script, **sizes)
+    return Session(engine, BYTES, special_ids(BYTES)), engine
+
+
+def job(index=0, prompt="x", **options):
+    return Job(list(prompt.encode()), Options(**{"max_new_tokens": 20, **options}), index)
+
+
+def only(session, asked):
+    ((completion,),) = session.run([asked])
+    return completion
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_a_completion_has_its_text_its_ids_and_the_reason_of_its_end(steps):
+    whole = only(session_of(LONG, steps=steps)[0], job())
+    assert (whole.text, whole.finish_reason, len(whole.ids)) == (LONG[:20], "length", 20)
+    assert whole.logprobs == [-float(i) for i in range(20)] and whole.segments == list(LONG[:20])
+    ended = only(session_of("é€ end|more", steps=steps)[0], job())
+    assert (ended.text, ended.finish_reason, ended.ids[-1]) == ("é€ end", "stop", END)
+    assert ended.segments[0] == "\ufffd" and ended.segments[-1] == "<|endoftext|>"
+    broken = only(session_of("ab€", steps=steps)[0], job(max_new_tokens=4))
+    assert broken.text == "ab\ufffd" and broken.ids == [97, 98, 0xE2, 0x82]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_a_stop_string_ends_the_text_before_it_and_the_ids_with_the_token_that_completes_it(steps):
+    session, engine = session_of(LONG, steps=steps)
+    found = only(session, job(stop_strings=("brown", "quick b")))
+    assert (found.text, found.finish_reason) == ("the ", "stop")
+    assert bytes(found.ids) == b"the quick b" and len(found.logprobs) == len(found.ids)
+    assert not engine.running  # it was cancelled
+
+
+def test_a_stop_string_in_the_last_token_counts_and_half_of_one_is_text():
+    assert only(session_of("abcd")[0], job(max_new_tokens=3, stop_strings=("bc",))).finish_reason == "stop"
+    half = only(session_of("abcd")[0], job(max_new_tokens=3, stop_strings=("bcd",)))
+    assert (half.text, half.finish_reason) == ("abc", "length")
+
+
+def test_pieces_are_the_text_and_hold_back_what_may_become_a_stop():
+    session, _ = session_of("one\n\ntwo\nQ: three|", steps=1)
+    pieces = [news.text for news in session.stream(job(stop_strings=("\nQ:",)))]
+    assert "".join(pieces) == "one\n\ntwo"
+    assert pieces[2:6] == ["e", "", "\n", "\nt"]  # a line end is shown with what tells that it is not the stop
+
+
+@pytest.mark.parametrize("rule, text, expected", [
+    ("stop_on_eol", "a|b\nc", "a<|endoftext|>b\n"), ("stop_on_double_eol", "a\nb\n\nc", "a\nb\n\n"),
+    ("stop_on_double_eol", "\nb", "\n"),
+])  # fmt: skip
+@pytest.mark.parametrize("newline", [True, False])
+def test_line_ends_that_end_a_text_are_in_it_with_and_without_a_token_for_them(rule, text, expected, newline):
+    session, _ = session_of(text + "x" * 30)
+    if not newline:
+        session._special = special_ids(BYTES)._replace(newline=None, double_newline=None)
+    prompt = "x\n" if text == "\nb" else "x"
+    found = only(session, job(prompt=prompt, **{rule: True}))
+    if not newline and text == "\nb":
+        assert found.finish_reason == "length"  # the text of the prompt is not searched
+    else:
+        assert (found.text, found.finish_reason) == (expected, "stop")
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=12), steps=st.integers(1, 5), data=st.data(),
+)  # fmt: skip
+def test_results_come_in_the_order_of_the_jobs_whatever_ends_first(counts, steps, data):
+    texts = [[data.draw(st.text("ab", max_size=9)) + "|" for _ in range(count)] for count in counts]
+    session, engine = session_of(texts, slots=3, steps=steps)
+    jobs = [job(i, num_return_sequences=count) for i, count in enumerate(counts)]
+    found = list(session.run(jobs))
+    assert [[c.text for c in own] for own in found] == [[text[:-1] for text in own] for own in texts]
+    assert not session.busy and not engine.running
+
+
+def test_jobs_are_submitted_as_others_finish():
+    session, engine = session_of("ab|", slots=2)
+    taken = []
+
+    def jobs():
+        for index in range(100):
+            taken.append(index)
+            yield job(index)
+
+    results = session.run(jobs())
+    next(results)
+    assert len(taken) < 10
+    assert len(list(results)) == 99 and len(engine.requests) == 100
+
+
+def test_a_cancelled_job_has_what_it_has():
+    session, _ = session_of(LONG, steps=4)
+    number = session.submit(job())
+    assert "".join(news.text for news in session.step()) == LONG[:4]
+    session.cancel(number)
+    (news,) = [news for news in session.step() if news.completions]
+    assert news.completions[0].text == LONG[:4] and news.completions[0].finish_reason == "cancelled"
+    assert not session.busy
+
+
+def test_closing_ends_all_jobs_and_lets_the_engine_go():
+    session, engine = session_of(LONG, slots=1)
+    session.submit(job())
+    session.submit(job(1))
+    session.step()
+    session.close()
+    assert engine.released and not engine.running and not engine.waiting
+
+
+def test_without_a_tokenizer_there_are_ids_alone():
+    session = Session(session_of("abc|")[1], None, SpecialIds(end_of_text=END))
+    found = only(session, job(prompt_logprobs=True, prompt="xyz"))
+    assert found.text is None and found.segments is None and found.ids == [97, 98, 99, END]
+    assert found.prompt_logprobs == [-1.0, -1.0] and found.prompt.total == -2.0

@@ -1,0 +1,145 @@
+"""Pieces of text, however tokens arrive: nothing is lost, nothing is shown that a later token changes."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtgpt.data.tokenizers.char import Char
+from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.data.tokenizers.sentencepiece_export import sentencepiece_json
+from dtgpt.inference.text import StopSearch, TextStream, check_stop_strings, segments, token_of
+from dtgpt.util.errors import UserError
+from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+
+KINDS = ["bytes", "gpt2", "characters", "tokenizer.json", "sentencepiece", "byte fallback"]
+PROPERTY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXT = st.text(alphabet="the quick fox 12é€🎈\n\ufffd", max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vocabularies")
+    pieces = open_tokenizer(str(sentencepiece_model(folder)))
+    own = HuggingFace("own", tokenizer_json(folder, bos=True).read_text())
+    assert isinstance(pieces, SentencePiece)
+    return {
+        "bytes": make_tokenizer("bytes", [], 0), "gpt2": from_files(*gpt2_files(folder)),
+        "characters": Char(list("the quick fox12é€🎈\n\ufffd ")), "tokenizer.json": own, "sentencepiece": pieces,
+        "byte fallback": HuggingFace("fallback", sentencepiece_json(pieces)),
+    }  # fmt: skip
+
+
+def ids_of(tokenizer):
+    """Ids of texts, of parts of them, and any others."""
+    some = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6)
+    return st.lists(some | TEXT.map(tokenizer.encode).map(lambda ids: ids[:7]), max_size=5).map(
+        lambda parts: list(chain(*parts))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data())
+def test_the_pieces_are_the_text_that_the_ids_add_to_the_prompt(tokenizers, kind, data):
+    tokenizer = tokenizers[kind]
+    prompt, ids = data.draw(TEXT.map(tokenizer.encode)), data.draw(ids_of(tokenizer))
+    stream = TextStream(tokenizer, prompt)
+    joined = "".join([stream.add(i) for i in ids]) + stream.finish()
+    assert joined == tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(prompt=TEXT, text=TEXT)
+def test_no_piece_has_half_a_character(tokenizers, kind, prompt, text):
+    tokenizer = tokenizers[kind]
+    opening, ids = tokenizer.encode(prompt), tokenizer.encode(text)
+    whole = tokenizer.decode(opening + ids)[len(tokenizer.decode(opening)) :]
+    stream, seen = TextStream(tokenizer, opening), ""
+    for i in ids:
+        seen += stream.add(i)
+        assert whole.startswith(seen)
+    assert seen + stream.finish() == whole
+
+
+def test_a_character_appears_with_its_last_byte_and_a_broken_one_with_what_follows(tokenizers):
+    stream = TextStream(tokenizers["bytes"], list("é".encode()))
+    assert [stream.add(b) for b in "a€".encode()] == ["a", "", "", "€"]
+    assert [stream.add(b) for b in b"\xe2\x82b\xe2"] == ["", "", "\ufffdb", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_words_keep_their_blanks_with_a_tokenizer_that_drops_the_first(tokenizers):
+    for kind in ("sentencepiece", "byte fallback"):
+        tokenizer = tokenizers[kind]
+        prompt, ids = tokenizer.encode("the quick"), tokenizer.encode("brown fox")
+        assert "".join(map(TextStream(tokenizer, prompt).add, ids)) == " brown fox"
+        assert "".join(map(TextStream(tokenizer).add, ids)) == "brown fox"
+
+
+def expected_end(text, strings):
+    """Where the first match is complete, reading character by character."""
+    for end in range(len(text) + 1):
+        starts = [end - len(s) for s in strings if text[:end].endswith(s)]
+        if starts:
+            return min(starts)
+    return None
+
+
+@PROPERTY
+@given(
+    pieces=st.lists(st.text("ab\n", max_size=4), max_size=8),
+    strings=st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_the_text_ends_before_the_first_match_however_it_is_cut(pieces, strings):
+    search, shown = StopSearch(strings), ""
+    for piece in pieces:
+        shown += search.add(piece)
+        assert expected_end(shown, strings) is None
+        if search.found:
+            break
+    end = expected_end("".join(pieces), strings)
+    assert search.found == (end is not None)
+    assert shown + search.finish() == "".join(pieces)[:end]
+
+
+def test_what_may_become_a_match_is_held_back_and_no_more():
+    search = StopSearch(["\n\nQ:", "END"])
+    assert [search.add(piece) for piece in ("A.\n", "\n", "Q", "uestion E", "N")] == ["A.", "", "", "\n\nQuestion ", ""]
+    assert not search.found and search.finish() == "EN"
+    assert search.add("x END y") == "x " and search.found
+
+
+def test_a_line_end_that_ends_a_text_is_part_of_it():
+    search = StopSearch(["stop"], endings=["\n"])
+    assert search.add("line") + search.add(" one\nline two") == "line one\n" and search.found
+
+
+@pytest.mark.parametrize("strings, words", [
+    (["x"] * 17, ["17 stop strings", "16"]), ([""], ["''", "1 to 256"]), (["x" * 257], ["1 to 256"]), ([7], ["7"]),
+])  # fmt: skip
+def test_stop_strings_that_are_none_are_refused(strings, words):
+    with pytest.raises(UserError) as error:
+        check_stop_strings(strings)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("kind, found", [
+    ("gpt2", [198, 628, 25]), ("bytes", [10, None, 58]), ("tokenizer.json", [True, None, True]),
+    ("characters", [True, None, None]), ("sentencepiece", [None, None, True]),
+])  # fmt: skip
+def test_line_ends_and_the_colon_are_looked_up(tokenizers, kind, found):
+    tokenizer = tokenizers[kind]
+    for text, expected in zip(("\n", "\n\n", ":"), found, strict=True):
+        token = token_of(tokenizer, text)
+        assert (token is not None) if expected is True else token == expected
+        if token is not None:
+            assert segments(tokenizer, [token]) == [text]
+
+
+def test_segments_show_each_token_alone(tokenizers):
+    ids = tokenizers["gpt2"].encode("Hello 🎈")
+    assert segments(tokenizers["gpt2"], ids)[0] == "Hello" and "\ufffd" in segments(tokenizers["gpt2"], ids)[-1]

@@ -1,0 +1,70 @@
+"""Texts that a run generates: the same under every plan, without a trace in the training, of any length."""
+
+import pytest
+
+from dtgpt.inference.engine import Engine
+from dtgpt.train.evaluate import fit_prompt
+from tests.support import bodies_train as bodies
+from tests.support.ranks import pool
+from tests.support.runs import change, training
+
+PLANS = {"dp2_zero3": 2, "tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4, "dp2_tp2_zero1": 4}
+
+
+@pytest.fixture
+def recipe(recipe):
+    log = {"sample_tokens": 12, "prompt": "7 and"}
+    return change(recipe, log=log, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_text_of_a_seed_is_the_same_under_every_plan_and_changes_no_loss(recipe, plan):
+    ((alone, losses, _),) = pool().run(1, bodies.texts_between_steps, recipe, True)
+    assert all(text.startswith("7 and") for text in alone) and alone[0] == alone[1]
+    assert len(set(alone)) == 3
+    recipe = change(recipe, plan=plan)
+    without = pool().run(PLANS[plan], bodies.texts_between_steps, recipe, False)
+    for rank, (texts, found, cached) in enumerate(pool().run(PLANS[plan], bodies.texts_between_steps, recipe, True)):
+        assert texts == alone
+        assert found == without[rank][1] and found == pytest.approx(losses, rel=1e-5)
+        assert not any(cached)
+
+
+def test_another_seed_or_temperature_gives_another_text(recipe):
+    texts = [
+        training(change(recipe, **given)).sample()
+        for given in ({}, {"seed": 5}, {"log": {"temperature": 0}}, {"log": {"temperature": 50, "top_k": 0}})
+    ]
+    assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize("prompt", ["", "a prompt of many more tokens than the positions of this model " * 3])
+@pytest.mark.parametrize("tokens", [1, 20, 500])
+def test_no_prompt_and_no_number_of_tokens_is_too_large(recipe, prompt, tokens):
+    text = training(change(recipe, log={"prompt": prompt, "sample_tokens": tokens})).sample()
+    assert text.startswith(prompt)
+
+
+@pytest.mark.parametrize("length, tokens, kept, new", [
+    (5, 10, 5, 10), (5, 500, 5, 27), (31, 1, 31, 1), (32, 1, 31, 1),
+    (99, 1, 31, 1), (99, 500, 16, 16), (20, 20, 16, 16),
+])  # fmt: skip
+def test_of_a_long_prompt_the_beginning_is_left_out(length, tokens, kept, new):
+    ids = list(range(length))
+    assert fit_prompt(ids, tokens, 32) == (ids[length - kept :], new)
+    assert fit_prompt(ids, tokens, 1) == (ids[-1:], 0)
+
+
+def test_a_request_to_end_cuts_a_text_short(recipe, monkeypatch):
+    run, steps, done = training(change(recipe, log={"sample_tokens": 25})), [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: steps.append(engine) or done(engine))
+    assert run.sample() is not None
+    whole = len(steps)
+    steps.clear()
+    assert run.sample(lambda: len(steps) >= 2) is None and len(steps) < whole
+
+
+@pytest.mark.compiler
+def test_compiled_blocks_generate_the_same_text(recipe):
+    short = change(recipe, log={"sample_tokens": 4})
+    assert training(change(short, compile="on")).sample() == training(change(short, compile="off")).sample()
