@@ -1,6 +1,7 @@
 """What every rank does for the commands of rank 0. No method waits for the device."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Runner:
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self._attached = False
         if self._graphs is not None:
-            mesh.before_end.append(self._graphs.release)
+            mesh.before_end.append(release_of(self._graphs))
 
     @torch.no_grad()
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
@@ -119,3 +120,14 @@ class Runner:
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
+
+
+def release_of(graphs: StepGraphs) -> Callable[[], None]:
+    """Return a function that releases graphs as long as there are any: it does not keep them."""
+    reference = weakref.ref(graphs)
+
+    def release() -> None:
+        if (there := reference()) is not None:
+            there.release()
+
+    return release

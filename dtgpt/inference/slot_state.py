@@ -57,23 +57,10 @@ class SlotState:
         self.token[rows] = chosen
         self.history[rows, self.position[rows]] = chosen
 
-<<<<<<< HEAD
     def record(self, slots: Tensor, tokens: Tensor) -> None:
         """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the
         position stays, and a further token overwrites the last."""
         record(self.sequences, slots, tokens)
-=======
-    def record(self, slots: Tensor, sampled: Sampled) -> None:
-        """Append the tokens of a step to the sequences in slots int64 `[B]`. At the last position the position stays,
-        and a further token overwrites the last."""
-        position = (self.position[slots] + 1).clamp_max(self.positions - 1)
-        self.token[slots], self.position[slots] = sampled.tokens, position
-        self.history[slots, position] = sampled.tokens
-        self.logprobs[slots, position] = sampled.logprobs
-        if count := min(sampled.top_ids.shape[1], MOST_ALTERNATIVES):
-            self.top_ids[slots, position % RECENT, :count] = sampled.top_ids[:, :count]
-            self.top_logprobs[slots, position % RECENT, :count] = sampled.top_logprobs[:, :count]
->>>>>>> ibeam
 
     def _upload(self, values: Tensor) -> Tensor:
         """Copy from the CPU to the device; from pinned memory, which a GPU reads without the host."""

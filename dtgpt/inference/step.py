@@ -99,8 +99,8 @@ class Step:
         rank that does not hold the head."""
         self.cache.expect(work)
         self._head_rows = head_rows
-        tokens, *inputs = Batch(tokens[None], positions=positions[None])
-        logits = run_in_turn(self.stages, self.mesh, tokens, inputs, self._config.hidden_size, self.dtype)
+        batch = Batch(tokens[None], positions=positions[None])
+        logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
         self.cache.expect(None)
         return None if logits is None else logits[0, :head_rows]
 
@@ -109,7 +109,7 @@ class Step:
         does not hold the head."""
         if self._fused is None:
             return self._logits(tokens, rows.positions, rows, head_rows=len(tokens))
-        logits = run_in_turn(self._fused, self.mesh, tokens[None], [rows], self._config.hidden_size, self.dtype)
+        logits = run_in_turn(self._fused, self.mesh, (tokens[None], rows), self.dtype)
         return None if logits is None else logits[0]
 
     def _select_rows(self, head: torch.nn.Module, inputs: tuple) -> tuple:

@@ -4,7 +4,7 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,30 +84,28 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def mean_loss(self, batch: Batch) -> Tensor | None:
-        tokens, *inputs = batch
-        config = self.settings.model
-        result = run_in_turn(self.modules, self.mesh, tokens, inputs, config.hidden_size, self.settings.dtype)
+        result = run_in_turn(self.modules, self.mesh, batch, self.settings.dtype)
         reshard(*self.modules)
         return result
 
 
-def run_in_turn(
-    stages: Sequence[Callable[..., Tensor]], mesh: Mesh, tokens: Tensor, inputs: Sequence[Any], hidden_size: int,
-    dtype: torch.dtype,
-) -> Tensor | None:  # fmt: skip
-    """Return what the last stage makes of tokens `[B, T]` of any length, None on a rank that does not hold that stage.
-    Every stage is called with tokens or activations and `inputs`. Between stages activations are of `dtype`; under
-    sequence parallelism tp divides T. Each rank meets its sends and receives by depth, so that none waits in a
-    circle."""
-    place, plan, x = mesh.place, mesh.plan, tokens
-    samples, length = tokens.shape
-    edge = samples, length // (plan.tp if plan.sequence_parallel else 1), hidden_size
+def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
+    """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
+    stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.
+
+    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank meets its sends and
+    receives by depth, so that none waits in a circle.
+    """
+    place, plan = mesh.place, mesh.plan
+    x, *more = inputs
+    samples, length = x.shape
+    edge = samples, length // (plan.tp if plan.sequence_parallel else 1), stages[0].config.hidden_size
     for index, stage in zip(place.stages, stages, strict=True):
         source, target = place.rank_of(index - 1), place.rank_of(index + 1)
         if source is not None:
             x = torch.empty(edge, dtype=dtype, device=mesh.device)
             dist.recv(x, place.neighbour(source), group=mesh.pp_group)
-        x = stage(x, *inputs)
+        x = stage(x, *more)
         if target is not None:
             dist.send(x.contiguous(), place.neighbour(target), group=mesh.pp_group)
     return x if place.holds_last else None
