@@ -3,7 +3,10 @@
 import importlib
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,8 +16,9 @@ from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.reference import sample_reference
-from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.ops.sampling.edits import edit
+from dtgpt.ops.sampling.reference import kept, sample_reference
+from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 
 NO_IDS = SpecialIds()
 
@@ -174,16 +178,49 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
     return rows
 
 
+@contextmanager
+def watched() -> Iterator[dict[str, Tensor]]:
+    """Collect what the kernels hand on to each other."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(module: str, name: str):
+        kernels = importlib.import_module(f"dtgpt.ops.sampling.{module}")
+        original = getattr(kernels, name)
+
+        def function(*arguments):
+            seen[name] = original(*arguments)
+            return seen[name]
+
+        return mock.patch.object(kernels, name, function)
+
+    with watch("edit_kernels", "launch_edits"), watch("filter_kernels", "find_edges"):
+        yield seen
+
+
 def compare_with_reference(
     rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int
 ) -> Sampled:
     """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU."""
     size, variant = len(rows[0].logits), variant_for(rows, alternatives)
     logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
-    slots = torch.arange(len(rows))
-    expected = sample_reference(logits, state_of(rows, 16).sequences, slots, size, variant)
-    state = state_of(rows, 16, device)
-    found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    slots, expected_state, state = torch.arange(len(rows)), state_of(rows, 16), state_of(rows, 16, device)
+    expected = sample_reference(logits, expected_state.sequences, slots, size, variant)
+    with watched() as seen:
+        found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    parameters = unpack(expected_state.parameters[: len(rows)])
+    values = logits[:, :size].float()
+    _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
+    if variant.edits or variant.ngram:
+        assert torch.equal(seen["launch_edits"][:, :size].cpu(), edited)
+    if variant.filters:
+        scaled = edited / parameters.floats.temperature.float().clamp_min(1e-4)[:, None]
+        stays = kept(edited, scaled, expected_state.position[: len(rows)], parameters)
+        edge, last = (column[:, None] for column in seen["find_edges"].cpu().unbind(1))
+        bits = (edited + 0.0).view(torch.int32)
+        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        inside = (bits > edge) | ((bits == edge) & (torch.arange(size) <= last))
+        for i, row in enumerate(rows):
+            assert torch.equal(inside[i], stays[i]) or not row.sampling.filters, row
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()
     for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
