@@ -1,7 +1,12 @@
 """Sampling from the definition, one row at a time, and what tests do on a CPU, in Triton's interpreter and on a GPU."""
 
+import importlib
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
@@ -10,7 +15,10 @@ from torch import Tensor
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling import sample as op
+from dtgpt.ops.sampling.edits import edit
+from dtgpt.ops.sampling.reference import kept, sample_reference
+from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 
 NO_IDS = SpecialIds()
 
@@ -138,3 +146,97 @@ def log_probabilities(row: Row) -> np.ndarray:
     """In float64."""
     values = measured(row).astype(np.float64)
     return values - values.max() - np.log(np.exp(values - values.max()).sum())
+
+
+FILTERS = [
+    {}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 7}, {"top_k": 40, "temperature": 0.2},
+    {"top_k": 10**6}, {"top_p": 0.62}, {"top_p": 0.93, "temperature": 2.5}, {"top_p": 1e-7}, {"top_p": 0.9999},
+    {"top_p": 0.97, "top_p_decay": 0.83, "top_p_bound": 0.31}, {"top_k": 30, "top_p": 0.58},
+    {"top_k": 5, "top_p": 0.99, "temperature": 7}, {"top_k": 400, "top_p": 0.17},
+]  # fmt: skip
+EDITS = [
+    {"logit_bias": {3: 2.0, 4: -100.0, 0: 0.5}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
+    {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}, {"no_repeat_ngram_size": 1},
+    {"min_new_tokens": 9, "stop_token_ids": (5, 7)}, {"min_new_tokens": 9, "stop_on_double_eol": True},
+    {"no_repeat_ngram_size": 3, "presence_penalty": 1.5, "logit_bias": {1: 3.0}, "prevent_newline_after_colon": True},
+]  # fmt: skip
+
+
+def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list[Row]:
+    """A row for each choice of filters; logits are wide, narrow, have many ties, or are all equal."""
+    choose, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    kinds = (lambda x: 3 * x, lambda x: x / 5, lambda x: (2 * x).round() / 2, torch.zeros_like, lambda x: x.exp() - 4)
+    rows = []
+    for place, options in enumerate(FILTERS if filters else FILTERS[:4]):
+        logits = kinds[(place + seed) % len(kinds)](torch.randn(size, generator=noise))
+        if size > 9:
+            logits[choose.randrange(size)] = -math.inf
+        more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
+        ids = [choose.randrange(min(size, 3)) for _ in range(11)]
+        special = SpecialIds(0, ids[-1] if place % 2 else 8, 2, ids[-1])
+        rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
+    return rows
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Tensor]]:
+    """Collect what the kernels hand on to each other."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(module: str, name: str):
+        kernels = importlib.import_module(f"dtgpt.ops.sampling.{module}")
+        original = getattr(kernels, name)
+
+        def function(*arguments):
+            seen[name] = original(*arguments)
+            return seen[name]
+
+        return mock.patch.object(kernels, name, function)
+
+    with watch("edit_kernels", "launch_edits"), watch("filter_kernels", "find_edges"):
+        yield seen
+
+
+def compare_with_reference(
+    rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int
+) -> Sampled:
+    """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU."""
+    size, variant = len(rows[0].logits), variant_for(rows, alternatives)
+    logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
+    slots, expected_state, state = torch.arange(len(rows)), state_of(rows, 16), state_of(rows, 16, device)
+    expected = sample_reference(logits, expected_state.sequences, slots, size, variant)
+    with watched() as seen:
+        found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    parameters = unpack(expected_state.parameters[: len(rows)])
+    values = logits[:, :size].float()
+    _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
+    if variant.edits or variant.ngram:
+        assert torch.equal(seen["launch_edits"][:, :size].cpu(), edited)
+    if variant.filters:
+        scaled = edited / parameters.floats.temperature.float().clamp_min(1e-4)[:, None]
+        stays = kept(edited, scaled, expected_state.position[: len(rows)], parameters)
+        edge, last = (column[:, None] for column in seen["find_edges"].cpu().unbind(1))
+        bits = (edited + 0.0).view(torch.int32)
+        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        inside = (bits > edge) | ((bits == edge) & (torch.arange(size) <= last))
+        for i, row in enumerate(rows):
+            assert torch.equal(inside[i], stays[i]) or not row.sampling.filters, row
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.top_ids.tolist() == expected.top_ids.tolist()
+    for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-6)
+    return found
+
+
+def interpret() -> None:
+    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
+    op.has_triton = lambda x: True
+    names = ("kernels", "filter_kernels", "edit_kernels")
+    kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
+    kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
+    filters.SEARCH, edits.BLOCK, edits.COMPARED = 16, 4, 2
+    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):
+        dtype = torch.float16 if seed == 1 else torch.float32
+        compare_with_reference(
+            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding
+        )
