@@ -126,7 +126,8 @@ class Engine:
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        self.commands.release()
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []
