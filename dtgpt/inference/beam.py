@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 
 Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
 
@@ -33,13 +33,14 @@ class Beams:
         """Raise UserError, one sentence, if no model of `vocab_size` tokens can be searched like this, or if fewer than
         `choices` hypotheses are kept."""
         largest = vocab_size // 2
-        if not 1 <= self.width <= largest:
+        if type(self.width) is not int or not 1 <= self.width <= largest:
             raise UserError(
-                f"num_beams={self.width} cannot be searched over {vocab_size} tokens; use 1 to {largest}, since each "
-                "step compares twice as many tokens"
+                f"num_beams={shown(self.width)} cannot be searched over {vocab_size} tokens; use 1 to {largest}, since "
+                "each step compares twice as many tokens"
             )
-        if not -10 <= self.length_penalty <= 10:  # nor NaN; powers of every length stay within fp32
-            raise UserError(f"length_penalty={self.length_penalty} is out of range; use -10 to 10")
+        penalty = self.length_penalty
+        if type(penalty) not in (int, float) or not -10 <= penalty <= 10:  # powers of every length stay within fp32
+            raise UserError(f"length_penalty={shown(penalty)} is not valid; use a number from -10 to 10")
         if choices > self.width:
             raise UserError(f"num_beams={self.width} cannot give {choices} sequences; use {choices} or more beams")
 

@@ -65,7 +65,7 @@ class Request:
         if self.sampling.max_new_tokens == 0:
             raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
         if self.alternatives:
-            raise UserError("a beam search does not return likeliest tokens; use 0 alternatives, or 1 beam")
+            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
         if self.sampling.stop_on_double_eol:
             raise UserError(
                 "a beam search cannot stop at a double newline; leave out stop_on_double_eol, or use 1 beam"
