@@ -4,11 +4,13 @@
 What a sequence makes after the token that ended it, in a round that was launched already, is thrown away.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from dtgpt.inference.beam_slots import BeamSlots
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
 from dtgpt.inference.request import PROMPT, Event, Request
@@ -32,6 +34,7 @@ class _Active:
     live: set[int]  # choices that are not finished
     ids: dict[int, list[int]]  # new tokens of each choice
     scores: list[Scores] = field(default_factory=list)  # of the chunks of the prompt that are read
+    search: BeamSlots | None = None  # of a request that asks for one, once it has started
 
 
 class _Launched(NamedTuple):
@@ -41,6 +44,8 @@ class _Launched(NamedTuple):
     starts: list[Start]
     rows: list[Row]
     drawn: Pending[Sampled] | None
+    beams: tuple[Row, ...]
+    candidates: Pending[Sampled] | None  # for the next tokens of `beams`
 
 
 class Engine:
@@ -88,14 +93,20 @@ class Engine:
         handle, self._submitted = self._submitted, self._submitted + 1
         choices = range(request.choices)
         self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
-        self._scheduler.add(handle, len(request.ids) - 1, request.choices, request.sampling.max_new_tokens)
+        new = request.sampling.max_new_tokens
+        self._scheduler.add(handle, len(request.ids) - 1, request.rows, new, beams=request.beams is not None)
         return handle
 
     def cancel(self, handle: int, choice: int | None = None) -> None:
-        """End a choice of a request, or all of them. The next step returns an event for each that was not finished."""
-        for ended in self._scheduler.cancel(handle, choice):
-            self._ended.append(Event(handle, ended, [], [], [], "cancelled"))
-            self._remove(handle, ended)
+        """End a choice of a request, or all of them; a beam search ends as a whole. The next step returns an event for
+        each choice that was not finished."""
+        active = self._requests.get(handle)
+        if active is None:
+            return
+        ended = self._scheduler.cancel(handle, None if active.request.beams else choice)
+        for one in sorted(active.live) if active.request.beams else ended:
+            self._ended.append(Event(handle, one, [], [], [], "cancelled"))
+            self._remove(handle, one)
 
     def step(self) -> list[Event]:
         """Launch the next round, and return the events of the round before."""
@@ -127,26 +138,33 @@ class Engine:
                 self.commands.prefill(slot, asked.ids[first:stop], first)
         for start in work.starts:
             self._start(start)
-        drawn = None
-        if work.rows:
-            slots = [row.slot for row in work.rows]
-            drawn = self.commands.decode(slots, work.steps, self._variant(work.rows))
-        return _Launched(scores, work.starts, work.rows, drawn)
+        drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
+        return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
+
+    def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
+        return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, start: Start) -> None:
-        asked, (source, *others) = self._requests[start.request].request, start.slots
+        active, (source, *others) = self._requests[start.request], start.slots
+        asked = active.request
+        if asked.beams is not None:  # which begin as one row
+            active.search, others = BeamSlots(asked, start.slots), []
         if others:
             self.commands.copy([source] * len(others), others, len(asked.ids) - 1)
-        for choice, slot in zip(start.choices, start.slots, strict=True):
+        for choice, slot in zip(start.choices, [source, *others], strict=asked.beams is None):
             payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
             self.commands.start(slot, payload)
 
-    def _variant(self, rows: list[Row]) -> Variant:
+    def _variant(self, rows: Sequence[Row]) -> Variant:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
-        asked = [self._requests[row.request].request for row in rows]
-        alternatives = max(request.alternatives for request in asked)
+        active = [self._requests[row.request] for row in rows]
+        searches = [one.search.search for one in active if one.search is not None]
+        alternatives = max(
+            max(one.request.alternatives for one in active), max((one.alternatives for one in searches), default=0)
+        )
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        return variant_of([request.sampling for request in asked], min(rounded, self.config.vocab_size))
+        variant = variant_of([one.request.sampling for one in active], min(rounded, self.config.vocab_size))
+        return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:
         events = []
@@ -161,7 +179,29 @@ class Engine:
             for index, row in enumerate(launched.rows):
                 if row.request in self._requests and row.choice in self._requests[row.request].live:
                     events.append(self._extend(row, Sampled(*(values[index] for values in results))))
+        if launched.candidates is not None:
+            results = launched.candidates.wait()
+            for request in dict.fromkeys(row.request for row in launched.beams):
+                if request in self._requests:
+                    own = {row.choice: index for index, row in enumerate(launched.beams) if row.request == request}
+                    events += self._search(request, own, results)
         return events
+
+    def _search(self, request: int, rows: dict[int, int], results: Sampled) -> list[Event]:
+        """Let a beam search choose from the results of its choices, whose `rows` those are. Return the events of its
+        sequences where it is over."""
+        active = self._requests[request]
+        if active.search is None:
+            raise ValueError(f"request {request} has no beam search")
+        ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
+        candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
+        if chosen := active.search.advance(candidates, self.commands):
+            self._scheduler.go_on(request, chosen)
+            return []
+        for choice in range(active.request.rows):
+            self._scheduler.finish(request, choice)
+        del self._requests[request]
+        return active.search.events(request)
 
     def _begin(self, start: Start) -> list[Event]:
         """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""

@@ -83,8 +83,9 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
         case Kind.ASSIGN:
             runner.assign(payload[:half], payload[half:])
         case Kind.DECODE:
-            steps, filters, edits, ngram, alternatives, logprobs, *slots = payload
-            runner.decode(slots, steps, Variant(bool(filters), bool(edits), ngram, alternatives, bool(logprobs)))
+            steps, filters, edits, ngram, alternatives, logprobs, beams, *slots = payload
+            variant = Variant(bool(filters), bool(edits), ngram, alternatives, bool(logprobs), bool(beams))
+            runner.decode(slots, steps, variant)
 
 
 @contextmanager

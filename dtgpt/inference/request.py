@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.beam import Beams
+from dtgpt.inference.sampling import Sampling, SpecialIds, endings_of
 from dtgpt.inference.slot_state import MOST_ALTERNATIVES
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -22,6 +23,17 @@ class Request:
     choices: int = 1
     score_prompt: bool = False  # whether the tokens of the prompt get log-probabilities
     alternatives: int = 0  # number of likeliest tokens to return for each position
+    beams: Beams | None = None  # search instead of sampling: the choices are the best sequences that it finds
+
+    @property
+    def rows(self) -> int:
+        """The number of slots that the request needs at once."""
+        return self.choices if self.beams is None else self.beams.width
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end a sequence whatever comes before them."""
+        return endings_of(self.sampling, self.special)
 
     def validate(self, vocab_size: int, positions: int, slots: int) -> None:
         """Raise UserError for a request that no engine of these sizes can serve."""
@@ -36,14 +48,28 @@ class Request:
             )
         if new == 0 and not self.score_prompt:
             raise UserError("max_new_tokens=0 generates nothing; use 1 or more, or ask for scores of the prompt")
-        if not 1 <= self.choices <= slots:
+        if self.beams is not None:
+            self._validate_beams(self.beams, vocab_size)
+        if not 1 <= self.rows <= slots:
+            what = "choice" if self.beams is None else "beam"
             raise UserError(
-                f"{counted(self.choices, 'choice')} of a prompt need as many slots of the cache, which has "
+                f"{counted(self.rows, what)} of a prompt need as many slots of the cache, which has "
                 f"{slots}; use 1 to {slots}, or more slots"
             )
         most = min(MOST_ALTERNATIVES, vocab_size)
         if not 0 <= self.alternatives <= most:
             raise UserError(f"alternatives={self.alternatives} is not a number of tokens; use 0 to {most}")
+
+    def _validate_beams(self, beams: Beams, vocab_size: int) -> None:
+        beams.validate(vocab_size, self.choices)
+        if self.sampling.max_new_tokens == 0:
+            raise UserError("max_new_tokens=0 leaves nothing to search; use 1 or more")
+        if self.alternatives:
+            raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
+        if self.sampling.stop_on_double_eol:
+            raise UserError(
+                "a beam search cannot stop at a double newline; leave out stop_on_double_eol, or use 1 beam"
+            )
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
@@ -77,6 +103,7 @@ class Event(NamedTuple):
     alternatives: list[list[tuple[int, float]]]  # for each of `ids`, the likeliest tokens and their log-probabilities
     finish: str | None = None  # "stop", "length" or "cancelled" in the last event of a choice
     greedy: tuple[bool, ...] = ()  # of a prompt, whether each of `ids` is the likeliest token
+    score: float | None = None  # of a sequence that a beam search found, all in one event, the best in choice 0
 
 
 PROMPT = -1

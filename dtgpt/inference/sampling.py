@@ -141,10 +141,10 @@ def parameters_of(sampling: Sampling, special: SpecialIds, prompt: int, prompt_i
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
     )
-    return pack(integers, floats, sampling.logit_bias, _endings(sampling, special))
+    return pack(integers, floats, sampling.logit_bias, endings_of(sampling, special))
 
 
-def _endings(sampling: Sampling, special: SpecialIds) -> list[int]:
+def endings_of(sampling: Sampling, special: SpecialIds) -> list[int]:
     """Return the ids that end a sequence whatever comes before them (Megatron-LM's rules for ends of lines)."""
     if sampling.stop_on_double_eol:
         rule = [special.double_newline]

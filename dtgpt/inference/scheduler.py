@@ -39,12 +39,14 @@ class Row(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Work to launch, in this order: chunks of prompts, starts of requests, `steps` decode steps of `rows`."""
+    """Work to launch, in this order: chunks of prompts, starts of requests, `steps` decode steps of `rows`, one decode
+    step of `beams`."""
 
     chunks: list[Chunk]
     starts: list[Start]
     rows: list[Row]
     steps: int
+    beams: tuple[Row, ...] = ()
 
 
 @dataclass
@@ -55,6 +57,7 @@ class _Job:
     prefill: int  # tokens of the prompt to prefill
     new_tokens: int
     choices: list[int]  # that are not cancelled
+    beams: bool  # whether the choices are rows of a beam search
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
     done: int = 0  # tokens prefilled
 
@@ -65,6 +68,7 @@ class _Running:
 
     row: Row
     left: int  # decode steps that are not launched yet
+    beam: bool  # whether it belongs to a beam search
 
 
 class Scheduler:
@@ -82,10 +86,16 @@ class Scheduler:
         """Whether any request is not finished."""
         return bool(self._waiting or self._prefilling or self._running)
 
-    def add(self, request: int, prefill: int, choices: int, new_tokens: int) -> None:
+    def add(self, request: int, prefill: int, choices: int, new_tokens: int, beams: bool = False) -> None:
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
-        are not fed to a decode step."""
-        self._waiting.append(_Job(request, prefill, new_tokens, list(range(choices))))
+        are not fed to a decode step. `beams`: the rows are those of a beam search. Its first step has the first row
+        alone; each further step waits for `go_on`."""
+        self._waiting.append(_Job(request, prefill, new_tokens, list(range(choices)), beams))
+
+    def go_on(self, request: int, choices: list[int]) -> None:
+        """Let these rows of a beam search take the next step."""
+        for choice in choices:
+            self._running[request, choice].left = 1
 
     def finish(self, request: int, choice: int) -> None:
         """Free the slot of a choice that has begun."""
@@ -93,7 +103,8 @@ class Scheduler:
 
     def cancel(self, request: int, choice: int | None = None) -> list[int]:
         """End a choice of a request, or all, at any time. Returns the choices that were not finished before."""
-        ended = [row.choice for row, _ in self._rows() if row.request == request and choice in (None, row.choice)]
+        rows = [running.row for running in self._running.values()]
+        ended = [row.choice for row in rows if row.request == request and choice in (None, row.choice)]
         for one in ended:
             self.finish(request, one)
         for jobs in (self._waiting, self._prefilling):
@@ -110,17 +121,19 @@ class Scheduler:
         """Return what to launch next, and count it as launched; None where all that is left waits for results."""
         self._admit()
         chunks, starts = self._take_chunks(), self._start()
-        rows = [(row, left) for row, left in self._rows() if left]
-        at_once = starts or self._prefilling or self._waiting
-        steps = min(1 if at_once else self._longest_round, max((left for _, left in rows), default=0))
-        for row, left in rows:
-            self._running[row[:2]].left = max(0, left - steps)
-        if not (chunks or starts or rows):
+        ready = [running for running in self._running.values() if running.left]
+        beams = [running for running in ready if running.beam]
+        others = [running for running in ready if not running.beam]
+        # A beam search waits for each of its steps: long rounds between them would make it slow.
+        searching = any(running.beam for running in self._running.values())
+        at_once = starts or self._prefilling or self._waiting or searching
+        steps = min(1 if at_once else self._longest_round, max((running.left for running in others), default=0))
+        for running in ready:
+            running.left = max(0, running.left - (1 if running.beam else steps))
+        if not (chunks or starts or ready):
             return None
-        return Round(chunks, starts, [row for row, _ in rows], steps)
-
-    def _rows(self) -> list[tuple[Row, int]]:
-        return [(running.row, running.left) for running in self._running.values()]
+        rows = [running.row for running in others]
+        return Round(chunks, starts, rows, steps, tuple(running.row for running in beams))
 
     def _admit(self) -> None:
         while self._waiting and len(self._waiting[0].choices) <= len(self._free):
@@ -150,5 +163,6 @@ class Scheduler:
             starts.append(Start(job.request, job.choices, job.slots))
             for choice, slot in zip(job.choices, job.slots, strict=True):
                 row = Row(job.request, choice, slot)
-                self._running[row[:2]] = _Running(row, job.new_tokens)
+                left = int(slot == job.slots[0]) if job.beams else job.new_tokens
+                self._running[row[:2]] = _Running(row, left, job.beams)
         return starts

@@ -68,9 +68,9 @@ class SlotState:
         self.token[slots], self.position[slots] = sampled.tokens, position
         self.history[slots, position] = sampled.tokens
         self.logprobs[slots, position] = sampled.logprobs
-        if count := sampled.top_ids.shape[1]:
-            self.top_ids[slots, position % RECENT, :count] = sampled.top_ids
-            self.top_logprobs[slots, position % RECENT, :count] = sampled.top_logprobs
+        if count := min(sampled.top_ids.shape[1], MOST_ALTERNATIVES):
+            self.top_ids[slots, position % RECENT, :count] = sampled.top_ids[:, :count]
+            self.top_logprobs[slots, position % RECENT, :count] = sampled.top_logprobs[:, :count]
 
     def _upload(self, values: Tensor) -> Tensor:
         """Copy from the CPU to the device; from pinned memory, which a GPU reads without the host."""

@@ -185,6 +185,35 @@ def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
     assert float(last) < float(first)
 
 
+def test_ways_to_generate_are_measured_beside_the_bound(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import decode
+
+    file = tmp_path / "results.json"
+    sizes = ["--model", "tiny", "--dtype", "fp32", "--device", "cpu", "--batches", "1", "3", "--positions", "0", "40"]
+    counts = ["--tokens", "8", "--rounds", "2", "--prefill", "2", "--json", str(file)]
+    assert call(decode.main, "decode.py", [*sizes, *counts], monkeypatch) == 0
+    results = json.loads(file.read_text())
+    rows = results["decode"]
+    assert [(r["position"], r["batch"], r["peer"]) for r in rows] == [
+        (position, batch, peer) for position in (0, 40) for batch in (1, 3) for peer in decode.PEERS
+    ]
+    for r in rows:
+        assert len(r["seconds"]) == 2 and min(r["seconds"]) > 0
+        assert r["of_bound"] == pytest.approx(r["tokens_per_second"] / r["bound"])
+    assert all(rate > 0 for rate in results["prefill"].values()) and results["memory"]["told"] > 0
+    assert sum(line.split()[2:3] == ["hf_compiled"] for line in capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_bound_of_decoding_counts_weights_and_keys_and_values(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import decode
+
+    assert decode.weight_bytes(GPT2_345M, torch.bfloat16) == pytest.approx(708e6, rel=1e-3)
+    one, two = (decode.bytes_read(GPT2_345M, torch.bfloat16, batch, position=512) for batch in (1, 2))
+    assert two - one == 512 * 96 * 1024
+
+
 @pytest.mark.parametrize("changes", [[], ["--at_once"]])
 def test_the_stall_of_a_save_is_told_beside_its_whole_time(small, tmp_path, monkeypatch, capsys, changes):
     import checkpoint

@@ -1,6 +1,8 @@
 """Sampling from the definition, one row at a time, and what tests do on a CPU, in Triton's interpreter and on a GPU."""
 
+import importlib
 import math
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +12,9 @@ from torch import Tensor
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
-from dtgpt.ops.sampling.sequences import Variant
+from dtgpt.ops.sampling import sample as op
+from dtgpt.ops.sampling.reference import sample_reference
+from dtgpt.ops.sampling.sequences import Sampled, Variant
 
 NO_IDS = SpecialIds()
 
@@ -138,3 +142,57 @@ def log_probabilities(row: Row) -> np.ndarray:
     """In float64."""
     values = measured(row).astype(np.float64)
     return values - values.max() - np.log(np.exp(values - values.max()).sum())
+
+
+FILTERS = [
+    {}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 7}, {"top_k": 40, "temperature": 0.2},
+    {"top_k": 10**6}, {"top_p": 0.62}, {"top_p": 0.93, "temperature": 2.5}, {"top_p": 1e-7}, {"top_p": 0.9999},
+    {"top_p": 0.97, "top_p_decay": 0.83, "top_p_bound": 0.31}, {"top_k": 30, "top_p": 0.58},
+    {"top_k": 5, "top_p": 0.99, "temperature": 7}, {"top_k": 400, "top_p": 0.17},
+]  # fmt: skip
+EDITS = [{"logit_bias": {3: 2.0, 4: -100.0}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
+         {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}]  # fmt: skip
+
+
+def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list[Row]:
+    """A row for each choice of filters; logits are wide, narrow, have many ties, or are all equal."""
+    choose, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    kinds = (lambda x: 3 * x, lambda x: x / 5, lambda x: (2 * x).round() / 2, torch.zeros_like, lambda x: x.exp() - 4)
+    rows = []
+    for place, options in enumerate(FILTERS if filters else FILTERS[:4]):
+        logits = kinds[(place + seed) % len(kinds)](torch.randn(size, generator=noise))
+        if size > 9:
+            logits[choose.randrange(size)] = -math.inf
+        more = choose.choice(EDITS) if edits and size > 9 else {}
+        ids = [choose.randrange(min(size, 5)) for _ in range(6)]
+        special = SpecialIds(0, 1, 2, ids[-1])
+        rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
+    return rows
+
+
+def compare_with_reference(
+    rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int
+) -> Sampled:
+    """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU."""
+    size, variant = len(rows[0].logits), variant_for(rows, alternatives)
+    logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
+    slots = torch.arange(len(rows))
+    expected = sample_reference(logits, state_of(rows, 16).sequences, slots, size, variant)
+    state = state_of(rows, 16, device)
+    found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.top_ids.tolist() == expected.top_ids.tolist()
+    for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-6)
+    return found
+
+
+def interpret() -> None:
+    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
+    op.has_triton = lambda x: True
+    kernels, filters = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in ("kernels", "filter_kernels"))
+    kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
+    filters.SEARCH = 16
+    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0)]):
+        dtype = torch.float16 if seed == 1 else torch.float32
+        compare_with_reference(random_rows(size, seed, edits=seed == 2, filters=seed != 3), dtype, "cpu", seed, padding)

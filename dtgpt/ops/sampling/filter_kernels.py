@@ -2,8 +2,11 @@
 
 Nothing is sorted. Chunks of a row count their logits, and sum their probabilities, in bins of the distance from the
 largest logit. One program a row then knows the bins where top-k and top-p end, copies the few logits in them, and finds
-both ends by binary search over the ordered bits of the copies. The sums that decide are of whole numbers, as in the
-reference; those of bins only tell where to look, within a margin above their rounding.
+both ends by binary search over the ordered bits of the copies. All sums are of whole numbers, so they have no order.
+Last, chunks draw from what stays.
+
+A sum of probabilities is rounded once, at its end; that of the reference has terms that are rounded. Both keep the same
+ids unless a sum is within about 1e-7 of top_p.
 """
 
 import torch
@@ -12,27 +15,37 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.sampling.kernels import (
-    CHUNK, LAST, ROW, WARPS, is_filtered, load_choice, load_chunk, ordered, paired, unordered,
-)  # fmt: skip
+    CHUNK,
+    LAST,
+    ROW,
+    WARPS,
+    gumbel,
+    is_filtered,
+    load_choice,
+    load_chunk,
+    ordered,
+    paired,
+    unordered,
+    weight_of,
+)
 from dtgpt.ops.sampling.sequences import Sequences
 
 BINS = 64  # eight for each octave of 1 + distance / temperature, up to 2^8
-GROUP = 16  # bins that a program counts at once
-BLOCK = 4096  # logits that the program of a row takes at once
-ROW_WARPS = 16
+GROUP, BIN_WARPS = 8, 8  # bins that a program counts at once
+BLOCK, SEARCH, ROW_WARPS = 8192, 2048, 16  # logits and copies that the program of a row takes at once
 
-SHIFT = tl.constexpr(20)  # leaves exponent and three bits of the mantissa
+SHIFT = tl.constexpr(20)  # leaves the exponent and three bits of the mantissa
 ONE = tl.constexpr(0x3F800000)  # bits of 1.0
-UNIT = tl.constexpr(2.0**60)  # of whole numbers that stand for probabilities
-MARGIN = tl.constexpr(1e-5)  # of sums over bins
-EVERYTHING = tl.constexpr(-(1 << 31))  # below the ordered bits of every value but NaN
+COUNT = tl.constexpr(1 << 52)  # of a logit in a bin, above the sum of 2^10 weights
+MARGIN = tl.constexpr(1e-6)  # above the rounding of a sum of probabilities to fp32
+SMALLEST, LARGEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def bin_of(scaled, peak, LARGEST: tl.constexpr):
+def bin_of(scaled, peak, LAST_BIN: tl.constexpr):
     """Return the bin of logits / temperature, 0 for those near the peak. Exact, so that two kernels agree."""
     distance = 1.0 + (peak - scaled)
-    return tl.minimum((distance.to(tl.int32, bitcast=True) - ONE) >> SHIFT, LARGEST)
+    return tl.minimum((distance.to(tl.int32, bitcast=True) - ONE) >> SHIFT, LAST_BIN)
 
 
 @triton.jit
@@ -45,11 +58,11 @@ def load_peak(terms, row, chunks, temperature, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab_size"])
 def bins_kernel(
-    edited, stride, width, parameters, positions, slots, terms, counts, sums, vocab_size,
+    edited, stride, width, parameters, positions, slots, terms, bins, vocab_size,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write how many logits of a chunk are in each bin, counts int32 `[B, C, BINS]`, and the sums of their
-    exponentials relative to the row's peak, sums fp32 `[B, C, BINS]`, for rows that are filtered."""
+    """Write what the bins of a chunk hold, int64 `[B, C, BINS]`, for rows that are filtered: the number of logits times
+    COUNT, plus the sum of their weights."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks, slot = tl.num_programs(0), tl.load(slots + row)
     temperature, greedy, top_k, top_p = load_choice(parameters + slot * ROW, tl.load(positions + slot))
@@ -57,61 +70,72 @@ def bins_kernel(
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         peak = load_peak(terms, row, chunks, temperature, CHUNKS)
         scaled = tl.div_rn(load_chunk(edited + row * stride, ids, width, vocab_size), temperature)
-        bins = tl.where(ids < vocab_size, bin_of(scaled, peak, BINS - 1), BINS)
-        weights = tl.exp(scaled - peak)
+        place = tl.where(ids < vocab_size, bin_of(scaled, peak, BINS - 1), BINS)
+        content = weight_of(scaled, peak) + COUNT
         for first in tl.static_range(0, BINS, GROUP):
             group = first + tl.arange(0, GROUP)
-            hit = bins[:, None] == group[None, :]
-            place = (row * chunks + chunk) * BINS + group
-            tl.store(counts + place, tl.sum(hit.to(tl.int32), 0))
-            tl.store(sums + place, tl.sum(tl.where(hit, weights[:, None], 0.0), 0))
+            hit = place[:, None] == group[None, :]
+            tl.store(bins + (row * chunks + chunk) * BINS + group, tl.sum(tl.where(hit, content[:, None], 0), 0))
 
 
 @triton.jit
-def whole(weights, total):
-    """Return probabilities weights / total, rounded to fp32, as whole numbers."""
-    return (tl.div_rn(weights, total).to(tl.float64) * UNIT).to(tl.int64)
+def fits(mass, total, top_p):
+    """Return whether a sum of weights, as a probability in fp32, is at most top_p."""
+    return (mass.to(tl.float64) / total.to(tl.float64)).to(tl.float32) <= top_p
 
 
 @triton.jit
-def fits(mass, top_p):
-    """Return whether a sum of whole numbers, rounded to fp32 as a probability, is at most top_p."""
-    return (mass.to(tl.float64) / UNIT).to(tl.float32) <= top_p
-
-
-@triton.jit
-def collect(
-    line, width, vocab_size, scratch, temperature, peak, total, nearest, farthest, least,
-    SUM: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy the logits in bins `nearest` to `farthest` whose ordered bits are `least` or more. Return how many there
-    are, and the sum of the probabilities in nearer bins if it is asked for."""
-    count, before = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+def collect(line, width, vocab_size, copies, temperature, peak, start, end, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the ordered bits of the logits in bins `start` to `end`; return how many there are."""
+    count = tl.zeros((), tl.int32)
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
         values = load_chunk(line, ids, width, vocab_size)
-        scaled = tl.div_rn(values, temperature)
-        bins = tl.where(ids < vocab_size, bin_of(scaled, peak, BINS - 1), BINS)
-        hit = (bins >= nearest) & (bins <= farthest) & (ordered(values) >= least)
+        place = bin_of(tl.div_rn(values, temperature), peak, BINS - 1)
+        hit = (ids < vocab_size) & (place >= start) & (place <= end)
         hits = hit.to(tl.int32)
-        tl.store(scratch + count + tl.cumsum(hits, 0) - 1, values, mask=hit)
+        tl.store(copies + count + tl.cumsum(hits, 0) - 1, ordered(values), mask=hit)
         count += tl.sum(hits, 0)
-        if SUM:
-            before += tl.sum(tl.where(bins < nearest, whole(tl.exp(scaled - peak), total), 0), 0)
     tl.debug_barrier()  # other threads read what one thread has written
-    return count, before
+    return count
 
 
 @triton.jit
-def bounds(scratch, count, BLOCK: tl.constexpr):
-    """Return the smallest and the largest ordered bits of the copies."""
-    smallest, largest = tl.full((), 0x7FFFFFFF, tl.int32), tl.full((), EVERYTHING, tl.int32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        bits = ordered(tl.load(scratch + at, mask=at < count, other=0.0))
-        smallest = tl.minimum(smallest, tl.min(tl.where(at < count, bits, 0x7FFFFFFF), 0))
-        largest = tl.maximum(largest, tl.max(tl.where(at < count, bits, EVERYTHING), 0))
+def weigh(copies, weights, count, temperature, peak, SEARCH: tl.constexpr):
+    """Write the weights of the copies; return the smallest and the largest copy."""
+    smallest, largest = tl.full((), LARGEST, tl.int32), tl.full((), SMALLEST, tl.int32)
+    for first in range(0, count, SEARCH):
+        at = first + tl.arange(0, SEARCH)
+        inside = at < count
+        bits = tl.load(copies + at, mask=inside, other=0)
+        tl.store(weights + at, weight_of(tl.div_rn(unordered(bits), temperature), peak), mask=inside)
+        smallest = tl.minimum(smallest, tl.min(tl.where(inside, bits, LARGEST), 0))
+        largest = tl.maximum(largest, tl.max(tl.where(inside, bits, SMALLEST), 0))
+    tl.debug_barrier()
     return smallest, largest
+
+
+@triton.jit
+def count_from(copies, count, least, SEARCH: tl.constexpr):
+    """Return how many copies are `least` or more."""
+    found = tl.zeros((), tl.int32)
+    for first in range(0, count, SEARCH):
+        at = first + tl.arange(0, SEARCH)
+        bits = tl.load(copies + at, mask=at < count, other=0)
+        found += tl.sum(((bits >= least) & (at < count)).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def weigh_from(copies, weights, count, least, SEARCH: tl.constexpr):
+    """Return the sum of the weights of the copies that are `least` or more."""
+    found = tl.zeros((), tl.int64)
+    for first in range(0, count, SEARCH):
+        at = first + tl.arange(0, SEARCH)
+        bits = tl.load(copies + at, mask=at < count, other=0)
+        weight = tl.load(weights + at, mask=at < count, other=0)
+        found += tl.sum(tl.where(bits >= least, weight, 0), 0)
+    return found
 
 
 @triton.jit
@@ -121,126 +145,119 @@ def middle(low, high):
 
 
 @triton.jit
-def count_from(scratch, count, least, BLOCK: tl.constexpr):
-    """Return how many copies have ordered bits of `least` or more."""
-    found = tl.zeros((), tl.int32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        bits = ordered(tl.load(scratch + at, mask=at < count, other=0.0))
-        found += tl.sum(((bits >= least) & (at < count)).to(tl.int32), 0)
-    return found
-
-
-@triton.jit
-def weigh_from(scratch, count, least, temperature, peak, BLOCK: tl.constexpr):
-    """Return the sum of exponentials, float64, of the copies with ordered bits of `least` or more."""
-    found = tl.zeros((), tl.float64)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        values = tl.load(scratch + at, mask=at < count, other=0.0)
-        weights = tl.exp(tl.div_rn(values, temperature) - peak)
-        found += tl.sum(tl.where((ordered(values) >= least) & (at < count), weights, 0.0).to(tl.float64), 0)
-    return found
-
-
-@triton.jit
-def sum_above(scratch, count, bits, temperature, peak, total, BLOCK: tl.constexpr):
-    """Return the sum of the probabilities, whole numbers, of the copies with ordered bits above `bits`."""
-    found = tl.zeros((), tl.int64)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        values = tl.load(scratch + at, mask=at < count, other=0.0)
-        shares = whole(tl.exp(tl.div_rn(values, temperature) - peak), total)
-        found += tl.sum(tl.where((ordered(values) > bits) & (at < count), shares, 0), 0)
+def id_of_tie(line, width, vocab_size, edge, number, BLOCK: tl.constexpr):
+    """Return the id of the tie of this number, from 1, among the logits with the ordered bits `edge`."""
+    ties, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        tie = ((ordered(load_chunk(line, ids, width, vocab_size)) == edge) & (ids < vocab_size)).to(tl.int32)
+        hit = (ties + tl.cumsum(tie, 0) == number) & (tie == 1)
+        found += tl.sum(tl.where(hit, ids, 0), 0)
+        ties += tl.sum(tie, 0)
     return found
 
 
 @triton.jit(do_not_specialize=["vocab_size", "chunks"])
 def filter_kernel(
-    edited, stride, width, parameters, positions, slots, terms, counts, sums, copies, scores, best, vocab_size, chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    edited, stride, width, parameters, positions, slots, terms, bins, copies, weights, edges, vocab_size, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Write the best pair of a row that is filtered. copies: fp32 `[B, C x CHUNK]`, memory to work in."""
+    """Write what stays of a row that is filtered, edges int32 `[B, 2]`: the ordered bits of the smallest logit, and the
+    largest id where a logit is equal to it. copies int32, weights int64 `[B, C x CHUNK]`: memory to work in."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature, greedy, top_k, top_p = load_choice(parameters + slot * ROW, tl.load(positions + slot))
     if is_filtered(greedy, top_k, top_p):
-        line, scratch = edited + row * stride, copies + row * chunks * CHUNK
+        line, base = edited + row * stride, row * chunks * CHUNK
         peak = load_peak(terms, row, chunks, temperature, CHUNKS)
-        bins, chunk = tl.arange(0, BINS), tl.arange(0, CHUNKS)
-        tile = row * chunks * BINS + chunk[:, None] * BINS + bins[None, :]
-        inside = (chunk < chunks)[:, None] & (bins >= 0)[None, :]
-        count = tl.sum(tl.load(counts + tile, mask=inside, other=0), 0)
-        mass = tl.sum(tl.load(sums + tile, mask=inside, other=0.0).to(tl.float64), 0)
+        place, chunk = tl.arange(0, BINS), tl.arange(0, CHUNKS)
+        tile = (row * chunks + chunk[:, None]) * BINS + place[None, :]
+        content = tl.load(bins + tile, mask=(chunk < chunks)[:, None] & (place >= 0)[None, :], other=0)
+        counts, masses = tl.sum(content // COUNT, 0), tl.sum(content % COUNT, 0)
 
-        # Top-k: `least`, the ordered bits of the k-th largest logit, which is in bin `last`.
-        least, last, total = tl.full((), EVERYTHING, tl.int32), tl.full((), BINS - 1, tl.int32), tl.sum(mass, 0)
-        if (top_k > 0) & (top_k < vocab_size):
-            k = top_k.to(tl.int32)
-            last = tl.sum((tl.cumsum(count, 0) < k).to(tl.int32), 0)
-            nearer = tl.sum(tl.where(bins < last, count, 0), 0)
-            found, _ = collect(
-                line, width, vocab_size, scratch, temperature, peak, 1.0, last, last, EVERYTHING, False, BINS, BLOCK
-            )
-            low, high = bounds(scratch, found, BLOCK)
-            while low < high:  # count from `low` on is enough, and not above `high`
+        # The bins to look into: `last`, where top-k ends, and those where top-p may end, whatever top-k leaves.
+        k = tl.minimum(tl.where(top_k > 0, top_k, vocab_size), vocab_size)
+        last = tl.sum((tl.cumsum(counts, 0) < k).to(tl.int32), 0)
+        fewest = tl.sum(tl.where((place < last) | (k == vocab_size), masses, 0), 0).to(tl.float64)
+        most = tl.sum(tl.where(place <= last, masses, 0), 0).to(tl.float64)
+        nearer = (tl.cumsum(masses, 0) - masses).to(tl.float64)
+        stay = (nearer <= (top_p - MARGIN) * fewest) & (place <= last)
+        may_stay = (nearer <= (top_p + MARGIN) * most) & (place <= last)
+        start, end = tl.max(tl.where(stay, place, 0), 0), tl.max(tl.where(may_stay, place, 0), 0)
+        if k < vocab_size:
+            start, end = tl.where(top_p < 1, tl.minimum(start, last), last), last
+        before = tl.sum(tl.where(place < start, counts, 0), 0)
+        mass_before = tl.sum(tl.where(place < start, masses, 0), 0)
+        found = collect(line, width, vocab_size, copies + base, temperature, peak, start, end, BINS, BLOCK)
+        low, high = weigh(copies + base, weights + base, found, temperature, peak, SEARCH)
+
+        # Top-k: `edge` becomes the k-th largest logit. From `low` on there are k, not so above `high`.
+        edge, total, largest = low, tl.sum(masses, 0), high
+        if k < vocab_size:
+            while low < high:
                 half = middle(low, high) + 1
-                enough = nearer + count_from(scratch, found, half, BLOCK) >= k
+                enough = before + count_from(copies + base, found, half, SEARCH) >= k
                 low, high = tl.where(enough, half, low), tl.where(enough, high, half - 1)
-            least = low
-            total = tl.sum(tl.where(bins < last, mass, 0.0), 0)
-            total += weigh_from(scratch, found, least, temperature, peak, BLOCK)
-            tl.debug_barrier()  # all threads have read the copies
+            edge = low
+            total = mass_before + weigh_from(copies + base, weights + base, found, edge, SEARCH)
 
-        # Top-p: all above `edge` stay, and of those at `edge` the first ones.
-        edge, above, share = least, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        # Top-p: what is above `edge` fits, and not what is above less. Of equal logits the first ones stay.
+        last_id = tl.full((), LARGEST, tl.int32)
         if top_p < 1:
-            normalizer = total.to(tl.float32)
-            nearer_mass = (tl.cumsum(mass, 0) - mass) / total
-            sure = (nearer_mass <= top_p - MARGIN) & (bins <= last)
-            possible = (nearer_mass <= top_p + MARGIN) & (bins <= last)
-            nearest = tl.max(tl.where(sure, bins, 0), 0)
-            farthest = tl.max(tl.where(possible, bins, 0), 0)
-            found, nearer_sum = collect(
-                line, width, vocab_size, scratch, temperature, peak, normalizer, nearest, farthest, least, True, BINS, BLOCK
-            )
-            low, high = bounds(scratch, found, BLOCK)
-            low -= 1
-            while low + 1 < high:  # the sum above `high` fits; if that above `low` does, all copies stay
+            low, high = edge - 1, largest
+            while low + 1 < high:
                 half = middle(low, high)
-                sum_half = nearer_sum + sum_above(scratch, found, half, temperature, peak, normalizer, BLOCK)
-                fit = fits(sum_half, top_p)
+                above = mass_before + weigh_from(copies + base, weights + base, found, half + 1, SEARCH)
+                fit = fits(above, total, top_p)
                 low, high = tl.where(fit, low, half), tl.where(fit, half, high)
             edge = high
-            above = nearer_sum + sum_above(scratch, found, edge, temperature, peak, normalizer, BLOCK)
-            share = whole(tl.exp(tl.div_rn(unordered(edge), temperature) - peak), normalizer)
+            above = mass_before + weigh_from(copies + base, weights + base, found, edge + 1, SEARCH)
+            weight = weight_of(tl.div_rn(unordered(edge), temperature), peak)
+            ties = count_from(copies + base, found, edge, SEARCH) - count_from(copies + base, found, edge + 1, SEARCH)
+            fewer, more = tl.full((), 1, tl.int32), ties
+            while fewer < more:
+                half = middle(fewer, more) + 1
+                fit = fits(above + (half - 1) * weight, total, top_p)
+                fewer, more = tl.where(fit, half, fewer), tl.where(fit, more, half - 1)
+            if fewer < ties:
+                last_id = id_of_tie(line, width, vocab_size, edge, fewer, BLOCK)
+        tl.store(edges + row * 2, edge)
+        tl.store(edges + row * 2 + 1, last_id)
 
-        # The best score of those that stay, in the order of ids.
-        ties, winner = tl.zeros((), tl.int64), tl.full((), LAST, tl.int64)
-        for first in range(0, vocab_size, BLOCK):
-            ids = first + tl.arange(0, BLOCK)
-            token = ids < vocab_size
-            bits = ordered(load_chunk(line, ids, width, vocab_size))
-            tie = (token & (bits == edge)).to(tl.int64)
-            rank = ties + tl.cumsum(tie, 0) - tie
-            stays = (bits > edge) | ((bits == edge) & fits(above + rank * share, top_p))
-            score = tl.load(scores + row * chunks * CHUNK + ids, mask=token, other=0.0)
-            winner = tl.maximum(winner, tl.max(tl.where(stays & token, paired(score, ids), LAST), 0))
-            ties += tl.sum(tie, 0)
-        tl.store(best + row * chunks, winner)
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def draw_kernel(
+    edited, stride, width, parameters, positions, slots, terms, edges, best, vocab_size, CHUNK: tl.constexpr
+):
+    """Write the best pair of a chunk, int64 `[B, C]`, of rows that are filtered."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    line, position = parameters + slot * ROW, tl.load(positions + slot)
+    temperature, greedy, top_k, top_p = load_choice(line, position)
+    if is_filtered(greedy, top_k, top_p):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        values = load_chunk(edited + row * stride, ids, width, vocab_size)
+        bits, edge, last_id = ordered(values), tl.load(edges + row * 2), tl.load(edges + row * 2 + 1)
+        stays = (ids < vocab_size) & ((bits > edge) | ((bits == edge) & (ids <= last_id)))
+        score = tl.div_rn(values, temperature) + gumbel(line, position, chunk * CHUNK, CHUNK)
+        pairs = tl.where(stays, paired(score, ids), LAST)
+        tl.store(best + row * tl.num_programs(0) + chunk, tl.max(pairs, 0))
 
 
 def launch_filters(
-    edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor, best: Tensor, scores: Tensor
+    edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor, best: Tensor
 ) -> None:
     """Write the best pairs, int64 `[B, C]`, of rows that are filtered; other arguments: as of `chunk_kernel`."""
     rows, chunks = best.shape
-    counts = torch.empty(rows, chunks, BINS, dtype=torch.int32, device=edited.device)
-    sums = torch.empty(rows, chunks, BINS, device=edited.device)
+    bins = torch.empty(rows, chunks, BINS, dtype=torch.int64, device=edited.device)
+    copies = torch.empty(rows, chunks * CHUNK, dtype=torch.int32, device=edited.device)
+    weights = torch.empty(copies.shape, dtype=torch.int64, device=edited.device)
+    edges = torch.empty(rows, 2, dtype=torch.int32, device=edited.device)
     common = edited, edited.stride(0), edited.shape[1], sequences.parameters, sequences.position, slots, terms
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks), "BINS": BINS}
-    bins_kernel[(chunks, rows)](*common, counts, sums, vocab_size, **sizes, GROUP=GROUP, num_warps=WARPS)
+    bins_kernel[(chunks, rows)](*common, bins, vocab_size, **sizes, GROUP=GROUP, num_warps=BIN_WARPS)
     filter_kernel[(rows,)](
-        *common, counts, sums, torch.empty_like(scores), scores, best, vocab_size, chunks, **sizes, BLOCK=BLOCK,
+        *common, bins, copies, weights, edges, vocab_size, chunks, **sizes, BLOCK=BLOCK, SEARCH=SEARCH,
         num_warps=ROW_WARPS,
     )  # fmt: skip
+    draw_kernel[(chunks, rows)](*common, edges, best, vocab_size, CHUNK=CHUNK, num_warps=WARPS)

@@ -28,6 +28,7 @@ TOP_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p"))
 TOP_P_DECAY = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_decay"))
 TOP_P_BOUND = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_bound"))
 
+WEIGHT = tl.constexpr(2.0**40)  # that of the peak
 LAST = tl.constexpr(-(1 << 63))  # below every pair of a score and an id
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
 
@@ -48,17 +49,24 @@ def unordered(numbers):
 @triton.jit
 def paired(values, ids):
     """Return int64 pairs of fp32 values and ids."""
-    return (ordered(values).to(tl.int64) << 32) | (LOW_WORD - ids.to(tl.int64))
+    return (ordered(values).to(tl.int64) << 32) | (ids.to(tl.int64) ^ LOW_WORD)
 
 
 @triton.jit
 def id_of(pair):
-    return LOW_WORD - (pair & LOW_WORD)
+    return (pair & LOW_WORD) ^ LOW_WORD
 
 
 @triton.jit
 def value_of(pair):
     return unordered((pair >> 32).to(tl.int32))
+
+
+@triton.jit
+def weight_of(values, peak):
+    """Return exponentials relative to that of the peak, as whole numbers: their sum has no order, so that it does not
+    depend on the layout, which follows the dtype and alignment of logits."""
+    return (tl.exp(values - peak) * WEIGHT + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -123,14 +131,14 @@ def store_best(pairs, out, count):
 @triton.jit(do_not_specialize=["vocab_size", "alternatives"])
 def chunk_kernel(
     measured, edited, measured_stride, edited_stride, measured_width, edited_width,
-    parameters, positions, slots, terms, best, top, scores, vocab_size, alternatives,
+    parameters, positions, slots, terms, best, top, vocab_size, alternatives,
     EDITED: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Reduce a chunk of a row.
 
     terms: fp32 `[B, 3, C]`: largest measured logit, sum of exponentials relative to it, largest edited logit;
-    best: int64 `[B, C]`, the pair of the best score, LAST for a row that is filtered; top: int64 `[B, C, alternatives]`,
-    pairs of measured logits; scores: fp32 `[B, C x CHUNK]`, written for rows that are filtered.
+    best: int64 `[B, C]`, the pair of the best score, LAST for a row that is filtered;
+    top: int64 `[B, C, alternatives]`, the pairs of the largest measured logits.
     """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks, slot = tl.num_programs(0), tl.load(slots + row)
@@ -141,7 +149,8 @@ def chunk_kernel(
     largest = tl.max(values, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(terms + (row * 3) * chunks + chunk, largest)
-    tl.store(terms + (row * 3 + 1) * chunks + chunk, tl.sum(tl.exp(values - base), 0))
+    total = tl.sum(weight_of(values, base), 0)
+    tl.store(terms + (row * 3 + 1) * chunks + chunk, (total.to(tl.float64) / WEIGHT).to(tl.float32))
     pairs = tl.where(token, paired(values, ids), LAST)
     store_best(pairs, top + (row * chunks + chunk) * alternatives, alternatives)
     if EDITED:
@@ -149,15 +158,13 @@ def chunk_kernel(
     tl.store(terms + (row * 3 + 2) * chunks + chunk, tl.max(values, 0))
     line, position = parameters + slot * ROW, tl.load(positions + slot)
     temperature, greedy, top_k, top_p = load_choice(line, position)
-    score = values
-    if not greedy:
-        score = tl.div_rn(values, temperature) + gumbel(line, position, first, CHUNK)
-    pairs = tl.where(token, paired(score, ids), LAST)
-    if FILTERS:
-        filtered = is_filtered(greedy, top_k, top_p)
-        tl.store(scores + row * chunks * CHUNK + ids, score, mask=filtered & token)
-        pairs = tl.where(filtered, LAST, pairs)
-    tl.store(best + row * chunks + chunk, tl.max(pairs, 0))
+    pair = LAST
+    if not (FILTERS & is_filtered(greedy, top_k, top_p)):
+        score = values
+        if not greedy:
+            score = tl.div_rn(values, temperature) + gumbel(line, position, first, CHUNK)
+        pair = tl.max(tl.where(token, paired(score, ids), LAST), 0)
+    tl.store(best + row * chunks + chunk, pair)
 
 
 @triton.jit(do_not_specialize=["chunks", "alternatives"])
@@ -204,14 +211,13 @@ def launch_sample(
     terms = torch.empty(rows, 3, chunks, device=device)
     best = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     top = torch.empty(rows, chunks, count, dtype=torch.int64, device=device)
-    scores = torch.empty(rows if variant.filters else 0, chunks * CHUNK, device=device)
     chunk_kernel[(chunks, rows)](
         measured, edited, measured.stride(0), edited.stride(0), measured.shape[1], edited.shape[1],
-        sequences.parameters, sequences.position, slots, terms, best, top, scores, vocab_size, count,
+        sequences.parameters, sequences.position, slots, terms, best, top, vocab_size, count,
         EDITED=edited is not measured, FILTERS=variant.filters, CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
     if variant.filters:
-        launch_filters(edited, sequences, slots, vocab_size, terms, best, scores)
+        launch_filters(edited, sequences, slots, vocab_size, terms, best)
     sampled = Sampled(
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),

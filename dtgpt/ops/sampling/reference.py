@@ -21,6 +21,9 @@ def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_
     parameters = unpack(sequences.parameters[slots])
     values = logits[:, :vocab_size].float()
     measured, edited = edit(values, sequences, slots, parameters, variant)
+    if variant.beams:
+        ids, logprobs = beam_candidates(measured, edited, variant.alternatives)
+        return Sampled(ids[:, 0], logprobs[:, 0], ids, logprobs)
     tokens = choose(edited, sequences.position[slots], parameters, variant.filters)
     if not variant.logprobs and not variant.alternatives:
         return Sampled(tokens, values.new_zeros(len(tokens)), tokens.new_empty(len(tokens), 0), values[:, :0])
@@ -33,6 +36,16 @@ def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tupl
     measured = torch.log_softmax(values, dim=-1)
     top = likeliest(values, alternatives)
     return measured.gather(1, tokens[:, None])[:, 0], top, measured.gather(1, top)
+
+
+def beam_candidates(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probabilities `[B, count]` of the likeliest tokens after the rules, which made `edited` of the
+    values fp32 `[B, V]`. Log-probabilities change as the values did and are not normalised again, as in transformers'
+    beam search."""
+    measured = torch.log_softmax(values, dim=-1)
+    changed = torch.where(edited == values, measured, measured + (edited - values))
+    top = likeliest(changed, count)
+    return top, changed.gather(1, top)
 
 
 def likeliest(values: Tensor, count: int) -> Tensor:

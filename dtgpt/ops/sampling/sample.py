@@ -6,7 +6,7 @@ is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, and a
 is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is chosen.
 
 Reference: `reference.py`. Fast path: Triton kernels after the rules on logits, which both have from `edits.py`. A row
-without such rules costs two launches, filters two more.
+without such rules costs two launches, filters two more. The candidates of beams have no fast path.
 """
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def sample(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int,
     slots: int64 `[B]`, the row of `sequences` that each row of logits belongs to. Nothing is synchronised with the
     host, and all shapes follow from those of the arguments: a CUDA graph can capture the call.
     """
-    if not has_triton(logits):
+    if variant.beams or not has_triton(logits):  # a beam search draws nothing
         return sample_reference(logits, sequences, slots, vocab_size, variant)
     from dtgpt.ops.sampling.kernels import launch_sample
 

@@ -76,6 +76,7 @@ class Variant(NamedTuple):
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return
     logprobs: bool = True
+    beams: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules: candidates of beams
 
 
 class Sampled(NamedTuple):
@@ -84,7 +85,7 @@ class Sampled(NamedTuple):
     tokens: Tensor  # int64 [B]
     logprobs: Tensor  # fp32 [B], of the unfiltered distribution at temperature 1; 0 where the variant has none
     top_ids: Tensor  # int64 [B, alternatives], the likeliest of that distribution, best first, smallest id among equals
-    top_logprobs: Tensor  # fp32 [B, alternatives]
+    top_logprobs: Tensor  # fp32 [B, alternatives]; for beams changed as the rules change logits: -inf where banned
 
 
 def _bits(values: Sequence[float]) -> list[int]:

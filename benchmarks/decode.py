@@ -1,0 +1,241 @@
+"""Generated tokens/s beside the bound of memory bandwidth, and beside other ways to generate, in one run.
+
+    python benchmarks/decode.py --model 345m --batches 1 8 64 256 --positions 0 512
+    python benchmarks/decode.py --model 1558m --batches 1 --peers dtgpt naive_graph
+    torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
+
+Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
+weights and of the keys and values at these positions, over the rate of a large copy, which is measured in the same run.
+Peers take turns; the figures are medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from decode_peers import LEAD, EnginePeer, NaiveGraphPeer, Peer, TransformersPeer, drain
+from torch import Tensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.memory import bytes_per_slot
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
+from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.local import inference_table, localize
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
+from dtgpt.util.environment import environment
+
+TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
+MODELS = {"tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PEERS = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")
+HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
+TIMEOUT = 600.0  # s that a rank waits for others
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second that a large copy moves, read and written."""
+    source = torch.ones(1 << (30 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_time(lambda: target.copy_(source), device, rounds=20)
+
+
+def median_time(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median of the seconds of `work`, after one run that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        drain(device)
+        begin = time.perf_counter()
+        work()
+        drain(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def weight_bytes(config: GPT2Config, dtype: torch.dtype) -> int:
+    """Bytes of the weights that a step reads: all but the table of positions."""
+    return (config.num_parameters - config.seq_length * config.hidden_size) * dtype.itemsize
+
+
+def bytes_read(config: GPT2Config, dtype: torch.dtype, batch: int, position: float) -> float:
+    """Bytes of a step of `batch` sequences at `position`: the weights once, keys and values of each sequence."""
+    return weight_bytes(config, dtype) + batch * position * 2 * config.num_layers * config.hidden_size * dtype.itemsize
+
+
+def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype: torch.dtype, slots: int) -> Engine:
+    """An engine under a plan, with random weights: the parts that `dtgpt.load` puts together."""
+    plan = parse_plan(plan_name, {}).for_world(Process.from_environment().world)
+    settings = Settings(
+        model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
+    )  # fmt: skip
+    mesh = Mesh(plan, device)
+    stages, _ = build_stages(settings, mesh, root_key(1), masters=False, table=inference_table(config, plan))
+    for stage in stages:
+        localize(stage, mesh)
+    return Engine(stages, mesh, config, dtype, slots)
+
+
+def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
+    config, dtype = MODELS[args.model], DTYPES[args.dtype]
+    makers: dict[str, Callable[[], Peer]] = {
+        "dtgpt": partial(EnginePeer, engine),
+        "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
+        "hf_compiled": partial(TransformersPeer, config, device, dtype, static=True),
+        "hf_eager": partial(TransformersPeer, config, device, dtype, static=False),
+    }
+    return {name: makers[name]() for name in PEERS if name in args.peers}
+
+
+def compare(peers: dict[str, Peer], prompt: list[int], batch: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each peer, by round; peers take turns."""
+    with ExitStack() as stack:
+        for peer in peers.values():
+            peer.prepare(prompt, batch, tokens)
+            stack.callback(peer.close)
+            peer.step_time()
+        found = [{name: peer.step_time() for name, peer in peers.items()} for _ in range(rounds)]
+    return {name: [times[name] for times in found] for name in peers}
+
+
+def measure_decode(args: argparse.Namespace, engine: Engine, rate: float) -> list[dict]:
+    """A row of results for each batch, position and peer."""
+    config, dtype, device = MODELS[args.model], DTYPES[args.dtype], engine.mesh.device
+    peers = make_peers(args, engine, device)
+    results = []
+    for position in args.positions:
+        prompt = torch.arange(position + 1).remainder(config.vocab_size).tolist()
+        for batch in args.batches:
+            bound = batch * rate / bytes_read(config, dtype, batch, position + LEAD + args.tokens / 2)
+            for name, times in compare(peers, prompt, batch, args.tokens, args.rounds).items():
+                speed = batch / statistics.median(times)
+                row = {"batch": batch, "position": position, "peer": name, "seconds": times, "tokens_per_second": speed}
+                results.append(row | {"bound": bound, "of_bound": speed / bound})
+                print(line(results[-1], results), flush=True)
+    return results
+
+
+def line(row: dict, results: list[dict]) -> str:
+    """A row of the table."""
+    ours = next(
+        (r for r in results if r["peer"] == "dtgpt" and all(r[k] == row[k] for k in ("batch", "position"))), None
+    )
+    cells = [str(row["batch"]), str(row["position"]), row["peer"], f"{statistics.median(row['seconds']) * 1e3:.3f}"]
+    cells += [f"{row['tokens_per_second']:,.0f}", f"{row['of_bound']:.1%}"]
+    cells += [f"{row['tokens_per_second'] / ours['tokens_per_second']:.2f}" if ours else "-"]
+    return "".join(cell.rjust(13) for cell in cells)
+
+
+@torch.no_grad()
+def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
+    """Tokens/s of prefilling prompts that fill the model, one after the other, and of the training forward over the
+    same number of sequences, with and without its loss."""
+    config, dtype, device = MODELS[args.model], DTYPES[args.dtype], engine.mesh.device
+    length, sequences = config.seq_length, args.prefill
+    ids = torch.arange(length).remainder(config.vocab_size)
+    model = build_model(config, device, dtype, root_key(1)).to(dtype)
+    batch = ids.to(device).repeat(sequences, 1)
+
+    def prefill() -> None:
+        for _ in range(sequences):
+            engine.commands.prefill(0, ids.tolist())
+
+    def forward(targets: Tensor | None) -> float:
+        return sequences * length / median_time(lambda: model(batch, targets=targets), device, args.rounds)
+
+    rates = {"prefill": sequences * length / median_time(prefill, device, args.rounds)}
+    return rates | {"forward": forward(None), "forward_and_loss": forward(batch)}
+
+
+def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dict[str, float]:
+    """GiB that the engine was said to take, and the peak since `before` bytes were allocated."""
+    config, dtype, plan = MODELS[args.model], DTYPES[args.dtype], engine.mesh.plan
+    slots = (engine.slots + 1) * bytes_per_slot(config, plan, dtype)
+    told = config.num_parameters * dtype.itemsize / (plan.tp * plan.pp) + slots
+    cuda = engine.mesh.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() - before if cuda else float("nan")
+    return {"told": told / 2**30, "peak": peak / 2**30}
+
+
+def run(args: argparse.Namespace, device: torch.device) -> dict:
+    """All measurements, on rank 0."""
+    config, dtype = MODELS[args.model], DTYPES[args.dtype]
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    engine = make_engine(config, args.plan, device, dtype, args.slots or max(args.batches))
+    if engine.mesh.rank > 0:
+        engine.follow()
+        return {}
+    rate = copy_rate(device)
+    print(f"{args.model}, {args.dtype}, plan {args.plan}; a copy moves {rate / 1e12:.2f} TB/s")
+    print("".join(head.rjust(13) for head in HEADS))
+    warm_up(args, engine)
+    memory = measure_memory(args, engine, before)
+    results = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
+    print(f"memory of the engine: {memory['told']:.3f} GiB told, {memory['peak']:.3f} GiB at most")
+    if args.prefill:
+        results["prefill"] = rates = measure_prefill(args, engine)
+        print(", ".join(f"{name} {value:,.0f} tokens/s" for name, value in rates.items()))
+    engine.release()
+    return results | {"model": args.model, "plan": args.plan, "dtype": args.dtype, "environment": environment(device)}
+
+
+def warm_up(args: argparse.Namespace, engine: Engine) -> None:
+    """Work on every batch size once, at the last position that is asked for."""
+    peer = EnginePeer(engine)
+    for batch in args.batches:
+        peer.prepare([1] * (max(args.positions) + 1), batch, args.tokens)
+        peer.step_time()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="345m", choices=MODELS)
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument(
+        "--plan", default="single", help="under torchrun, such as tp2 or pp2, with the peer dtgpt alone"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
+    parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--tokens", type=int, default=128, help="timed steps of a measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each peer")
+    parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")
+    parser.add_argument("--prefill", type=int, default=8, help="prompts of the measurement of prefill; 0: none")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    args = parser.parse_args()
+    needed, there = max(args.positions) + 1 + LEAD + args.tokens, MODELS[args.model].seq_length
+    if needed > there:
+        parser.error(f"position {max(args.positions)} and {args.tokens} tokens need {needed} positions of {there}")
+    return args
+
+
+def main() -> int:
+    args, process = parse(), Process.from_environment()
+    if process.world > 1:
+        args.peers = ["dtgpt"]
+    device = torch.device(args.device, process.local_rank) if args.device == "cuda" else torch.device("cpu")
+    if process.world > 1:
+        start_process_group(device, TIMEOUT)
+    try:
+        results = run(args, device)
+    finally:
+        if process.world > 1:
+            end_process_group()
+    if results and args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

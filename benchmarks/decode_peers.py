@@ -1,0 +1,173 @@
+"""Ways to generate tokens, each behind the same two calls: dtgpt's engine, transformers, and a naive CUDA graph."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timing import capture
+from torch import Tensor
+
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import Request
+from dtgpt.inference.sampling import Sampling
+from dtgpt.interop.hf.gpt2 import write_config
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import build_model
+from dtgpt.models.layers import AttentionCore
+from dtgpt.ops.random.philox import root_key
+
+LEAD = 24  # tokens before those that are timed: caches warm, and all rows of the engine under way
+
+
+class Peer(ABC):
+    """One way to generate greedily. `step_time` may be called again and again after `prepare`."""
+
+    def prepare(self, prompt: list[int], batch: int, tokens: int) -> None:
+        """Get ready for `batch` sequences that begin with `prompt`, of which `tokens` steps will be timed."""
+        self.prompt, self.batch, self.tokens = prompt, batch, tokens
+
+    @abstractmethod
+    def step_time(self) -> float:
+        """Return the seconds of one step, which adds a token to each sequence: the mean over `tokens` steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what `prepare` allocated."""
+
+
+class EnginePeer(Peer):
+    """dtgpt's engine, as a server drives it: scheduler, rounds, and results read on the host."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def step_time(self) -> float:
+        sampling = Sampling(temperature=0.0, max_new_tokens=LEAD + self.tokens, ends=False)
+        # Choices of one prompt begin together, so that all rows are at the same position.
+        self.engine.submit(Request(ids=self.prompt, sampling=sampling, choices=self.batch))
+        count, begin, counted = 0, 0.0, 0
+        while self.engine.busy:
+            count += sum(len(event.ids) for event in self.engine.step())
+            if not begin and count >= LEAD // 2 * self.batch:  # the rest of LEAD is the rounds that are under way
+                begin, counted = time.perf_counter(), count
+        return (time.perf_counter() - begin) * self.batch / (count - counted)
+
+    def close(self) -> None:
+        pass  # the engine keeps its cache
+
+
+class TransformersPeer(Peer):
+    """`generate` of transformers, with the cache that it makes by default or a static one that makes it compile."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, static: bool):
+        from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
+
+        self.device = device
+        settings = GPT2Config(**write_config(config), bos_token_id=None, eos_token_id=None)
+        with device:
+            self.model = GPT2LMHeadModel(settings).to(dtype).eval()  # random weights, distributed as dtgpt's
+        self.options: dict = {"do_sample": False, "pad_token_id": 0}
+        if static:
+            self.options["cache_implementation"] = "static"
+            if device.type == "cuda":
+                self.options["compile_config"] = CompileConfig(mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def prepare(self, prompt: list[int], batch: int, tokens: int) -> None:
+        super().prepare(prompt, batch, tokens)
+        self.ids = torch.tensor([prompt] * batch, device=self.device)
+        self.step_time()  # compiles
+
+    def step_time(self) -> float:
+        watch = StopWatch()
+        new = LEAD + self.tokens
+        mask = torch.ones_like(self.ids)
+        self.model.generate(
+            self.ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, streamer=watch, **self.options
+        )
+        times = watch.times[-self.tokens - 1 :]
+        return (times[-1] - times[0]) / self.tokens
+
+    def close(self) -> None:
+        self.model._cache = None  # where transformers keeps a static cache
+        torch.compiler.reset()
+
+
+class StopWatch:
+    """A streamer for `generate`: notes when each token arrives on the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class NaiveGraphPeer(Peer):
+    """The plain modules in one CUDA graph (on a CPU, called one by one): a static cache, scaled_dot_product_attention
+    over all of its positions, argmax."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
+        self.config, self.device, self.dtype = config, device, dtype
+        self.model = build_model(config, device, dtype, root_key(1)).to(dtype).eval()
+        self.cores = [module for module in self.model.modules() if isinstance(module, AttentionCore)]
+
+    @torch.no_grad()
+    def prepare(self, prompt: list[int], batch: int, tokens: int) -> None:
+        super().prepare(prompt, batch, tokens)
+        length, self.first = len(prompt) + LEAD + tokens, len(prompt) - 1
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        for core in self.cores:
+            core.cache = StaticCache(batch, length, self.config, self.dtype, self.position)
+        self.replay: Callable[[], object] = self._step
+        if self.device.type == "cuda":
+            self.replay = capture(self._step).replay
+
+    def _step(self) -> None:
+        logits = self.model(self.token, positions=self.position.expand(self.batch, 1))
+        self.token.copy_(logits[:, -1, : self.config.vocab_size].argmax(-1, keepdim=True))
+        self.position += 1
+
+    @torch.no_grad()
+    def step_time(self) -> float:
+        self.position.fill_(self.first)  # what the cache holds before does not change the time
+        for _ in range(LEAD):
+            self.replay()
+        drain(self.device)
+        begin = time.perf_counter()
+        for _ in range(self.tokens):
+            self.replay()
+        drain(self.device)
+        return (time.perf_counter() - begin) / self.tokens
+
+    def close(self) -> None:
+        self.replay = self._step
+        for core in self.cores:
+            core.cache = None
+
+
+class StaticCache:
+    """Keys and values `[B, N, P, D]` of one layer; `position`, int64 `[1]`, is that of the next token of all rows."""
+
+    def __init__(self, batch: int, length: int, config: ModelConfig, dtype: torch.dtype, position: Tensor):
+        shape = batch, config.num_heads, length, config.head_dim
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2))
+        self.position, self.places = position, torch.arange(length, device=position.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep k and v `[B, 1, N, D]`, and return the attention `[B, 1, N, D]` of q."""
+        self.keys.index_copy_(2, self.position, k.transpose(1, 2))
+        self.values.index_copy_(2, self.position, v.transpose(1, 2))
+        mask = (self.places <= self.position)[None, None, None]
+        return F.scaled_dot_product_attention(q.transpose(1, 2), self.keys, self.values, mask).transpose(1, 2)
+
+
+def drain(device: torch.device) -> None:
+    """Wait for all that was queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,161 @@
+"""Beam search over the continuations of one prompt, on the host: which rows go on, which hypotheses are kept.
+
+The model runs elsewhere. Each step gives the likeliest tokens of every row; the search answers with the rows of the
+next step, each a row of this step and a token after it. The rules are those of Megatron-LM of 2023 and of Hugging
+Face's transformers, which differ in one: see `Beams.ended_bound`. Sums and scores are rounded to fp32 as theirs are, so
+that what ties there ties here.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dtgpt.util.errors import UserError, shown
+
+Candidates = Sequence[tuple[int, float]]  # (id, log-probability) of the likeliest tokens of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """Choices of a beam search. Scores are sum of log-probabilities / length ** `length_penalty`, where the length is
+    the number of new tokens with the one that ends the hypothesis."""
+
+    width: int  # sequences that go on at each step, and hypotheses that are kept
+    length_penalty: float = 1.0  # above 0: longer hypotheses gain
+    early_stopping: bool = False  # end as soon as `width` hypotheses have ended, whatever open beams may reach
+    # The search ends when no open beam scores above the worst kept hypothesis. True: when no candidate of the step
+    # does, those that end included, which goes on longer (Megatron-LM of 2023, transformers before 4.50).
+    ended_bound: bool = False
+
+    def validate(self, vocab_size: int, choices: int = 1) -> None:
+        """Raise UserError, one sentence, if no model of `vocab_size` tokens can be searched like this, or if fewer than
+        `choices` hypotheses are kept."""
+        largest = vocab_size // 2
+        if type(self.width) is not int or not 1 <= self.width <= largest:
+            raise UserError(
+                f"num_beams={shown(self.width)} cannot be searched over {vocab_size} tokens; use 1 to {largest}, since "
+                "each step compares twice as many tokens"
+            )
+        penalty = self.length_penalty
+        if type(penalty) not in (int, float) or not -10 <= penalty <= 10:  # powers of every length stay within fp32
+            raise UserError(f"length_penalty={shown(penalty)} is not valid; use a number from -10 to 10")
+        if choices > self.width:
+            raise UserError(f"num_beams={self.width} cannot give {choices} sequences; use {choices} or more beams")
+
+
+class Row(NamedTuple):
+    """A row of the next step: the row of this step that it continues, and the token that it adds."""
+
+    source: int
+    token: int
+
+
+class Hypothesis(NamedTuple):
+    """A finished sequence."""
+
+    score: float
+    ids: list[int]  # new tokens, with the one that ended it
+    logprobs: list[float]  # of each of `ids`
+    ended: bool  # by a stop token; else by the largest length
+
+
+class _Open(NamedTuple):
+    """A sequence that goes on."""
+
+    total: float = 0.0  # sum of `logprobs`, in fp32
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    def extend(self, token: int, logprob: float) -> "_Open":
+        return _Open(fp32(self.total + logprob), (*self.ids, token), (*self.logprobs, logprob))
+
+
+class BeamSearch:
+    """The search after one prompt: `advance` with each step's candidates until it returns no rows.
+
+    Among equal sums the smaller row comes first, then the smaller id; among equal scores the earlier hypothesis.
+    """
+
+    def __init__(self, beams: Beams, max_new_tokens: int, stop_ids: Sequence[int] = ()):
+        self.beams, self.limit, self.stop_ids = beams, max_new_tokens, frozenset(stop_ids)
+        self.length = 0  # new tokens of an open sequence
+        self._open = [_Open()]
+        self._kept: list[Hypothesis] = []
+
+    @property
+    def alternatives(self) -> int:
+        """The number of likeliest tokens of each row that `advance` needs: if every stop token of every row is among
+        the best, `width` others must remain."""
+        return (1 + max(1, len(self.stop_ids))) * self.beams.width
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The hypotheses kept so far, best first."""
+        return sorted(self._kept, key=lambda hypothesis: -hypothesis.score)
+
+    def advance(self, candidates: Sequence[Candidates]) -> list[Row]:
+        """Return the rows of the next step; no rows: the search is over. `candidates`: of the one row of the first
+        step, then of the rows that the last call returned, in that order. A token of probability 0 is not one."""
+        best = self._best(candidates)
+        self.length += 1
+        rows, opened = [], []
+        for rank, (row, extended) in enumerate(best):
+            if extended.ids[-1] not in self.stop_ids:
+                rows.append(Row(row, extended.ids[-1]))
+                opened.append(extended)
+            elif rank < self.beams.width:  # an end that is not likely enough is dropped, not kept
+                self._keep(extended, ended=True)
+            if len(rows) == self.beams.width:
+                break
+        self._open = opened
+        if self.length == self.limit:
+            for sequence in opened:
+                self._keep(sequence, ended=False)
+            return []
+        if not rows or self._is_decided(best[0][1].total if self.beams.ended_bound else opened[0].total):
+            return []
+        return rows
+
+    def _best(self, candidates: Sequence[Candidates]) -> list[tuple[int, _Open]]:
+        """Return the best candidates over all rows, best first: each with the row that it continues."""
+        if len(candidates) != len(self._open):
+            raise ValueError(f"candidates of {len(candidates)} rows, but {len(self._open)} are open")
+        found = [
+            (self._rank(fp32(sequence.total + logprob), row, token), row, token, logprob)
+            for row, (sequence, tokens) in enumerate(zip(self._open, candidates, strict=True))
+            for token, logprob in tokens
+            if logprob > -math.inf
+        ]
+        best = sorted(found)[: self.alternatives]
+        return [(row, self._open[row].extend(token, logprob)) for _, row, token, logprob in best]
+
+    def _rank(self, total: float, row: int, token: int) -> tuple[float, int, int]:
+        """Return what orders candidates, the smallest first."""
+        return -total, row, token
+
+    def _score(self, total: float) -> float:
+        return fp32(total / fp32(self.length**self.beams.length_penalty))
+
+    def _keep(self, sequence: _Open, ended: bool) -> None:
+        """Keep a hypothesis of the current length if it is among the best `width`."""
+        new = Hypothesis(self._score(sequence.total), list(sequence.ids), list(sequence.logprobs), ended)
+        if len(self._kept) == self.beams.width:
+            worst = min(self._kept, key=lambda hypothesis: hypothesis.score)
+            if new.score <= worst.score:
+                return
+            self._kept.remove(worst)
+        self._kept.append(new)
+
+    def _is_decided(self, best: float) -> bool:
+        """Return whether nothing can come any more that is better than what is kept, where `best` is the largest sum
+        that counts: its score at the current length stands for what it may reach."""
+        if len(self._kept) < self.beams.width:
+            return False
+        return self.beams.early_stopping or min(kept.score for kept in self._kept) >= self._score(best)
+
+
+def fp32(x: float) -> float:
+    """Return the fp32 number nearest to `x`."""
+    return ctypes.c_float(x).value

@@ -1,0 +1,102 @@
+"""A request gets the same text whatever is beside it: other requests, cancellations, slots used before, chunks of the
+prompt, plans. Searched by hypothesis, in fp32 on the CPU."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtgpt.inference.beam import Beams
+from dtgpt.inference.request import Request
+from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.models.gpt2 import GPT2Config
+from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
+from tests.support.ranks import pool
+
+CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=32, vocab_size=61, init_std=0.3)
+SLOTS = 4
+SPECIAL = SpecialIds(end_of_text=60, newline=10, double_newline=11, colon=12)
+TOLERANCE = 1e-4  # of log-probabilities, relative and absolute
+
+tokens = st.integers(0, CONFIG.vocab_size - 1)
+samplings = st.builds(
+    Sampling,
+    max_new_tokens=st.integers(1, 12),
+    min_new_tokens=st.integers(0, 1),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([0.0, 0.6, 1.0]),
+    top_p_decay=st.sampled_from([0.0, 0.9]),
+    frequency_penalty=st.sampled_from([0.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, -1.0]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, 2.0]), max_size=2),
+    no_repeat_ngram_size=st.sampled_from([0, 1, 2]),
+    seed=st.integers(0, 3),
+    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
+    ends=st.booleans(),
+    stop_on_eol=st.booleans(),
+    prevent_newline_after_colon=st.booleans(),
+)
+searches = st.builds(
+    Beams, width=st.integers(1, SLOTS), length_penalty=st.sampled_from([0.0, 1.0, 2.0]), early_stopping=st.booleans()
+)
+
+
+@st.composite
+def requests(draw) -> Request:
+    beams = draw(st.none() | searches)
+    return Request(
+        ids=draw(st.lists(tokens, min_size=1, max_size=20)),
+        sampling=draw(samplings),
+        special=SPECIAL,
+        prompt_index=draw(st.integers(0, 2)),
+        choices=draw(st.integers(1, beams.width if beams else 3)),
+        score_prompt=draw(st.booleans()),
+        alternatives=0 if beams else draw(st.integers(0, 3)),
+        beams=beams,
+    )
+
+
+@st.composite
+def plays(draw) -> list[Submit | Cancel | Steps]:
+    """Two to six requests, steps between them, and cancellations of some."""
+    actions: list[Submit | Cancel | Steps] = []
+    for handle in range(draw(st.integers(2, 6))):
+        actions.append(Submit(draw(requests())))
+        actions.append(Steps(draw(st.integers(0, 4))))
+        if draw(st.integers(0, 3)) == 0:
+            actions.append(Cancel(draw(st.integers(0, handle)), draw(st.none() | st.integers(0, 2))))
+    return actions
+
+
+def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
+    """Compare with each request alone in a cache of its own."""
+    submitted = [action.request for action in actions if isinstance(action, Submit)]
+    for handle, request in enumerate(submitted):
+        alone = play(CONFIG, "single", request.rows, CONFIG.seq_length, [Submit(request)])
+        for (_, choice), wanted in alone.items():
+            found = outcomes.get((handle, choice), Outcome(finish="cancelled"))
+            count = len(found.ids)
+            if found.finish != "cancelled":
+                assert (found.finish, count) == (wanted.finish, len(wanted.ids))
+                assert (found.score or 0.0) == pytest.approx(wanted.score or 0.0, rel=TOLERANCE)
+            assert found.ids == wanted.ids[:count]
+            assert found.logprobs == pytest.approx(wanted.logprobs[:count], rel=TOLERANCE, abs=TOLERANCE)
+            for ours, theirs in zip(found.alternatives, wanted.alternatives, strict=False):
+                assert [i for i, _ in ours] == [i for i, _ in theirs]
+                assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], rel=TOLERANCE, abs=TOLERANCE)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(plays(), st.integers(1, 9))
+def test_in_company_as_alone(actions, chunk):
+    check(play(CONFIG, "single", SLOTS, chunk, actions), actions)
+
+
+@pytest.mark.parametrize("plan, world", [("tp2", 2), ("pp2", 2), ("tp2_pp2", 4)])
+@settings(
+    max_examples=6, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(actions=plays(), chunk=st.integers(1, 9))
+def test_under_a_plan_as_alone(plan, world, actions, chunk):
+    check(pool().run(world, play, CONFIG, plan, SLOTS, chunk, actions)[0], actions)

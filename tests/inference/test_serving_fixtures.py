@@ -1,0 +1,158 @@
+"""Answers of Megatron-LM's text generation server of 2023, given again by the engine.
+
+The cases are requests to a model by rules, with the answers: see `serving_cases`; tests/ops/test_sampling.py has those
+of filters. What dtgpt does otherwise on purpose is taken out of a recorded answer before it is compared: tokens that a
+shorter prompt of a batch got beyond the number asked for, and the padding of beams.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from dtgpt.data.tokenizers.open import from_files
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.request import Request
+from dtgpt.inference.text import segments
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.sampling.reference import likeliest
+from tests.support.engines import engine_of
+from tests.support.megatron_api import ApiRequest, engine_requests, serve
+from tests.support.model_by_rules import model_by_rules
+from tests.support.serving import serving_cases
+from tests.support.vocabularies import gpt2_files
+
+TOLERANCE = 1e-5  # absolute and relative, of log-probabilities and scores
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return from_files(*gpt2_files(tmp_path_factory.mktemp("gpt2")))
+
+
+def named(case: dict) -> str:
+    return case.get("note", json.dumps(case.get("request", case)))
+
+
+@pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
+def test_the_engine_answers_as_megatron_did(case, tokenizer):
+    request, model = case["request"], model_by_rules(case["rules"])
+    with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
+        ours = serve(engine, tokenizer, model.config.vocab_size, request)
+    asked = request.get("tokens_to_generate", 64)
+    if "scores" in case["body"]:
+        assert_same_beams(request, model, tokenizer, ours, case["body"])
+        return
+    lengths = [len(tokenizer.encode(prompt)) + request.get("add_BOS", False) for prompt in request["prompts"]]
+    recorded = without_surplus(case["body"], ours, lengths, asked)
+    if asked and request.get("prevent_newline_after_colon"):
+        leave_out_forced_colons(recorded, ours, lengths)
+    assert_same(ours, recorded)
+
+
+def assert_same(ours: dict, recorded: dict) -> None:
+    assert ours.keys() == recorded.keys()
+    assert ours["segments"] == recorded["segments"]
+    assert ours["text"] == recorded["text"]
+    for row, theirs in zip(numbers(ours), numbers(recorded), strict=True):
+        assert row == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def numbers(answer: dict) -> list[list[float]]:
+    """The scores of beams, or the log-probabilities of each sequence, if there are any."""
+    return [answer["scores"]] if "scores" in answer else answer["logprobs"] or []
+
+
+def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours: dict, recorded: dict) -> None:
+    """Compare answers of beams. Megatron sorts all candidates by an unstable sort: of those with equal sums it takes
+    any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
+    recorded sequences among equals must find those."""
+    (asked,) = engine_requests(ApiRequest.from_json(request), tokenizer, model.config.vocab_size, seed=0)
+    assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
+    padded = pad_beams(ours, asked)
+    if padded["segments"] != recorded["segments"]:
+        padded = pad_beams(search(Guided, asked, model, tokenizer, recorded), asked)
+    assert_same(padded, recorded)
+
+
+def pad_beams(answer: dict, asked: Request) -> dict:
+    """An answer of beams as Megatron gives it, each filled up with ends of text."""
+    length = len(asked.ids) + asked.sampling.max_new_tokens
+    missing = [length - len(own) for own in answer["segments"]]
+    return answer | {
+        "segments": [own + [END] * n for own, n in zip(answer["segments"], missing, strict=True)],
+        "text": [own + END * n for own, n in zip(answer["text"], missing, strict=True)],
+    }
+
+
+class Guided(BeamSearch):
+    """A search that takes the candidate that continues a wanted sequence, given in segments, where sums tie."""
+
+    wanted: list[list[str]]
+    decode: Callable[[list[int]], list[str]]
+
+    def _rank(self, total: float, row: int, token: int) -> tuple[float, int, int]:
+        found = self.decode([*self._open[row].ids, token])
+        places = [place for place, own in enumerate(self.wanted) if own[: len(found)] == found]
+        share = 1 - places[0] / 2 / len(self.wanted) if places else 0.0  # the first of them before the others
+        return -total - share * TOLERANCE * max(1, abs(total)), row, token
+
+
+def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: Tokenizer, recorded: dict) -> dict:
+    """The answer of a search on this host, over log-probabilities of whole sequences. Its candidates are the likeliest
+    tokens, and all tokens as likely as the last one of these that are recorded."""
+    assert asked.beams is not None
+    beams = kind(asked.beams, asked.sampling.max_new_tokens, asked.stop_ids)
+    if isinstance(beams, Guided):
+        beams.wanted = [own[len(asked.ids) :] for own in recorded["segments"]]
+        beams.decode = partial(segments, tokenizer)
+    known = {name for own in recorded["segments"] for name in own}
+    rows = [asked.ids]
+    while rows:
+        with torch.no_grad():
+            logits = model(torch.tensor(rows))[:, -1, : model.config.vocab_size]
+        if asked.sampling.prevent_newline_after_colon:
+            logits[[ids[-1] == asked.special.colon for ids in rows], asked.special.newline] = -math.inf
+        logprobs = torch.log_softmax(logits, dim=-1)
+        candidates = []
+        for row in logprobs:
+            top = likeliest(row[None], beams.alternatives)[0].tolist()
+            tied = (row == row[top[-1]]).nonzero()[:, 0].tolist() if isinstance(beams, Guided) else []
+            tied = [i for i in tied if i not in top and tokenizer.decode([i]) in known]
+            candidates.append([(i, row[i].item()) for i in [*top, *tied]])
+        rows = [[*rows[source], token] for source, token in beams.advance(candidates)]
+    found = [[*asked.ids, *(own.ids[:-1] if own.ended else own.ids)] for own in beams.hypotheses]
+    texts = {"segments": [segments(tokenizer, ids) for ids in found], "text": [tokenizer.decode(ids) for ids in found]}
+    return texts | {"scores": [own.score for own in beams.hypotheses]}
+
+
+def without_surplus(body: dict, ours: dict, lengths: list[int], asked: int) -> dict:
+    """A recorded answer with at most `asked` new tokens for each prompt. A text that is longer than that begins with
+    `ours`, but for a character that is cut there."""
+    cut = {name: list(body[name]) for name in ("text", "segments", "logprobs") if body[name] is not None}
+    for row, length in enumerate(lengths):
+        end = length + asked
+        if len(body["segments"][row]) > end and body["text"][row].startswith(ours["text"][row].rstrip("\ufffd")):
+            cut["text"][row] = ours["text"][row]
+        cut["segments"][row] = body["segments"][row][:end]
+        if body["logprobs"] is not None:
+            cut["logprobs"][row] = body["logprobs"][row][: end - 1]
+    return body | cut
+
+
+def leave_out_forced_colons(recorded: dict, ours: dict, lengths: list[int]) -> None:
+    """Megatron applies the rule of the colon to those tokens of a prompt that are behind the shortest prompt's end, in
+    a batch: what follows a colon there has another log-probability than in the prompt alone."""
+    if recorded["logprobs"] is None:
+        return
+    for theirs, own, names, length in zip(
+        recorded["logprobs"], ours["logprobs"], recorded["segments"], lengths, strict=True
+    ):
+        for at in range(min(lengths) - 1, length - 1):
+            if names[at] == ":":
+                theirs[at] = own[at]

@@ -1,0 +1,79 @@
+"""Requests that come to an engine and are cancelled between its steps."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from dtgpt.inference.engine import Engine
+from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.scheduler import Scheduler
+from dtgpt.models.config import ModelConfig
+from tests.support.bodies_engine import inference_stages, poison
+
+
+class Submit(NamedTuple):
+    request: Request
+
+
+class Cancel(NamedTuple):
+    handle: int  # of a request that was submitted before
+    choice: int | None
+
+
+class Steps(NamedTuple):
+    count: int
+
+
+@dataclass
+class Outcome:
+    """What a choice of a request got."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish: str | None = None
+    score: float | None = None
+
+
+Outcomes = dict[tuple[int, int], Outcome]  # by handle and choice; PROMPT: the scores of the prompt
+
+
+def play(config: ModelConfig, plan: str, slots: int, chunk: int, actions: list[Submit | Cancel | Steps]) -> Outcomes:
+    """The outcomes on rank 0 of a plan, none on other ranks. The cache begins with NaN; prompts are cut every `chunk`
+    tokens."""
+    stages, mesh = inference_stages(config, plan)
+    engine = Engine(stages, mesh, config, torch.float32, slots)
+    poison(engine._runner.cache)
+    engine._scheduler = Scheduler(slots, chunk)
+    if mesh.rank > 0:
+        engine.follow()
+        return {}
+    events: list[Event] = []
+    for action in actions:
+        match action:
+            case Submit(request):
+                engine.submit(request)
+            case Cancel(handle, choice):
+                engine.cancel(handle, choice)
+            case Steps(count):
+                for _ in range(count):
+                    events += engine.step()
+    while engine.busy:
+        events += engine.step()
+    assert not engine._scheduler.busy and sorted(engine._scheduler._free) == list(range(slots))
+    engine.release()
+    return collect(events)
+
+
+def collect(events: list[Event]) -> Outcomes:
+    outcomes: Outcomes = defaultdict(Outcome)
+    for event in events:
+        found = outcomes[event.request, event.choice]
+        assert found.finish is None, "an event after the last one"
+        found.ids += event.ids
+        found.logprobs += event.logprobs
+        found.alternatives += event.alternatives
+        found.finish, found.score = event.finish or ("scored" if event.choice == PROMPT else None), event.score
+    return dict(outcomes)
