@@ -158,7 +158,8 @@ def test_every_command_explains_itself(capsys, words):
 def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     own = {
-        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "plot": "--output",
+        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to",
+        "plot": "--output TEXT  ",
         "generate": "--top-k", "prepare": "--append-eod", "inspect": "--digest",
     }  # fmt: skip
     code, out, _ = in_process([command, "--help"], capsys)
