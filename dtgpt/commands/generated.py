@@ -1,6 +1,7 @@
 """Generated texts on the terminal and in files of JSON lines."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -127,9 +128,12 @@ class ResultFile:
 def _result(line: Line, choice: int, found: Completion) -> str:
     """Return a text as JSON."""
     result = {"line": line.number, "id": line.id, "choice": choice, "prompt": line.prompt, "text": found.text}
-    result |= {"finish_reason": found.finish_reason, "tokens": len(found.ids), "score": found.score}
-    optional = ("id", "score")
-    return json.dumps({k: v for k, v in result.items() if v is not None or k not in optional}, ensure_ascii=False)
+    result |= {"finish_reason": found.finish_reason, "tokens": len(found.ids)}
+    if line.id is None:
+        del result["id"]
+    if found.score is not None:  # of a beam; minus infinity, which JSON does not have, where rules ban every token
+        result["score"] = found.score if math.isfinite(found.score) else None
+    return json.dumps(result, ensure_ascii=False)
 
 
 class Progress:

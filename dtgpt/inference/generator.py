@@ -31,6 +31,7 @@ class Need(NamedTuple):
 
 
 def need_of(jobs: Sequence[Job]) -> Need:
+    """Return what the cache needs for at least one job."""
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
 
 
@@ -137,15 +138,16 @@ class Generator:
 
     @contextmanager
     def _leading(self) -> Iterator[Session]:
+        """Yield a session on rank 0; the other ranks stop following when the context ends."""
         session = Session(self.engine, self.known_tokenizer, self.special)
         try:
             yield session
-        except BaseException as error:
-            if not isinstance(error, GeneratorExit):
-                session.fail()
-                self._engine, self._reserved = None, 0
-                raise
+        except GeneratorExit:  # of a stream that nobody reads on
             session.close()
+            raise
+        except BaseException:
+            session.fail()
+            self._engine, self._reserved = None, 0
             raise
         session.close()
 

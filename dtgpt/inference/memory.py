@@ -1,6 +1,9 @@
 """How many sequences a rank has memory for."""
 
 import os
+import re
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -49,4 +52,13 @@ def free_memory(device: torch.device, local_world: int) -> int:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // local_world
+    return _free_main_memory() // local_world
+
+
+def _free_main_memory() -> int:
+    """Return the bytes that a machine can give to a program, with what it keeps of files."""
+    with suppress(OSError):  # of Linux
+        found = re.search(r"^MemAvailable: *([0-9]+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if found:
+            return 1024 * int(found[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -98,7 +98,7 @@ class Model:
         if stream:
             return self._stream(prompts, details or return_full_text, options)
         answer = self._run(prompts, options, lambda completions: list(map(to_plain, completions)))
-        several = options.get("num_return_sequences", 1) > 1
+        several = (options.get("num_return_sequences") or 1) > 1
         results = []
         for index, plain in enumerate(answer["found"]):
             completions: list[Any] = list(map(completion_of, plain))

@@ -50,6 +50,9 @@ class Options(Sampling):
         if not isinstance(self.stop_strings, tuple):
             raise UserError(f"stop_strings={shown(self.stop_strings)} is not a text or a list of texts; give one")
         check_stop_strings(self.stop_strings)
+        for name in ("stop_strings", "stop_on_eol", "stop_on_double_eol", "top_logprobs"):
+            if self.num_beams > 1 and getattr(self, name):
+                raise UserError(f"a beam search does not take {name}; leave it out, or use num_beams=1")
 
 
 NAMES = tuple(field.name for field in fields(Options))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Completion, Score
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
@@ -29,11 +30,15 @@ class Job(NamedTuple):
 
     def request(self, special: SpecialIds) -> Request:
         """Return what the engine is asked for. `special`: the tokenizer's."""
-        options = self.options
+        options, beams = self.options, None
+        if options.num_beams > 1:
+            beams = Beams(
+                width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
+            )
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs,
+            alternatives=options.top_logprobs, beams=beams,
         )  # fmt: skip
 
 
@@ -158,6 +163,7 @@ class _Open:
             segments=segments(self._tokenizer, sequence.ids) if self._tokenizer else None,
             alternatives=sequence.alternatives,
             prompt=self._prompt,
+            score=sequence.score,
         )
 
 
@@ -170,6 +176,7 @@ class _Sequence:
         self.alternatives: list[list[tuple[int, float]]] = []
         self.text: list[str] = []
         self.finish: str | None = None
+        self.score: float | None = None
         self._end, self._wants_alternatives = special.end_of_text, job.options.top_logprobs > 0
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
         self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
@@ -188,6 +195,7 @@ class _Sequence:
             pieces.append(self._search.add(self._stream.finish()))
             pieces.append(self._search.finish())
         self.finish = "stop" if self._search.found else event.finish
+        self.score = event.score
         text = "".join(pieces)
         self.text.append(text)
         return text

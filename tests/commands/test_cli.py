@@ -131,7 +131,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["generate", "x" * 300], ["File name too long", "shorter"]),
         (["generate"], ["dtgpt generate needs"]),
         (["generate", "nothing"], ["nothing does not exist; give a run folder"]),
-        (["generate", "one", "two"], ["'two' is not an option, and dtgpt generate takes RUN only"]),
+        (["generate", "one", "two"], ["'two' is not an option, and dtgpt generate takes MODEL only"]),
         (["generate", "nothing", "--top_k", "-1"], ["--top-k=-1 is out of range; use 0 or more"]),
         (["prepare"], ["dtgpt prepare needs INPUT ... --output-prefix PREFIX, such as"]),
         (["plan", TINY, "--world", "0"], ["--world=0 is out of range; use 1 or more"]),
@@ -158,7 +158,8 @@ def test_every_command_explains_itself(capsys, words):
 def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     own = {
-        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to", "plot": "--output",
+        "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to",
+        "plot": "--output TEXT  ",
         "generate": "--top-k", "prepare": "--append-eod", "inspect": "--digest",
     }  # fmt: skip
     code, out, _ = in_process([command, "--help"], capsys)

@@ -82,6 +82,17 @@ def test_several_texts_of_a_prompt_are_told_apart(folder, generate):
     assert generate("--prompt", "ab", "--num-samples", 3, "--tokens", 4)[1] == expected
 
 
+def test_beams_come_with_their_scores_the_best_first(folder, generate, tmp_path):
+    words = ["--prompt", "ab", "--num-beams", 4, "--num-samples", 2, "--tokens", 5]
+    found = dtgpt.load(folder).generate("ab", num_beams=4, num_return_sequences=2, max_new_tokens=5, details=True)
+    expected = [f"--- {i} of 2, score {one.score:.4f}\nab{one.text}\n" for i, one in enumerate(found, 1)]
+    assert found[0].score > found[1].score and generate(*words)[1] == "".join(expected)
+    code, _, err = generate(*words, "--output", tmp_path / "out.jsonl")
+    assert code == 0 and "4 slots" in err
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [r["score"] for r in results] == [one.score for one in found]
+
+
 LINES = [
     {"prompt": "one", "temperature": 0}, {"prompt": "zwei ü🎈\u2028", "num_return_sequences": 2, "id": ["a", 1]},
     {"prompt": "", "max_new_tokens": 2, "logit_bias": {"65": 100}, "stop_strings": ["Z"], "top_k": None},

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtgpt.commands.generate import GenerateOptions, generate_from
 from dtgpt.data.megatron.indexed import bin_path, idx_path, tokenizer_path
 from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets, prepare
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.inference.load import load
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.startup import read_dataset
@@ -53,10 +53,10 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
     per_token = len(TEXT.encode()) / len(TEXT) * np.log(2)
     assert per_byte["valid_bits_per_byte"] == pytest.approx(per_byte["valid_loss"] / per_token, rel=0.1)
     assert set((run / "samples" / "step_00000002.txt").read_text()) <= {*TEXT, "\ufffd"}
-    assert generate_from(run, GenerateOptions(prompt="the q", tokens=4)).startswith("the q")
-    assert len(generate_from(run, GenerateOptions(tokens=4))) <= 4
+    model = load(run)
+    assert {len(model.generate(prompt, max_new_tokens=4)) for prompt in ("the q", "")} == {4}
     with pytest.raises(UserError, match="does not know the character 'Z'"):
-        generate_from(run, GenerateOptions(prompt="Z", tokens=4))
+        model.generate("Z")
 
 
 def test_ids_need_no_tokenizer(chars):
@@ -72,7 +72,8 @@ def test_ids_need_no_tokenizer(chars):
     assert any("valid_loss" in r for r in records) and "bits_per_byte" not in (run / "metrics.jsonl").read_text()
     for prompt in ("", "the"):
         with pytest.raises(UserError, match=r"trained on token ids alone \(data.tokenizer=ids\)"):
-            generate_from(run, GenerateOptions(prompt=prompt, tokens=4))
+            load(run).generate(prompt, max_new_tokens=4)
+    assert len(load(run).generate([1, 2], max_new_tokens=4)) == 4
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+import dtgpt
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of
 from tests.support.hugging_face import hugging_face_twin
 
@@ -85,3 +87,21 @@ def test_beams(models, width, length_penalty, rules):
                 assert event.finish == ("stop" if event.ids[-1] in stops else "length")
                 mean = sum(event.logprobs) / len(event.ids) ** length_penalty
                 assert mean == pytest.approx(event.score, rel=1e-5)
+
+
+def test_beams_of_a_model_that_transformers_saved(models, tmp_path):
+    _, twin = models
+    twin.save_pretrained(tmp_path)
+    model = dtgpt.load(tmp_path, device="cpu", precision="fp32")
+    options = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5}
+    several = model.generate(PROMPTS, max_new_tokens=NEW, details=True, stop_token_ids=[15], **options)
+    for prompt, found in zip(PROMPTS, several, strict=True):
+        wanted = theirs(twin, prompt, eos_token_id=15, output_scores=True, **options)
+        sequences = [up_to_end(ids, [15]) for ids in wanted.sequences[:, len(prompt) :].tolist()]
+        assert [one.ids for one in found] == sequences
+        assert [one.score for one in found] == pytest.approx(wanted.sequences_scores.tolist(), rel=1e-5)
+    assert model.generate(PROMPTS[1], max_new_tokens=NEW, num_beams=4, length_penalty=0.5, stop_token_ids=15) == (
+        several[1][0].ids
+    )
+    with pytest.raises(UserError, match="a beam search does not take top_logprobs; leave it out"):
+        model.generate(PROMPTS[1], num_beams=4, top_logprobs=1)

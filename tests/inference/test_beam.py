@@ -112,13 +112,16 @@ def test_a_token_of_probability_0_is_never_taken():
     never = -math.inf
     search = BeamSearch(Beams(width=2), 4)
     assert search.advance([[(3, -1.0), (4, never), (5, never), (6, never)]]) == [Row(0, 3)]
-    assert search.advance([[(1, never), (2, never)]]) == [] and search.hypotheses == []
+    assert search.advance([[(1, never), (2, never)]]) == []
+    assert [(h.ids, h.ended) for h in search.hypotheses] == [([3], False)]
 
 
 @pytest.mark.parametrize("beams, choices, words", [
     (Beams(width=0), 1, "num_beams=0 cannot be searched over 10 tokens; use 1 to 5"),
     (Beams(width=6), 1, "num_beams=6 cannot be searched over 10 tokens; use 1 to 5"),
-    (Beams(width=5, length_penalty=math.nan), 1, "length_penalty=nan is out of range; use -10 to 10"),
+    (Beams(width=2.0), 1, "num_beams=2.0 cannot be searched over 10 tokens; use 1 to 5"),
+    (Beams(width=5, length_penalty=math.nan), 1, "length_penalty=nan is not valid; use a number from -10 to 10"),
+    (Beams(width=5, length_penalty="long"), 1, "length_penalty='long' is not valid; use a number from -10 to 10"),
     (Beams(width=2), 3, "num_beams=2 cannot give 3 sequences; use 3 or more beams"),
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_refused(beams, choices, words):

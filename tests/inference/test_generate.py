@@ -1,6 +1,7 @@
 """`Model.generate` with one process: forms of prompts and results, options, tokenizers of foreign folders."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -83,6 +84,9 @@ def test_slots_grow_with_the_calls_and_a_number_of_slots_is_kept(foreign):
         model.generate(prompts, max_new_tokens=1)
         seen.append(model.generator.slots)
     assert seen == [1, 4, 4, 16]
+    cache = weakref.ref(model.generator.engine._runner.cache.layers[0].keys)
+    model.generate([[1]] * 17, max_new_tokens=1)
+    assert cache() is None and model.generator.slots == 32
     few = dtgpt.load(foreign, slots=2)
     with pytest.raises(UserError, match="3 sequences of a prompt need as many slots of the cache, which has 2"):
         few.generate([1], num_return_sequences=3)

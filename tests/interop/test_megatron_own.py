@@ -16,6 +16,7 @@ import dtgpt
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.models.source import load_model
+from dtgpt.parallel.shards import Shards
 from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import StandIn, open_pickle
@@ -64,7 +65,7 @@ def test_every_command_takes_the_tree(tree, tmp_path, capsys):
 def test_a_run_begins_with_the_weights_of_the_tree(tree):
     """What --init_from does when the model is laid out."""
     model = dtgpt.load(tree)
-    shards = model._engine.shards
+    shards = Shards(model.stages, model.mesh, masters=False)
     for shard in shards:
         shard.local.zero_()
     shards.publish()

@@ -10,9 +10,10 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Event, Request
-from dtgpt.inference.sampling import Sampling, SpecialIds
-from dtgpt.inference.text import segments, token_of
+from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.text import segments
 from tests.support.engines import drain
 
 
@@ -56,12 +57,6 @@ def engine_requests(api: ApiRequest, tokenizer: Tokenizer, vocab_size: int, seed
         )
         for index, prompt in enumerate(api.prompts)
     ]  # fmt: skip
-
-
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Return the ids that rules of generation look for, None where no single token spells one."""
-    newline, double_newline, colon = (token_of(tokenizer, text) for text in ("\n", "\n\n", ":"))
-    return SpecialIds(tokenizer.end_of_text, newline, double_newline, colon)
 
 
 def _sampling(api: ApiRequest, vocab_size: int, seed: int) -> Sampling:

@@ -1,5 +1,8 @@
 """Texts that a run generates: the same under every plan, without a trace in the training, of any length."""
 
+import gc
+import weakref
+
 import pytest
 
 from dtgpt.inference.engine import Engine
@@ -62,6 +65,24 @@ def test_a_request_to_end_cuts_a_text_short(recipe, monkeypatch):
     whole = len(steps)
     steps.clear()
     assert run.sample(lambda: len(steps) >= 2) is None and len(steps) < whole
+
+
+def test_the_cache_is_gone_with_the_text(recipe, monkeypatch):
+    caches, make = [], Engine.__init__
+
+    def note(engine, *arguments, **options):
+        make(engine, *arguments, **options)
+        caches.append(weakref.ref(engine._runner.cache.layers[0].keys))
+
+    monkeypatch.setattr(Engine, "__init__", note)
+    run = training(recipe)
+    gc.collect()
+    gc.disable()
+    try:
+        assert run.sample() is not None
+        assert [cache() for cache in caches] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.compiler
