@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
+from dtgpt.ops.sampling.record import Records, record
 from dtgpt.ops.sampling.sequences import PARAMETERS, Sampled, Sequences
 
 RECENT = 16  # steps whose likeliest tokens are kept
@@ -35,6 +36,11 @@ class SlotState:
         """What `dtgpt.ops.sampling.sample` reads."""
         return Sequences(self.token, self.position, self.history, self.parameters)
 
+    @property
+    def records(self) -> Records:
+        """What a step changes."""
+        return Records(self.token, self.position, self.history, self.logprobs, self.top_ids, self.top_logprobs)
+
     @staticmethod
     def encode(ids: list[int], sampling: Sampling, special: SpecialIds, prompt_index: int, choice: int) -> Tensor:
         """Return all that `set` needs to start a sequence after the non-empty prompt `ids`: int64 on the CPU."""
@@ -52,7 +58,7 @@ class SlotState:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole rows; all are read before one is written."""
         read, written = self._upload(torch.tensor([sources, targets], dtype=torch.int64))
-        for tensor in (*self.sequences, self.logprobs, self.top_ids, self.top_logprobs):
+        for tensor in (*self.records, self.parameters):
             tensor[written] = tensor[read]
 
     def assign(self, slots: list[int], tokens: list[int]) -> None:
@@ -62,15 +68,8 @@ class SlotState:
         self.history[rows, self.position[rows]] = chosen
 
     def record(self, slots: Tensor, sampled: Sampled) -> None:
-        """Append the tokens of a step to the sequences in slots int64 `[B]`. At the last position the position stays,
-        and a further token overwrites the last."""
-        position = (self.position[slots] + 1).clamp_max(self.positions - 1)
-        self.token[slots], self.position[slots] = sampled.tokens, position
-        self.history[slots, position] = sampled.tokens
-        self.logprobs[slots, position] = sampled.logprobs
-        if count := sampled.top_ids.shape[1]:
-            self.top_ids[slots, position % RECENT, :count] = sampled.top_ids
-            self.top_logprobs[slots, position % RECENT, :count] = sampled.top_logprobs
+        """Append the tokens of a step to the sequences in slots int64 `[B]`: see `dtgpt.ops.sampling.record`."""
+        record(self.records, slots, sampled)
 
     def _upload(self, values: Tensor) -> Tensor:
         """Copy from the CPU to the device; from pinned memory, which a GPU reads without the host."""

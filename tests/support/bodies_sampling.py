@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import SlotState
+from dtgpt.inference.slot_state import MOST_ALTERNATIVES, SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
+from dtgpt.ops.sampling import record
 from dtgpt.ops.sampling import sample as op
 from dtgpt.ops.sampling.edits import edit
+from dtgpt.ops.sampling.record import record_reference
 from dtgpt.ops.sampling.reference import kept, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 
@@ -173,7 +175,7 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
             logits[choose.randrange(size)] = -math.inf
         more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
         ids = [choose.randrange(min(size, 3)) for _ in range(11)]
-        special = SpecialIds(0, ids[-1] if place % 2 else 8, 2, ids[-1])
+        special = SpecialIds(0, ids[-1] if place % 3 else 8, 2, ids[-1])
         rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
 
@@ -228,9 +230,24 @@ def compare_with_reference(
     return found
 
 
+def check_record(device: str) -> None:
+    """The fast path of `record` changes what the reference changes, also at the last position."""
+    rows = [Row(torch.zeros(9), Sampling(), [1] * length) for length in (3, 15, 16, 1)]
+    slots = torch.tensor([3, 1, 0, 2])
+    for count in (0, 1, 5, MOST_ALTERNATIVES + 3):
+        numbers = torch.arange(4 * count).reshape(4, count)
+        sampled = Sampled(torch.tensor([5, 6, 7, 8]), torch.tensor([0.5, 1, 2, 3]), numbers, -numbers.float())
+        expected, found = state_of(rows, 16), state_of(rows, 16, device)
+        for _ in range(3):
+            record_reference(expected.records, slots, sampled)
+            found.record(slots.to(device), Sampled(*(tensor.to(device) for tensor in sampled)))
+        assert all(torch.equal(one, other.cpu()) for one, other in zip(expected.records, found.records, strict=True))
+
+
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
-    op.has_triton = lambda x: True
+    op.has_triton = record.has_triton = lambda x: True
+    check_record("cpu")
     names = ("kernels", "filter_kernels", "edit_kernels")
     kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
     kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
