@@ -221,8 +221,12 @@ def compare_with_reference(
         bits = (edited + 0.0).view(torch.int32)
         bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         inside = (bits > edge) | ((bits == edge) & (torch.arange(size) <= last))
+        shares = torch.softmax(scaled, dim=-1)
         for i, row in enumerate(rows):
-            assert torch.equal(inside[i], stays[i]) or not row.sampling.filters, row
+            apart = shares[i][inside[i] ^ stays[i]]
+            # Sums of many terms differ in their last bits: that is one id, or many where the tail is long.
+            rounding = size > 1000 and row.sampling.top_p < 1 and (len(apart) == 1 or apart.sum() <= 2e-6)
+            assert not row.sampling.filters or not len(apart) or rounding, row
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()
     for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
