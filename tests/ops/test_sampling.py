@@ -25,6 +25,7 @@ from dtgpt.ops.sampling.scores import token_scores
 from dtgpt.ops.sampling.sequences import SIZES, Sampled, Sequences, Variant
 from tests.support.bodies_sampling import (
     Row,
+    check_record,
     compare_with_reference,
     distribution,
     log_probabilities,
@@ -289,7 +290,7 @@ def test_the_kernels_in_the_interpreter():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size, padding", [(1, 0), (9, 3), (1024, 0), (1025, 7), (50257, 47), (130_000, 0)])
+@pytest.mark.parametrize("size, padding", [(1, 0), (9, 3), (1024, 0), (1025, 7), (50257, 47), (130_003, 0)])
 def test_the_kernels_on_a_gpu(size, padding, dtype):
     for seed, (edits, filters) in enumerate([(False, True), (True, True), (False, False), (True, False)]):
         rows = random_rows(size, seed, edits, filters)
@@ -297,6 +298,11 @@ def test_the_kernels_on_a_gpu(size, padding, dtype):
         for i in (0, len(rows) // 2, len(rows) - 1):  # bit for bit alone and in company
             alone = compare_with_reference(rows[i : i + 1], dtype, "cuda", 3 * seed, padding)
             assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, whole, strict=True))
+
+
+@pytest.mark.cuda
+def test_a_step_is_recorded_on_a_gpu():
+    check_record("cuda")
 
 
 @pytest.mark.cuda
