@@ -83,7 +83,7 @@ def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype:
     stages, _ = build_stages(settings, mesh, root_key(1), masters=False, table=inference_table(config, plan))
     for stage in stages:
         localize(stage, mesh)
-    return Engine(stages, mesh, config, dtype, slots)
+    return Engine(stages, mesh, config, dtype, slots, graphs=True)
 
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
@@ -151,10 +151,23 @@ def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float
             engine.commands.prefill(0, ids.tolist())
 
     def forward(targets: Tensor | None) -> float:
-        return sequences * length / median_time(lambda: model(batch, targets=targets), device, args.rounds)
+        work = replayed(lambda: model(batch, targets=targets), device)
+        return sequences * length / median_time(work, device, args.rounds)
 
     rates = {"prefill": sequences * length / median_time(prefill, device, args.rounds)}
     return rates | {"forward": forward(None), "forward_and_loss": forward(batch)}
+
+
+def replayed(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`work` as a CUDA graph, as training replays it; on a CPU as it is."""
+    if device.type != "cuda":
+        return work
+    work()  # before the capture: kernels are built
+    drain(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dict[str, float]:
@@ -176,6 +189,9 @@ def run(args: argparse.Namespace, device: torch.device) -> dict:
         engine.follow()
         return {}
     rate = copy_rate(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     print(f"{args.model}, {args.dtype}, plan {args.plan}; a copy moves {rate / 1e12:.2f} TB/s")
     print("".join(head.rjust(13) for head in HEADS))
     warm_up(args, engine)

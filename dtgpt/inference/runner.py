@@ -88,7 +88,7 @@ class Runner:
         self._attach()
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
-            self.state.position[self.slots] = 0  # attention over the scratch slot stays short
+            self.state.position[self.slots :].zero_()  # attention over the scratch slot stays short
         drawn = [self._decode(rows, variant) for _ in range(steps)]
         stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
         return Pending(Sampled(*stacked))

@@ -43,7 +43,7 @@ class SlotState:
         self.parameters[slot] = uploaded[:PARAMETERS]
         self.history[slot, :ids] = uploaded[PARAMETERS:]
         self.token[slot] = uploaded[-1]
-        self.position[slot] = ids - 1
+        self.position[slot : slot + 1].fill_(ids - 1)  # the assignment of a number would wait for the device
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole rows; all are read before one is written."""

@@ -224,8 +224,8 @@ def compare_with_reference(
         shares = torch.softmax(scaled, dim=-1)
         for i, row in enumerate(rows):
             apart = shares[i][inside[i] ^ stays[i]]
-            # Sums of many terms differ in their last bits: that is one id, or many where the tail is long.
-            rounding = size > 1000 and row.sampling.top_p < 1 and (len(apart) == 1 or apart.sum() <= 2e-6)
+            # The reference sums the exponentials of a row in fp32, the kernels do not: the nucleus may end elsewhere.
+            rounding = size > 1000 and row.sampling.top_p < 1 and (len(apart) == 1 or apart.sum() <= 1e-4)
             assert not row.sampling.filters or not len(apart) or rounding, row
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()

@@ -37,7 +37,7 @@ def choose_tile(rows: int, columns: int, groups: int, head_dim: int) -> Tile:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
     elif rows <= 64:
         wide = columns > 8192 or groups > 4
-        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, 4)
+        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, 5)
     elif columns > 8192:
         tile = Tile(128, 128, 64, 4, 3)
     elif groups > 4:
