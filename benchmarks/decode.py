@@ -26,6 +26,9 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
+from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.scheduler import LONGEST_ROUND
+from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.ops.random.philox import root_key
@@ -136,6 +139,33 @@ def line(row: dict, results: list[dict]) -> str:
     return "".join(cell.rjust(13) for cell in cells)
 
 
+def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
+    """For each batch the seconds of a step, without the scheduler: of the host, where a round is queued on an idle
+    device, and in all, where rounds are queued back to back."""
+    device, sampling, results = engine.mesh.device, Sampling(temperature=0.0), []
+    variant, count = variant_of([sampling]), args.tokens // LONGEST_ROUND
+    payload = SlotState.encode([0] * (args.positions[0] + 1), sampling, SpecialIds(), 0, 0)
+    for batch in args.batches:
+        hosts, totals = [], []
+        for _ in range(args.rounds + 1):
+            for slot in range(batch):
+                engine.commands.start(slot, payload)
+            drain(device)
+            begin = time.perf_counter()
+            engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+            hosts.append((time.perf_counter() - begin) / LONGEST_ROUND)
+            drain(device)
+            begin = time.perf_counter()
+            for _ in range(count):
+                engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+            drain(device)
+            totals.append((time.perf_counter() - begin) / LONGEST_ROUND / count)
+        host, total = statistics.median(hosts[1:]), statistics.median(totals[1:])
+        results.append({"batch": batch, "host": host, "step": total})
+        print(f"rounds of batch {batch}: {total * 1e3:.3f} ms a step, of the host {host * 1e3:.3f} ms")
+    return results
+
+
 @torch.no_grad()
 def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
     """Tokens/s of prefilling prompts that fill the model, one after the other, and of the training forward over the
@@ -180,7 +210,8 @@ def run(args: argparse.Namespace, device: torch.device) -> dict:
     print("".join(head.rjust(13) for head in HEADS))
     warm_up(args, engine)
     memory = measure_memory(args, engine, before)
-    results = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
+    results: dict = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
+    results["rounds"] = measure_rounds(args, engine)
     print(f"memory of the engine: {memory['told']:.3f} GiB told, {memory['peak']:.3f} GiB at most")
     if args.prefill:
         results["prefill"] = rates = measure_prefill(args, engine)
@@ -214,6 +245,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=8, help="prompts of the measurement of prefill; 0: none")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
+    if args.tokens < LONGEST_ROUND:
+        parser.error(f"--tokens {args.tokens} is less than a round; use {LONGEST_ROUND} or more")
     needed, there = max(args.positions) + 1 + LEAD + args.tokens, MODELS[args.model].seq_length
     if needed > there:
         parser.error(f"position {max(args.positions)} and {args.tokens} tokens need {needed} positions of {there}")
