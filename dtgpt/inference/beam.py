@@ -58,7 +58,7 @@ class Hypothesis(NamedTuple):
     score: float
     ids: list[int]  # new tokens, with the one that ended it
     logprobs: list[float]  # of each of `ids`
-    ended: bool  # by a stop token; else by the largest length
+    ended: bool  # by a stop token; else by the largest length, or because rules banned every token
 
 
 class _Open(NamedTuple):
@@ -99,6 +99,9 @@ class BeamSearch:
         """Return the rows of the next step; no rows: the search is over. `candidates`: of the one row of the first
         step, then of the rows that the last call returned, in that order. A token of probability 0 is not one."""
         best = self._best(candidates)
+        if not best:  # rules have banned every token
+            self._close()
+            return []
         self.length += 1
         rows, opened = [], []
         for rank, (row, extended) in enumerate(best):
@@ -111,8 +114,7 @@ class BeamSearch:
                 break
         self._open = opened
         if self.length == self.limit:
-            for sequence in opened:
-                self._keep(sequence, ended=False)
+            self._close()
             return []
         if not rows or self._is_decided(best[0][1].total if self.beams.ended_bound else opened[0].total):
             return []
@@ -136,7 +138,14 @@ class BeamSearch:
         return -total, row, token
 
     def _score(self, total: float) -> float:
+        """Return the score of a sequence of the current length."""
         return fp32(total / fp32(self.length**self.beams.length_penalty))
+
+    def _close(self) -> None:
+        """End the open sequences as they are."""
+        for sequence in self._open:
+            if sequence.ids:
+                self._keep(sequence, ended=False)
 
     def _keep(self, sequence: _Open, ended: bool) -> None:
         """Keep a hypothesis of the current length if it is among the best `width`."""

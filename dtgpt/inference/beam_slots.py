@@ -50,7 +50,7 @@ class BeamSlots:
             Event(handle, choice, found.ids, found.logprobs, [], "stop" if found.ended else "length", score=found.score)
             for choice, found in enumerate(best)
         ]
-        # Where rules have banned every token, fewer sequences may have been found.
+        # Where rules leave few tokens, fewer sequences may have been found.
         missing = range(len(best), self.asked.choices)
         return events + [Event(handle, choice, [], [], [], "length", score=-math.inf) for choice in missing]
 

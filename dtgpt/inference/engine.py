@@ -145,13 +145,14 @@ class Engine:
         return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None
 
     def _start(self, start: Start) -> None:
-        active, (source, *others) = self._requests[start.request], start.slots
-        asked = active.request
-        if asked.beams is not None:  # which begin as one row
-            active.search, others = BeamSlots(asked, start.slots), []
+        active = self._requests[start.request]
+        asked, begun = active.request, list(zip(start.choices, start.slots, strict=True))
+        if asked.beams is not None:
+            active.search, begun = BeamSlots(asked, start.slots), begun[:1]  # a search begins with one row
+        (_, source), *others = begun
         if others:
-            self.commands.copy([source] * len(others), others, len(asked.ids) - 1)
-        for choice, slot in zip(start.choices, [source, *others], strict=asked.beams is None):
+            self.commands.copy([source] * len(others), [slot for _, slot in others], len(asked.ids) - 1)
+        for choice, slot in begun:
             payload = SlotState.encode(asked.ids, asked.sampling, asked.special, asked.prompt_index, choice)
             self.commands.start(slot, payload)
 
@@ -159,9 +160,7 @@ class Engine:
         """Return what the next steps must be able to do. Few variants, since each has graphs of its own."""
         active = [self._requests[row.request] for row in rows]
         searches = [one.search.search for one in active if one.search is not None]
-        alternatives = max(
-            max(one.request.alternatives for one in active), max((one.alternatives for one in searches), default=0)
-        )
+        alternatives = max([one.request.alternatives for one in active] + [one.alternatives for one in searches])
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
         variant = variant_of([one.request.sampling for one in active], min(rounded, self.config.vocab_size))
         return variant._replace(beams=bool(searches))

@@ -67,9 +67,7 @@ class Request:
         if self.alternatives:
             raise UserError("a beam search does not return likeliest tokens; use alternatives=0, or no beams")
         if self.sampling.stop_on_double_eol:
-            raise UserError(
-                "a beam search cannot stop at a double newline; leave out stop_on_double_eol, or use 1 beam"
-            )
+            raise UserError("a beam search cannot stop at two newlines; leave stop_on_double_eol out, or use no beams")
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""

@@ -112,7 +112,8 @@ def test_a_token_of_probability_0_is_never_taken():
     never = -math.inf
     search = BeamSearch(Beams(width=2), 4)
     assert search.advance([[(3, -1.0), (4, never), (5, never), (6, never)]]) == [Row(0, 3)]
-    assert search.advance([[(1, never), (2, never)]]) == [] and search.hypotheses == []
+    assert search.advance([[(1, never), (2, never)]]) == []
+    assert [(h.ids, h.ended) for h in search.hypotheses] == [([3], False)]
 
 
 @pytest.mark.parametrize("beams, choices, words", [

@@ -97,6 +97,16 @@ def test_slots_may_change_places():
             assert torch.equal(kept[:4, :, 5:], was[:4, :, 5:]) and torch.equal(kept[4], was[4])
 
 
+def test_attention_over_the_scratch_slot_stays_short():
+    runner = make_runner(CONFIGS[GPT2Config], slots=3)
+    sampling = Sampling(max_new_tokens=9)
+    for slot in range(3):
+        runner.start(slot, SlotState.encode([5], sampling, SpecialIds(), 0, slot))
+    for _ in range(3):
+        runner.decode([0, 1, 2], 3, variant_of([sampling]))  # four rows, one of them scratch
+    assert runner.state.position.tolist() == [9, 9, 9, 3]
+
+
 def test_a_detached_runner_leaves_the_stages_as_they_were():
     config = CONFIGS[GPT2Config]
     runner = make_runner(config)

@@ -114,7 +114,9 @@ def test_texts_are_the_same_in_any_company(data):
     for index in range(data.draw(st.integers(1, 8))):
         ids = [pick.randrange(VOCABULARY) for _ in range(pick.randint(1, LENGTH - 6))]
         rest = {"choices": pick.randint(1, 2), "prompt_index": index % 3, "alternatives": pick.choice([0, 3])}
-        request = Request(ids=ids, sampling=sampling_of(pick.randrange(100)), score_prompt=pick.random() < 0.3, **rest)
+        stops = tuple(pick.sample(range(VOCABULARY), pick.choice([0, 20])))
+        sampling = replace(sampling_of(pick.randrange(100)), stop_token_ids=stops)
+        request = Request(ids=ids, sampling=sampling, score_prompt=pick.random() < 0.3, **rest)
         requests[engine.submit(request)] = request
         for _ in range(pick.randint(0, 3)):
             events += engine.step()
@@ -124,14 +126,15 @@ def test_texts_are_the_same_in_any_company(data):
         events += engine.step()
     finishes = {event[:2]: event.finish for event in events if event.finish}
     assert finishes.keys() == {(handle, choice) for handle, r in requests.items() for choice in range(r.choices)}
-    assert len(finishes) == sum(event.finish is not None for event in events)
+    last = {event[:2]: event.finish for event in events if event.choice != PROMPT}
+    assert last == finishes and len(finishes) == sum(event.finish is not None for event in events)
     found = bodies.texts(events)
     for handle, request in requests.items():
         single = alone(request)
         for (_, choice), ids in bodies.texts(single).items():
-            whole = finishes[handle, choice] == "length"
+            whole = finishes[handle, choice] != "cancelled"
             assert found[handle, choice] == (ids if whole else ids[: len(found[handle, choice])])
-        if any(finishes[handle, choice] == "length" for choice in range(request.choices)):
+        if any(finishes[handle, choice] != "cancelled" for choice in range(request.choices)):
             check_same_numbers(of(events, handle), of(single, 0), finishes)
 
 
@@ -142,7 +145,7 @@ def of(events, handle):
 def check_same_numbers(found: list[Event], single: list[Event], finishes) -> None:
     """Log-probabilities and likeliest tokens of a prompt and of choices that ran to their end."""
     for choice in {event.choice for event in single}:
-        if choice != PROMPT and finishes[found[0].request, choice] != "length":
+        if choice != PROMPT and finishes[found[0].request, choice] == "cancelled":
             continue
         a, b = ([event for event in events if event.choice == choice] for events in (found, single))
         values = [[x for event in events for x in event.logprobs] for events in (a, b)]

@@ -3,7 +3,10 @@
 import importlib
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,8 +16,9 @@ from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
 from dtgpt.ops.sampling import sample as op
-from dtgpt.ops.sampling.reference import sample_reference
-from dtgpt.ops.sampling.sequences import Sampled, Variant
+from dtgpt.ops.sampling.edits import edit
+from dtgpt.ops.sampling.reference import kept, sample_reference
+from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 
 NO_IDS = SpecialIds()
 
@@ -150,8 +154,12 @@ FILTERS = [
     {"top_p": 0.97, "top_p_decay": 0.83, "top_p_bound": 0.31}, {"top_k": 30, "top_p": 0.58},
     {"top_k": 5, "top_p": 0.99, "temperature": 7}, {"top_k": 400, "top_p": 0.17},
 ]  # fmt: skip
-EDITS = [{"logit_bias": {3: 2.0, 4: -100.0}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
-         {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}]  # fmt: skip
+EDITS = [
+    {"logit_bias": {3: 2.0, 4: -100.0, 0: 0.5}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},
+    {"no_repeat_ngram_size": 2}, {"prevent_newline_after_colon": True}, {"no_repeat_ngram_size": 1},
+    {"min_new_tokens": 9, "stop_token_ids": (5, 7)}, {"min_new_tokens": 9, "stop_on_double_eol": True},
+    {"no_repeat_ngram_size": 3, "presence_penalty": 1.5, "logit_bias": {1: 3.0}, "prevent_newline_after_colon": True},
+]  # fmt: skip
 
 
 def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list[Row]:
@@ -163,11 +171,30 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
         logits = kinds[(place + seed) % len(kinds)](torch.randn(size, generator=noise))
         if size > 9:
             logits[choose.randrange(size)] = -math.inf
-        more = choose.choice(EDITS) if edits and size > 9 else {}
-        ids = [choose.randrange(min(size, 5)) for _ in range(6)]
-        special = SpecialIds(0, 1, 2, ids[-1])
+        more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
+        ids = [choose.randrange(min(size, 3)) for _ in range(11)]
+        special = SpecialIds(0, ids[-1] if place % 2 else 8, 2, ids[-1])
         rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Tensor]]:
+    """Collect what the kernels hand on to each other."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(module: str, name: str):
+        kernels = importlib.import_module(f"dtgpt.ops.sampling.{module}")
+        original = getattr(kernels, name)
+
+        def function(*arguments):
+            seen[name] = original(*arguments)
+            return seen[name]
+
+        return mock.patch.object(kernels, name, function)
+
+    with watch("edit_kernels", "launch_edits"), watch("filter_kernels", "find_edges"):
+        yield seen
 
 
 def compare_with_reference(
@@ -176,10 +203,24 @@ def compare_with_reference(
     """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU."""
     size, variant = len(rows[0].logits), variant_for(rows, alternatives)
     logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
-    slots = torch.arange(len(rows))
-    expected = sample_reference(logits, state_of(rows, 16).sequences, slots, size, variant)
-    state = state_of(rows, 16, device)
-    found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    slots, expected_state, state = torch.arange(len(rows)), state_of(rows, 16), state_of(rows, 16, device)
+    expected = sample_reference(logits, expected_state.sequences, slots, size, variant)
+    with watched() as seen:
+        found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+    parameters = unpack(expected_state.parameters[: len(rows)])
+    values = logits[:, :size].float()
+    _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
+    if variant.edits or variant.ngram:
+        assert torch.equal(seen["launch_edits"][:, :size].cpu(), edited)
+    if variant.filters:
+        scaled = edited / parameters.floats.temperature.float().clamp_min(1e-4)[:, None]
+        stays = kept(edited, scaled, expected_state.position[: len(rows)], parameters)
+        edge, last = (column[:, None] for column in seen["find_edges"].cpu().unbind(1))
+        bits = (edited + 0.0).view(torch.int32)
+        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        inside = (bits > edge) | ((bits == edge) & (torch.arange(size) <= last))
+        for i, row in enumerate(rows):
+            assert torch.equal(inside[i], stays[i]) or not row.sampling.filters, row
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()
     for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
@@ -190,9 +231,12 @@ def compare_with_reference(
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
     op.has_triton = lambda x: True
-    kernels, filters = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in ("kernels", "filter_kernels"))
+    names = ("kernels", "filter_kernels", "edit_kernels")
+    kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
     kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64
-    filters.SEARCH = 16
-    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0)]):
+    filters.SEARCH, edits.BLOCK, edits.COMPARED = 16, 4, 2
+    for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):
         dtype = torch.float16 if seed == 1 else torch.float32
-        compare_with_reference(random_rows(size, seed, edits=seed == 2, filters=seed != 3), dtype, "cpu", seed, padding)
+        compare_with_reference(
+            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding
+        )

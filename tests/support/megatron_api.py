@@ -19,7 +19,7 @@ from tests.support.engines import drain
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """The keys of a request. Their values have been checked: see SENTENCES of the server."""
+    """The keys of a request, whose values are taken as valid. Others, such as `no_log`, do not change its answer."""
 
     prompts: list[str]
     tokens_to_generate: int = 64  # 0: score the prompts
@@ -60,6 +60,7 @@ def engine_requests(api: ApiRequest, tokenizer: Tokenizer, vocab_size: int, seed
 
 
 def _sampling(api: ApiRequest, vocab_size: int, seed: int) -> Sampling:
+    """Return how each sequence goes on. Of both rules for ends of lines, that for two of them counts."""
     shared: dict[str, Any] = {
         "max_new_tokens": api.tokens_to_generate, "prevent_newline_after_colon": api.prevent_newline_after_colon,
     }  # fmt: skip

@@ -226,9 +226,7 @@ def filter_kernel(
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def draw_kernel(
-    edited, stride, width, parameters, positions, slots, terms, edges, best, vocab_size, CHUNK: tl.constexpr
-):
+def draw_kernel(edited, stride, width, parameters, positions, slots, edges, best, vocab_size, CHUNK: tl.constexpr):
     """Write the best pair of a chunk, int64 `[B, C]`, of rows that are filtered."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
@@ -244,11 +242,10 @@ def draw_kernel(
         tl.store(best + row * tl.num_programs(0) + chunk, tl.max(pairs, 0))
 
 
-def launch_filters(
-    edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor, best: Tensor
-) -> None:
-    """Write the best pairs, int64 `[B, C]`, of rows that are filtered; other arguments: as of `chunk_kernel`."""
-    rows, chunks = best.shape
+def find_edges(edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor) -> Tensor:
+    """Return what stays of rows that are filtered, int32 `[B, 2]` as of `filter_kernel`; edited, terms: as of
+    `chunk_kernel`."""
+    rows, _, chunks = terms.shape
     bins = torch.empty(rows, chunks, BINS, dtype=torch.int64, device=edited.device)
     copies = torch.empty(rows, chunks * CHUNK, dtype=torch.int32, device=edited.device)
     weights = torch.empty(copies.shape, dtype=torch.int64, device=edited.device)
@@ -260,4 +257,16 @@ def launch_filters(
         *common, bins, copies, weights, edges, vocab_size, chunks, **sizes, BLOCK=BLOCK, SEARCH=SEARCH,
         num_warps=ROW_WARPS,
     )  # fmt: skip
-    draw_kernel[(chunks, rows)](*common, edges, best, vocab_size, CHUNK=CHUNK, num_warps=WARPS)
+    return edges
+
+
+def launch_filters(
+    edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, terms: Tensor, best: Tensor
+) -> None:
+    """Write the best pairs, int64 `[B, C]`, of rows that are filtered; other arguments: as of `find_edges`."""
+    edges = find_edges(edited, sequences, slots, vocab_size, terms)
+    rows, chunks = best.shape
+    draw_kernel[(chunks, rows)](
+        edited, edited.stride(0), edited.shape[1], sequences.parameters, sequences.position, slots, edges, best,
+        vocab_size, CHUNK=CHUNK, num_warps=WARPS,
+    )  # fmt: skip

@@ -22,6 +22,8 @@ WARPS = 4
 ROW = tl.constexpr(PARAMETERS)
 PROMPT_LENGTH = tl.constexpr(Integers._fields.index("prompt_length"))
 KEY = tl.constexpr(Integers._fields.index("key_0"))
+COLON = tl.constexpr(Integers._fields.index("colon"))
+NEWLINE = tl.constexpr(Integers._fields.index("newline"))
 TOP_K = tl.constexpr(Integers._fields.index("top_k"))
 TEMPERATURE = tl.constexpr(len(Integers._fields) + Floats._fields.index("temperature"))
 TOP_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p"))
@@ -131,7 +133,7 @@ def store_best(pairs, out, count):
 @triton.jit(do_not_specialize=["vocab_size", "alternatives"])
 def chunk_kernel(
     measured, edited, measured_stride, edited_stride, measured_width, edited_width,
-    parameters, positions, slots, terms, best, top, vocab_size, alternatives,
+    parameters, positions, tokens, slots, terms, best, top, vocab_size, alternatives,
     EDITED: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Reduce a chunk of a row.
@@ -146,6 +148,11 @@ def chunk_kernel(
     ids = first + tl.arange(0, CHUNK)
     token = ids < vocab_size
     values = load_chunk(measured + row * measured_stride, ids, measured_width, vocab_size)
+    line = parameters + slot * ROW
+    if EDITED:
+        colon = tl.load(line + COLON)
+        banned = (colon >= 0) & (colon == tl.load(tokens + slot))
+        values = tl.where(banned & (ids == tl.load(line + NEWLINE)), float("-inf"), values)
     largest = tl.max(values, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(terms + (row * 3) * chunks + chunk, largest)
@@ -156,7 +163,7 @@ def chunk_kernel(
     if EDITED:
         values = load_chunk(edited + row * edited_stride, ids, edited_width, vocab_size)
     tl.store(terms + (row * 3 + 2) * chunks + chunk, tl.max(values, 0))
-    line, position = parameters + slot * ROW, tl.load(positions + slot)
+    position = tl.load(positions + slot)
     temperature, greedy, top_k, top_p = load_choice(line, position)
     pair = LAST
     if not (FILTERS & is_filtered(greedy, top_k, top_p)):
@@ -201,8 +208,8 @@ def join_kernel(
 def launch_sample(
     measured: Tensor, edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant
 ) -> Sampled:
-    """Return the tokens chosen from `edited` and their log-probabilities under `measured`, both `[B, V]` with adjacent
-    columns, perhaps the same tensor."""
+    """Return the tokens chosen from `edited`, the logits after all rules, and their log-probabilities under `measured`,
+    the logits before; both `[B, V]` with adjacent columns, the same tensor where the variant has no rules."""
     from dtgpt.ops.sampling.filter_kernels import launch_filters
 
     rows, device = len(slots), measured.device
@@ -213,7 +220,7 @@ def launch_sample(
     top = torch.empty(rows, chunks, count, dtype=torch.int64, device=device)
     chunk_kernel[(chunks, rows)](
         measured, edited, measured.stride(0), edited.stride(0), measured.shape[1], edited.shape[1],
-        sequences.parameters, sequences.position, slots, terms, best, top, vocab_size, count,
+        sequences.parameters, sequences.position, sequences.token, slots, terms, best, top, vocab_size, count,
         EDITED=edited is not measured, FILTERS=variant.filters, CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
     if variant.filters:
@@ -224,10 +231,10 @@ def launch_sample(
         torch.empty(rows, count, dtype=torch.int64, device=device),
         torch.empty(rows, count, device=device),
     )
+    candidates = triton.next_power_of_2(max(chunks * count, 1))
     join_kernel[(rows,)](
         measured, measured.stride(0), terms, best, top, *sampled, chunks, count,
-        LOGPROBS=variant.logprobs or count > 0, CHUNKS=triton.next_power_of_2(chunks),
-        CANDIDATES=triton.next_power_of_2(max(chunks * count, 1)),
-        num_warps=WARPS,
+        LOGPROBS=variant.logprobs or count > 0, CHUNKS=triton.next_power_of_2(chunks), CANDIDATES=candidates,
+        num_warps=WARPS if candidates <= 4096 else 4 * WARPS,
     )  # fmt: skip
     return sampled

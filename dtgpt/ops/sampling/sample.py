@@ -5,16 +5,15 @@ frequency and presence penalty; no repeated n-grams; no ending before `min_new_t
 is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, and a draw by the Gumbel-max trick. Its noise
 is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is chosen.
 
-Reference: `reference.py`. Fast path: Triton kernels after the rules on logits, which both have from `edits.py`. A row
-without such rules costs two launches, filters two more. The candidates of beams have no fast path.
+Reference: `reference.py` and `edits.py`. Fast path: Triton kernels, which read the logits of rows in chunks: two
+launches; filters cost three more, rules on logits two. The candidates of beams have no fast path.
 """
 
 from torch import Tensor
 
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.sampling.edits import edit
 from dtgpt.ops.sampling.reference import sample_reference
-from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant, unpack
+from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
 
 
 def sample(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant) -> Sampled:
@@ -25,11 +24,9 @@ def sample(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int,
     """
     if variant.beams or not has_triton(logits):  # a beam search draws nothing
         return sample_reference(logits, sequences, slots, vocab_size, variant)
+    from dtgpt.ops.sampling.edit_kernels import launch_edits
     from dtgpt.ops.sampling.kernels import launch_sample
 
-    if not variant.edits and not variant.ngram:
-        values = logits if logits.stride(1) == 1 else logits.contiguous()
-        return launch_sample(values, values, sequences, slots, vocab_size, variant)
-    values = logits[:, :vocab_size].float()
-    measured, edited = edit(values, sequences, slots, unpack(sequences.parameters[slots]), variant)
-    return launch_sample(measured.contiguous(), edited, sequences, slots, vocab_size, variant)
+    measured = logits if logits.stride(1) == 1 else logits.contiguous()
+    edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured
+    return launch_sample(measured, edited, sequences, slots, vocab_size, variant)

@@ -1,0 +1,101 @@
+"""Beam searches on the engine, beside what test_against_transformers.py and test_same_text.py compare."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dtgpt.inference.beam import Beams
+from dtgpt.inference.request import PROMPT, Request
+from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.scheduler import Row, Scheduler
+from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.random.philox import root_key
+from dtgpt.util.errors import UserError
+from tests.support.engines import CPU, drain, engine_of, events_of
+
+CONFIG = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, seq_length=24, vocab_size=61, init_std=0.4)
+PROMPT_IDS = [5, 9, 33]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return build_model(CONFIG, CPU, torch.float32, root_key(3))
+
+
+def asked(width: int = 3, **changes) -> Request:
+    sampling = changes.pop("sampling", Sampling(max_new_tokens=8))
+    return Request(ids=PROMPT_IDS, sampling=sampling, beams=Beams(width=width), **changes)
+
+
+def test_one_event_has_all_of_a_sequence(model):
+    events = events_of(model, asked(choices=2, score_prompt=True))
+    assert [event.choice for event in events] == [PROMPT, 0, 1]
+    assert all(len(event.ids) == len(event.logprobs) == 8 and event.finish == "length" for event in events[1:])
+    assert events[1].score > events[2].score
+    assert events[1].score == pytest.approx(sum(events[1].logprobs) / 8)
+
+
+def test_the_end_of_text_ends_a_sequence_and_is_its_last_token(model):
+    free = events_of(model, asked())[0].ids
+    special = SpecialIds(end_of_text=free[3])
+    ended = [event for event in events_of(model, asked(special=special, choices=3)) if event.finish == "stop"]
+    assert ended and all(event.ids.index(free[3]) == len(event.ids) - 1 for event in ended)
+    endless = asked(special=special, sampling=Sampling(max_new_tokens=8, ends=False))
+    assert events_of(model, endless)[0].ids == free
+
+
+def test_a_search_is_cancelled_as_a_whole_and_leaves_its_slots(model):
+    with engine_of(model, slots=3) as engine:
+        first, second = engine.submit(asked(choices=2)), engine.submit(asked())
+        for _ in range(3):
+            assert engine.step() == []
+        engine.cancel(first, 1)
+        events = drain(engine)
+    assert [(e.request, e.choice, e.finish) for e in events] == [
+        (first, 0, "cancelled"), (first, 1, "cancelled"), (second, 0, "length"),
+    ]  # fmt: skip
+    assert events[-1].ids == events_of(model, asked())[0].ids
+
+
+def test_where_rules_ban_every_token_sequences_end_as_they_are(model):
+    """No token may come twice, and the prompt has 2 of 4."""
+    small = build_model(replace(CONFIG, vocab_size=4), CPU, torch.float32, root_key(3))
+    sampling = Sampling(max_new_tokens=5, no_repeat_ngram_size=1)
+
+    def found(ids: list[int]) -> list[tuple]:
+        request = Request(ids=ids, sampling=sampling, beams=Beams(width=2), choices=2)
+        return [(event.ids, event.finish) for event in events_of(small, request)]
+
+    assert sorted(found([0, 1])) == [([2, 3], "length"), ([3, 2], "length")]
+    assert found([0, 1, 2]) == [([3], "length"), ([], "length")]
+
+
+def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_beside_it():
+    scheduler = Scheduler(slots=4)
+    scheduler.add(0, prefill=0, choices=3, new_tokens=9, beams=True)
+    scheduler.add(1, prefill=0, choices=1, new_tokens=9)
+    beams, other = [Row(0, choice, choice) for choice in range(3)], Row(1, 0, 3)
+    first = scheduler.next_round()
+    assert (first.rows, first.steps, first.beams) == ([other], 1, (beams[0],))
+    waiting = scheduler.next_round()
+    assert (waiting.rows, waiting.steps, waiting.beams) == ([other], 1, ())
+    scheduler.go_on(0, [2, 0])
+    assert scheduler.next_round().beams == (beams[0], beams[2])
+    for choice in range(3):
+        scheduler.finish(0, choice)
+    assert scheduler.next_round().steps == 6
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"width": 5}, "5 beams of a prompt need as many slots of the cache, which has 4"),
+    ({"width": 31}, "num_beams=31 cannot be searched over 61 tokens; use 1 to 30"),
+    ({"choices": 4}, "num_beams=3 cannot give 4 sequences; use 4 or more beams"),
+    ({"alternatives": 1}, "a beam search does not return likeliest tokens"),
+    ({"sampling": Sampling(max_new_tokens=2, stop_on_double_eol=True)}, "a beam search cannot stop at two newlines"),
+    ({"sampling": Sampling(max_new_tokens=0), "score_prompt": True}, "max_new_tokens=0 leaves nothing to search"),
+])  # fmt: skip
+def test_what_cannot_be_searched_is_refused(model, changes, words):
+    with engine_of(model, slots=4) as engine, pytest.raises(UserError, match=words):
+        engine.submit(asked(**changes))
