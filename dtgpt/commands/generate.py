@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import Console, ResultFile, converse, show
+from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
@@ -145,8 +145,8 @@ def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
 def _converse(model: Model, base: dict[str, Any], samples: int) -> None:
     def work(session: Session) -> None:
         model.generator.describe()
-        with Console() as console:
-            converse(session, console, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
+        with Keyboard() as keyboard:
+            converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
 
     rows = max(samples, base["num_beams"])
     model.generator.run(lambda: Need(rows, rows), work)
