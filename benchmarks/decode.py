@@ -76,9 +76,10 @@ def bytes_read(config: GPT2Config, dtype: torch.dtype, batch: int, position: flo
     return weight_bytes(config, dtype) + batch * position * 2 * config.num_layers * config.hidden_size * dtype.itemsize
 
 
-def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype: torch.dtype, slots: int) -> Engine:
+def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
     """An engine under a plan, with random weights: the parts that `dtgpt.load` puts together."""
-    plan = parse_plan(plan_name, {}).for_world(Process.from_environment().world)
+    config, dtype, slots = MODELS[args.model], DTYPES[args.dtype], args.slots or max(args.batches)
+    plan = parse_plan(args.plan, {}).for_world(Process.from_environment().world).for_inference()
     settings = Settings(
         model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
     )  # fmt: skip
@@ -86,7 +87,7 @@ def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype:
     stages, _ = build_stages(settings, mesh, root_key(1), masters=False, table=inference_table(config, plan))
     for stage in stages:
         localize(stage, mesh)
-    return Engine(stages, mesh, config, dtype, slots)
+    return Engine(stages, mesh, config, dtype, slots, graphs=args.graph == "on")
 
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
@@ -199,9 +200,8 @@ def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dic
 
 def run(args: argparse.Namespace, device: torch.device) -> dict:
     """All measurements, on rank 0."""
-    config, dtype = MODELS[args.model], DTYPES[args.dtype]
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    engine = make_engine(config, args.plan, device, dtype, args.slots or max(args.batches))
+    engine = make_engine(args, device)
     if engine.mesh.rank > 0:
         engine.follow()
         return {}
@@ -236,6 +236,7 @@ def parse() -> argparse.Namespace:
         "--plan", default="single", help="under torchrun, such as tp2 or pp2, with the peer dtgpt alone"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--graph", default="on", choices=("on", "off"), help="CUDA graphs of the engine's steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
     parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
