@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.generated import Console, ResultFile, converse, show
+from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
@@ -30,6 +30,11 @@ class GenerateOptions:
     plan.
     """
 
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "prompt": "prompts and results", "max_new_tokens": "sampling", "num_beams": "beam search",
+        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer",
+    }  # fmt: skip
+
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
     prompts_file: Annotated[
         str | None, "file with a prompt in each line; .jsonl: objects with a prompt, and options of its own", PATH
@@ -51,6 +56,8 @@ class GenerateOptions:
     presence_penalty: Annotated[float, "taken from a logit if its token was generated"] = 0.0
     logit_bias: Annotated[tuple[str, ...], "numbers to add to logits, as ID:NUMBER"] = ()
     no_repeat_ngram_size: Annotated[int, "length of token sequences that must not come twice; 0: any may"] = 0
+    prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
+    seed: Annotated[int, "seed of the draws"] = 0
     num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1)] = 1
     length_penalty: Annotated[float, "exponent of the length, by which a beam's score is divided"] = 1.0
     early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
@@ -59,8 +66,6 @@ class GenerateOptions:
     ends: Annotated[bool, "end a text at the end of text"] = True
     stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text"] = False
     stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text"] = False
-    prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
-    seed: Annotated[int, "seed of the sampling"] = 0
     plan: Annotated[
         str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
     ] = None
@@ -145,8 +150,8 @@ def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
 def _converse(model: Model, base: dict[str, Any], samples: int) -> None:
     def work(session: Session) -> None:
         model.generator.describe()
-        with Console() as console:
-            converse(session, console, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
+        with Keyboard() as keyboard:
+            converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
 
     rows = max(samples, base["num_beams"])
     model.generator.run(lambda: Need(rows, rows), work)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Self
@@ -18,6 +18,7 @@ from dtgpt.inference.session import Job, Session
 from dtgpt.util.console import counted, duration, say_error, write
 from dtgpt.util.errors import UserError
 
+COLUMNS = 79
 LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
 
 
@@ -29,15 +30,16 @@ def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = 
         write(prompt)
     asked = False
     while session.busy:
-        for news in session.step():
+        for update in session.step():
             if not several:
-                write(news.text)
-            elif news.completions is not None:
-                _write_several(prompt, news.completions)
+                write(update.text)
+            elif update.completions is not None:
+                _write_several(prompt, update.completions)
         if stopped() and not asked:
             session.cancel(number)
             asked = True
-    write("\n" * (not several))
+    if not several:
+        write("\n")
 
 
 def _write_several(prompt: str, completions: list[Completion]) -> None:
@@ -46,7 +48,7 @@ def _write_several(prompt: str, completions: list[Completion]) -> None:
         write(f"--- {number} of {len(completions)}{score}\n{prompt}{completion.text}\n")
 
 
-class Console:
+class Keyboard:
     """The user's keyboard, a context in which Ctrl-C does not end the program. `stopped` is true after Ctrl-C, until
     the next prompt."""
 
@@ -82,15 +84,15 @@ class Console:
         self._stopped = True
 
 
-def converse(session: Session, console: Console, make: Callable[[str, int], Job]) -> None:
+def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Job]) -> None:
     """Continue one prompt after the other, each without those before it. `make`: the job of a prompt and its number."""
-    for turn, prompt in enumerate(console.prompts()):
+    for turn, prompt in enumerate(keyboard.prompts()):
         try:
             job = make(prompt, turn)
         except UserError as error:
             say_error(f"dtgpt: {error}")
             continue
-        show(session, prompt, job, console.stopped)
+        show(session, prompt, job, keyboard.stopped)
 
 
 class ResultFile:
@@ -110,19 +112,19 @@ class ResultFile:
     def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
         """Write the texts of each line in the order of the lines, and progress to stderr."""
         progress = Progress(len(lines))
-        with ExitStack() as stack:
-            file = None if self._path is None else stack.enter_context(self._path.open("x", encoding="utf-8"))
+        with self._open() as file:
             for line, completions in zip(lines, results, strict=True):
-                text = "".join(f"{_result(line, choice, found)}\n" for choice, found in enumerate(completions))
-                self._append(text, file)
+                for choice, found in enumerate(completions):
+                    text = f"{_result(line, choice, found)}\n"
+                    write(text) if file is None else file.write(text)
                 progress.add(sum(len(found.ids) for found in completions))
         progress.finish(self._path)
 
-    def _append(self, text: str, file: IO[str] | None) -> None:
-        if file is None:
-            return write(text)
-        file.write(text)
-        file.flush()
+    def _open(self) -> AbstractContextManager[IO[str] | None]:
+        """Open the new file, which is flushed at each line's end; no path: stdout, which is None."""
+        if self._path is None:
+            return nullcontext()
+        return self._path.open("x", buffering=1, encoding="utf-8", errors="replace")
 
 
 def _result(line: Line, choice: int, found: Completion) -> str:
@@ -160,6 +162,7 @@ class Progress:
     def _say(self, end: str) -> None:
         seconds = max(time.monotonic() - self._begin, 1e-9)
         done = f"{self._done}/{counted(self._prompts, 'prompt')}, {counted(self._tokens, 'token')}"
+        text = f"{done} in {duration(seconds)}, {self._tokens / seconds:,.0f} tokens/s"
         with suppress(OSError):
-            sys.stderr.write(f"{done} in {duration(seconds)}, {self._tokens / seconds:,.0f} tokens/s{end}")
+            sys.stderr.write((text.ljust(COLUMNS) if end == "\r" else text) + end)  # over a longer line before
             sys.stderr.flush()

@@ -29,7 +29,7 @@ class Completion:
     ids: list[int]  # new tokens, with the one that ends the sequence
     logprobs: list[float]  # of each of `ids`, natural logarithm, before filters and penalties, at temperature 1
     finish_reason: str  # "stop": by a token or a stop string; "length"; "cancelled"
-    segments: list[str] | None = None  # each of `ids`, decoded alone
+    segments: list[str] | None = None  # each of `ids`, decoded alone; None without a tokenizer
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each of `ids`, where asked for
     prompt: Score | None = None  # of the prompt, where asked for
     score: float | None = None  # of a beam

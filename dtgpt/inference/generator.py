@@ -15,12 +15,16 @@ from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.session import Job, Session
 from dtgpt.inference.share import from_rank_0, share
+from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.util.console import byte_size, counted, parameters, say_error
 from dtgpt.util.errors import UserError
+
+GPT2_IDS = SpecialIds(end_of_text=50256, newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 
 
 class Need(NamedTuple):
@@ -55,17 +59,24 @@ class Generator:
         """The tokenizer of the model. Raises UserError where there is none."""
         return self._given or tokenizer_of(self.path, self.config)
 
-    @cached_property
+    @property
     def known_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model, None where there is none."""
-        try:
-            return self.tokenizer if self.tokenizer.spells else None
-        except UserError:
-            return None
+        """The tokenizer that is given, saved with the model or in use already; None: none of these. Nothing is fetched,
+        since prompts of ids need no tokenizer."""
+        known = vars(self).get("tokenizer") or self._saved_tokenizer
+        return known if known and known.spells else None
+
+    @cached_property
+    def _saved_tokenizer(self) -> Tokenizer | None:
+        return self._given or tokenizer_beside(self.path)
 
     @cached_property
     def special(self) -> SpecialIds:
-        return special_ids(self.known_tokenizer) if self.known_tokenizer else SpecialIds()
+        """The ids that rules look for."""
+        saved = self._saved_tokenizer
+        if saved is None:
+            return GPT2_IDS if self.config.vocab_size == GPT2_124M.vocab_size else SpecialIds()
+        return special_ids(saved) if saved.spells else SpecialIds()
 
     def check(self, job: Job) -> None:
         """Raise UserError for a job that this model can never do."""

@@ -25,6 +25,7 @@ from dtgpt.inference.generator import Generator, Need, need_of
 from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import Prompts, check_range, read_prompts
 from dtgpt.inference.session import Job, Session
+from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
 from dtgpt.models.source import Source
 from dtgpt.parallel.build import build_stages
@@ -97,11 +98,19 @@ class Model:
         """
         if stream:
             return self._stream(prompts, details or return_full_text, options)
-        answer = self._run(prompts, options, lambda completions: list(map(to_plain, completions)))
+
+        def plain(completions: list[Completion]) -> list[dict[str, Any]]:
+            known = self.generator.known_tokenizer
+            if details and known:
+                for found in completions:
+                    found.segments = segments(known, found.ids)
+            return list(map(to_plain, completions))
+
+        answer = self._run(prompts, options, plain)
         several = (options.get("num_return_sequences") or 1) > 1
         results = []
-        for index, plain in enumerate(answer["found"]):
-            completions: list[Any] = list(map(completion_of, plain))
+        for index, sequences in enumerate(answer["found"]):
+            completions: list[Any] = list(map(completion_of, sequences))
             if not details:
                 completions = [_bare(found, answer, index, return_full_text) for found in completions]
             results.append(completions if several else completions[0])
@@ -145,8 +154,8 @@ class Model:
             return need_of(jobs)
 
         def work(session: Session) -> Iterator[Any]:
-            for news in session.stream(jobs[0]):
-                yield from news.ids if asked[0].texts is None else [news.text] * bool(news.text)
+            for update in session.stream(jobs[0]):
+                yield from update.ids if asked[0].texts is None else [update.text] * bool(update.text)
 
         return self.generator.stream(prepare, work)
 

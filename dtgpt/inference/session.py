@@ -11,7 +11,7 @@ from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PROMPT, Event, Request
 from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.text import StopSearch, TextStream, segments
+from dtgpt.inference.text import StopSearch, TextStream
 
 AHEAD = 2  # requests that wait in the engine, for each slot
 
@@ -42,8 +42,8 @@ class Job(NamedTuple):
         )  # fmt: skip
 
 
-class News(NamedTuple):
-    """What a step added to a sequence. `completions`: with the last news of a job, all of its sequences."""
+class Update(NamedTuple):
+    """What a step added to a sequence. `completions`: with the last update of a job, all of its sequences."""
 
     job: int  # as `Session.submit` numbers it
     choice: int
@@ -57,25 +57,27 @@ class Session:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, special: SpecialIds):
         self._engine, self._tokenizer, self._special = engine, tokenizer, special
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenJob] = {}
         self._failed = False
 
     def submit(self, job: Job) -> int:
         """Hand a job to the engine; return its number."""
         handle = self._engine.submit(job.request(self._special))
-        self._open[handle] = _Open(job, self._tokenizer, self._special)
+        self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
         return handle
 
     def cancel(self, number: int) -> None:
         """End a job with what it has."""
         self._engine.cancel(number)
 
-    def step(self) -> list[News]:
+    def step(self) -> list[Update]:
         """Let the engine work; return what it has made since."""
-        self._failed = True
-        events = self._engine.step()
-        self._failed = False
-        return [news for event in events if (news := self._take(event)) is not None]
+        try:
+            events = self._engine.step()
+        except BaseException:
+            self._failed = True
+            raise
+        return [update for event in events if (update := self._take(event)) is not None]
 
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
@@ -93,7 +95,7 @@ class Session:
         """Whether any job is not finished."""
         return bool(self._open)
 
-    def stream(self, job: Job) -> Iterator[News]:
+    def stream(self, job: Job) -> Iterator[Update]:
         """Yield what each step adds to a job, to its end."""
         self.submit(job)
         while self.busy:
@@ -107,13 +109,13 @@ class Session:
                 order.append(self.submit(job))
             if not order:
                 return
-            for news in self.step():
-                if news.completions is not None:
-                    done[news.job] = news.completions
+            for update in self.step():
+                if update.completions is not None:
+                    done[update.job] = update.completions
             while order and order[0] in done:
                 yield done.pop(order.popleft())
 
-    def _take(self, event: Event) -> News | None:
+    def _take(self, event: Event) -> Update | None:
         job = self._open.get(event.request)
         if job is None:
             return None
@@ -130,37 +132,33 @@ class Session:
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]
-        return News(event.request, event.choice, sequence.ids[before:], text, completions)
+        return Update(event.request, event.choice, sequence.ids[before:], text, completions)
 
 
-class _Open:
+class _OpenJob:
     """A job that is not finished."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
-        self._tokenizer = tokenizer
         self._job = job
         self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
         self._prompt: Score | None = None
 
     def take_scores(self, event: Event) -> None:
         """Keep the scores of the prompt."""
-        logprobs, alternatives = (
-            list(event.logprobs),
-            list(event.alternatives) if self._job.options.top_logprobs else [],
+        alternatives = event.alternatives if self._job.options.top_logprobs else []
+        self._prompt = Score(
+            ids=self._job.ids, logprobs=event.logprobs, greedy=list(event.greedy), alternatives=alternatives
         )
-        self._prompt = Score(ids=self._job.ids, logprobs=logprobs, greedy=list(event.greedy), alternatives=alternatives)
 
     def completions(self) -> list[Completion]:
         return [self._completion(sequence) for sequence in self.sequences]
 
     def _completion(self, sequence: "_Sequence") -> Completion:
-        known = self._tokenizer is not None
         return Completion(
-            text="".join(sequence.text) if known else None,
+            text=sequence.text,
             ids=sequence.ids,
             logprobs=sequence.logprobs,
             finish_reason=sequence.finish or "",
-            segments=segments(self._tokenizer, sequence.ids) if self._tokenizer else None,
             alternatives=sequence.alternatives,
             prompt=self._prompt,
             score=sequence.score,
@@ -174,9 +172,9 @@ class _Sequence:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.alternatives: list[list[tuple[int, float]]] = []
-        self.text: list[str] = []
         self.finish: str | None = None
         self.score: float | None = None
+        self._pieces: list[str] = []
         self._end, self._wants_alternatives = special.end_of_text, job.options.top_logprobs > 0
         self._stream = TextStream(tokenizer, job.ids) if tokenizer else None
         self._search = StopSearch(job.options.stop_strings, line_ends(job.options, special))
@@ -196,9 +194,13 @@ class _Sequence:
             pieces.append(self._search.finish())
         self.finish = "stop" if self._search.found else event.finish
         self.score = event.score
-        text = "".join(pieces)
-        self.text.append(text)
-        return text
+        self._pieces += pieces
+        return "".join(pieces)
+
+    @property
+    def text(self) -> str | None:
+        """The text so far, None without a tokenizer."""
+        return None if self._stream is None else "".join(self._pieces)
 
     def _add(self, event: Event, place: int) -> None:
         self.ids.append(event.ids[place])

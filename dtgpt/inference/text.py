@@ -20,7 +20,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         plain = tokenizer.bytes_of(0) is not None
         self._decoder: _Bytes | _Window = _Bytes(tokenizer) if plain else _Window(tokenizer)
-        self._decoder.skip(prompt)
+        self._decoder.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
 
     def add(self, i: int) -> str:
         """Return the text that is certain with this id."""

@@ -68,8 +68,8 @@ def sample(
             engine.follow()
             return share(mesh)
         session, text = Session(engine, tokenizer, special_ids(tokenizer)), log.prompt
-        for news in session.stream(Job(ids, options, step)):
-            text += news.text
+        for update in session.stream(Job(ids, options, step)):
+            text += update.text
             if interrupted():
                 break
         session.close()

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.options import ELSEWHERE, NAMES
-from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -168,6 +169,19 @@ def test_the_end_of_text_ends_a_sequence_and_is_not_in_the_text(model):
 
 def test_names_of_other_programs_lead_to_options_that_exist():
     assert set(ELSEWHERE.values()) <= set(NAMES) and not set(ELSEWHERE) & set(NAMES)
+
+
+def test_a_model_with_gpt2s_vocabulary_ends_without_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", None)  # nothing is fetched
+    config = replace(CONFIG, vocab_size=50257)
+    whole = build_model(config, torch.device("cpu"), torch.float32, root_key(1))
+    save_huggingface(InMemory(whole), tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer_config.json").unlink()
+    model = dtgpt.load(tmp_path / "gpt2")
+    assert model.generate([1], logit_bias={50256: 100}) == [50256]
+    assert model.generate([1], logit_bias={628: 100}, stop_on_double_eol=True) == [628]
+    assert model.generate([1], max_new_tokens=2, details=True).text is None
+    assert model.generator.special == special_ids(from_files(*gpt2_files(tmp_path)))
 
 
 def test_the_default_number_of_tokens_is_what_the_positions_leave(model):

@@ -40,10 +40,9 @@ def only(session, asked):
 def test_a_completion_has_its_text_its_ids_and_the_reason_of_its_end(steps):
     whole = only(session_of(LONG, steps=steps)[0], job())
     assert (whole.text, whole.finish_reason, len(whole.ids)) == (LONG[:20], "length", 20)
-    assert whole.logprobs == [-float(i) for i in range(20)] and whole.segments == list(LONG[:20])
+    assert whole.logprobs == [-float(i) for i in range(20)]
     ended = only(session_of("é€ end|more", steps=steps)[0], job())
     assert (ended.text, ended.finish_reason, ended.ids[-1]) == ("é€ end", "stop", END)
-    assert ended.segments[0] == "\ufffd" and ended.segments[-1] == "<|endoftext|>"
     broken = only(session_of("ab€", steps=steps)[0], job(max_new_tokens=4))
     assert broken.text == "ab\ufffd" and broken.ids == [97, 98, 0xE2, 0x82]
 
@@ -65,7 +64,7 @@ def test_a_stop_string_in_the_last_token_counts_and_half_of_one_is_text():
 
 def test_pieces_are_the_text_and_hold_back_what_may_become_a_stop():
     session, _ = session_of("one\n\ntwo\nQ: three|", steps=1)
-    pieces = [news.text for news in session.stream(job(stop_strings=("\nQ:",)))]
+    pieces = [update.text for update in session.stream(job(stop_strings=("\nQ:",)))]
     assert "".join(pieces) == "one\n\ntwo"
     assert pieces[2:6] == ["e", "", "\n", "\nt"]  # a line end is shown with what tells that it is not the stop
 
@@ -118,10 +117,10 @@ def test_jobs_are_submitted_as_others_finish():
 def test_a_cancelled_job_has_what_it_has():
     session, _ = session_of(LONG, steps=4)
     number = session.submit(job())
-    assert "".join(news.text for news in session.step()) == LONG[:4]
+    assert "".join(update.text for update in session.step()) == LONG[:4]
     session.cancel(number)
-    (news,) = [news for news in session.step() if news.completions]
-    assert news.completions[0].text == LONG[:4] and news.completions[0].finish_reason == "cancelled"
+    (update,) = [update for update in session.step() if update.completions]
+    assert update.completions[0].text == LONG[:4] and update.completions[0].finish_reason == "cancelled"
     assert not session.busy
 
 
@@ -137,5 +136,5 @@ def test_closing_ends_all_jobs_and_lets_the_engine_go():
 def test_without_a_tokenizer_there_are_ids_alone():
     session = Session(session_of("abc|")[1], None, SpecialIds(end_of_text=END))
     found = only(session, job(prompt_logprobs=True, prompt="xyz"))
-    assert found.text is None and found.segments is None and found.ids == [97, 98, 99, END]
+    assert found.text is None and found.ids == [97, 98, 99, END]
     assert found.prompt_logprobs == [-1.0, -1.0] and found.prompt.total == -2.0

@@ -72,6 +72,15 @@ def test_a_character_appears_with_its_last_byte_and_a_broken_one_with_what_follo
     assert stream.finish() == "\ufffd"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_of_a_prompt_that_the_tokenizer_does_not_have_are_no_text(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("the fox")
+    stream = TextStream(tokenizer, [tokenizer.vocab_size, *ids, 10**6])
+    text = "".join(map(stream.add, tokenizer.encode(" quick"))) + stream.finish()
+    assert text.removeprefix("<s>") == " quick"
+
+
 def test_words_keep_their_blanks_with_a_tokenizer_that_drops_the_first(tokenizers):
     for kind in ("sentencepiece", "byte fallback"):
         tokenizer = tokenizers[kind]
