@@ -1,7 +1,11 @@
 """The engine on a GPU: graphs, fused blocks, texts bit for bit, and a host that runs ahead."""
 
+import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +109,47 @@ def test_the_host_never_waits_in_a_round():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(math.isfinite(value) for value in pending[-1].wait().logprobs.flatten().tolist())
+
+
+PROGRAM = """
+import json, os, sys
+import dtgpt
+model = dtgpt.load(sys.argv[1], plan=sys.argv[2], precision=sys.argv[3])
+prompts = [[1, 2, 3], list(range(40)), [7] * 130, [9]]
+found = [model.generate(prompts, max_new_tokens=24, seed=5, details=True, **words)
+         for words in ({"do_sample": False}, {"top_k": 30}, {"num_beams": 3})]
+scores = model.score(prompts[:3])
+if model.mesh.rank == 0:
+    texts = [[one.ids for one in batch] for batch in found]
+    logprobs = [[one.logprobs for one in batch] for batch in found[:2]]
+    print("FOUND" + json.dumps([texts, logprobs, [score.logprobs for score in scores]]), flush=True)
+"""
+
+
+def run_plan(folder: Path, plan: str, world: int, precision: str) -> list:
+    """Return what `PROGRAM` prints under a plan."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([*torchrun, program, folder, plan, precision], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("FOUND")[1].splitlines()[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_plans_on_two_gpus_give_the_text_of_one(tmp_path):
+    from transformers import GPT2Config as TheirConfig
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 1000}
+    GPT2LMHeadModel(TheirConfig(**shape, initializer_range=0.2)).save_pretrained(tmp_path)
+    texts, logprobs, _ = run_plan(tmp_path, "single", 1, "fp32")
+    for plan in ("tp2", "pp2"):
+        found = run_plan(tmp_path, plan, 2, "fp32")
+        assert found[0] == texts, plan
+        torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(logprobs), atol=1e-3, rtol=1e-4)
+    single, cut = (run_plan(tmp_path, *plan, "bf16") for plan in (("single", 1), ("pp2", 2)))
+    assert cut[0] == single[0]  # stages in turn compute what one stage does
+    for few, many in zip(run_plan(tmp_path, "tp2", 2, "bf16")[2], single[2], strict=True):
+        assert max(abs(a - b) for a, b in zip(few, many, strict=True)) < 0.3

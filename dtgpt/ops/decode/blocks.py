@@ -111,7 +111,7 @@ def run_blocks(
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")
         if all_reduce is not None:
-            branch = branch.sum(0, keepdim=True)
+            branch = branch if len(branch) == 1 else branch.sum(0, keepdim=True)
             all_reduce(branch)
         return branch
 
