@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import NO_SPECIAL_IDS, Request
@@ -111,29 +113,22 @@ def test_the_host_never_waits_in_a_round():
     assert all(math.isfinite(value) for value in pending[-1].wait().logprobs.flatten().tolist())
 
 
+PROMPTS = [[1, 2, 3], list(range(40)), [7] * 130, [9]]
+WAYS: list[dict] = [{"do_sample": False}, {"top_k": 30}, {"num_beams": 3}]
 PROGRAM = """
-import json, os, sys
-import dtgpt
-model = dtgpt.load(sys.argv[1], plan=sys.argv[2], precision=sys.argv[3])
-prompts = [[1, 2, 3], list(range(40)), [7] * 130, [9]]
-found = [model.generate(prompts, max_new_tokens=24, seed=5, details=True, **words)
-         for words in ({"do_sample": False}, {"top_k": 30}, {"num_beams": 3})]
-scores = model.score(prompts[:3])
-if model.mesh.rank == 0:
-    texts = [[one.ids for one in batch] for batch in found]
-    logprobs = [[one.logprobs for one in batch] for batch in found[:2]]
-    print("FOUND" + json.dumps([texts, logprobs, [score.logprobs for score in scores]]), flush=True)
+import json, sys
+from tests.inference.test_engine_cuda import answers
+found = {plan + precision: answers(sys.argv[1], plan, precision) for plan, precision in json.loads(sys.argv[2])}
+print("FOUND" + json.dumps(found), flush=True)
 """
 
 
-def run_plan(folder: Path, plan: str, world: int, precision: str) -> list:
-    """Return what `PROGRAM` prints under a plan."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run([*torchrun, program, folder, plan, precision], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("FOUND")[1].splitlines()[0])
+def answers(path: str, plan: str, precision: str) -> tuple[list, list, list]:
+    """Return (ids of each way and prompt, log-probabilities of the sampled ones, log-probabilities of the prompts)."""
+    model = dtgpt.load(path, plan=plan, precision=precision)
+    found = [model.generate(PROMPTS, max_new_tokens=24, seed=5, details=True, **words) for words in WAYS]
+    logprobs = [[one.logprobs for one in batch] for batch in found[:2]]
+    return [[one.ids for one in batch] for batch in found], logprobs, [s.logprobs for s in model.score(PROMPTS[:3])]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -144,12 +139,19 @@ def test_plans_on_two_gpus_give_the_text_of_one(tmp_path):
     torch.manual_seed(0)
     shape = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 1000}
     GPT2LMHeadModel(TheirConfig(**shape, initializer_range=0.2)).save_pretrained(tmp_path)
-    texts, logprobs, _ = run_plan(tmp_path, "single", 1, "fp32")
-    for plan in ("tp2", "pp2"):
-        found = run_plan(tmp_path, plan, 2, "fp32")
-        assert found[0] == texts, plan
-        torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(logprobs), atol=1e-3, rtol=1e-4)
-    single, cut = (run_plan(tmp_path, *plan, "bf16") for plan in (("single", 1), ("pp2", 2)))
-    assert cut[0] == single[0]  # stages in turn compute what one stage does
-    for few, many in zip(run_plan(tmp_path, "tp2", 2, "bf16")[2], single[2], strict=True):
+    plans = [(plan, precision) for plan in ("tp2", "pp2") for precision in ("fp32", "bf16")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [*torchrun, "program.py", str(tmp_path), json.dumps(plans)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.split("FOUND")[1].splitlines()[0])
+    texts, logprobs, _ = answers(str(tmp_path), "single", "fp32")
+    for plan in ("tp2fp32", "pp2fp32"):
+        assert found[plan][0] == texts, plan
+        torch.testing.assert_close(torch.tensor(found[plan][1]), torch.tensor(logprobs), atol=1e-3, rtol=1e-4)
+    texts, _, scores = answers(str(tmp_path), "single", "bf16")
+    assert found["pp2bf16"][0] == texts  # stages in turn compute what one stage does
+    for few, many in zip(found["tp2bf16"][2], scores, strict=True):
         assert max(abs(a - b) for a, b in zip(few, many, strict=True)) < 0.3
