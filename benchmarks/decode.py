@@ -26,6 +26,9 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
+from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
+from dtgpt.inference.scheduler import LONGEST_ROUND
+from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.ops.random.philox import root_key
@@ -73,9 +76,10 @@ def bytes_read(config: GPT2Config, dtype: torch.dtype, batch: int, position: flo
     return weight_bytes(config, dtype) + batch * position * 2 * config.num_layers * config.hidden_size * dtype.itemsize
 
 
-def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype: torch.dtype, slots: int) -> Engine:
+def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
     """An engine under a plan, with random weights: the parts that `dtgpt.load` puts together."""
-    plan = parse_plan(plan_name, {}).for_world(Process.from_environment().world)
+    config, dtype, slots = MODELS[args.model], DTYPES[args.dtype], args.slots or max(args.batches)
+    plan = parse_plan(args.plan, {}).for_world(Process.from_environment().world).for_inference()
     settings = Settings(
         model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
     )  # fmt: skip
@@ -83,7 +87,7 @@ def make_engine(config: GPT2Config, plan_name: str, device: torch.device, dtype:
     stages, _ = build_stages(settings, mesh, root_key(1), masters=False, table=inference_table(config, plan))
     for stage in stages:
         localize(stage, mesh)
-    return Engine(stages, mesh, config, dtype, slots)
+    return Engine(stages, mesh, config, dtype, slots, graphs=args.graph == "on")
 
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
@@ -136,6 +140,33 @@ def line(row: dict, results: list[dict]) -> str:
     return "".join(cell.rjust(13) for cell in cells)
 
 
+def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
+    """For each batch the seconds of a step, without the scheduler: of the host, where a round is queued on an idle
+    device, and in all, where rounds are queued back to back."""
+    device, sampling, results = engine.mesh.device, Sampling(temperature=0.0), []
+    variant, count = variant_of([sampling]), args.tokens // LONGEST_ROUND
+    payload = SlotState.encode([0] * (args.positions[0] + 1), sampling, SpecialIds(), 0, 0)
+    for batch in args.batches:
+        hosts, totals = [], []
+        for _ in range(args.rounds + 1):
+            for slot in range(batch):
+                engine.commands.start(slot, payload)
+            drain(device)
+            begin = time.perf_counter()
+            engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+            hosts.append((time.perf_counter() - begin) / LONGEST_ROUND)
+            drain(device)
+            begin = time.perf_counter()
+            for _ in range(count):
+                engine.commands.decode(range(batch), LONGEST_ROUND, variant)
+            drain(device)
+            totals.append((time.perf_counter() - begin) / LONGEST_ROUND / count)
+        host, total = statistics.median(hosts[1:]), statistics.median(totals[1:])
+        results.append({"batch": batch, "host": host, "step": total})
+        print(f"rounds of batch {batch}: {total * 1e3:.3f} ms a step, of the host {host * 1e3:.3f} ms")
+    return results
+
+
 @torch.no_grad()
 def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
     """Tokens/s of prefilling prompts that fill the model, one after the other, and of the training forward over the
@@ -169,9 +200,8 @@ def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dic
 
 def run(args: argparse.Namespace, device: torch.device) -> dict:
     """All measurements, on rank 0."""
-    config, dtype = MODELS[args.model], DTYPES[args.dtype]
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    engine = make_engine(config, args.plan, device, dtype, args.slots or max(args.batches))
+    engine = make_engine(args, device)
     if engine.mesh.rank > 0:
         engine.follow()
         return {}
@@ -180,7 +210,8 @@ def run(args: argparse.Namespace, device: torch.device) -> dict:
     print("".join(head.rjust(13) for head in HEADS))
     warm_up(args, engine)
     memory = measure_memory(args, engine, before)
-    results = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
+    results: dict = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
+    results["rounds"] = measure_rounds(args, engine)
     print(f"memory of the engine: {memory['told']:.3f} GiB told, {memory['peak']:.3f} GiB at most")
     if args.prefill:
         results["prefill"] = rates = measure_prefill(args, engine)
@@ -205,6 +236,7 @@ def parse() -> argparse.Namespace:
         "--plan", default="single", help="under torchrun, such as tp2 or pp2, with the peer dtgpt alone"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--graph", default="on", choices=("on", "off"), help="CUDA graphs of the engine's steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="numbers of sequences")
     parser.add_argument("--positions", type=int, nargs="+", default=[0, 512], help="tokens before the first timed ones")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
@@ -214,6 +246,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=8, help="prompts of the measurement of prefill; 0: none")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
+    if args.tokens < LONGEST_ROUND:
+        parser.error(f"--tokens {args.tokens} is less than a round; use {LONGEST_ROUND} or more")
     needed, there = max(args.positions) + 1 + LEAD + args.tokens, MODELS[args.model].seq_length
     if needed > there:
         parser.error(f"position {max(args.positions)} and {args.tokens} tokens need {needed} positions of {there}")

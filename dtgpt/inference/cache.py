@@ -14,7 +14,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Context
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows
-from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.util.errors import UserError
 
 
@@ -24,6 +24,13 @@ class Chunk(NamedTuple):
     slot: int
     first: int
     length: int
+
+
+class Prompt(NamedTuple):
+    """The first tokens of one sequence, perhaps with others behind them that pad it: what the cache keeps of these is
+    overwritten before it is read."""
+
+    slot: Tensor  # int64 [1]
 
 
 class Rows(NamedTuple):
@@ -59,7 +66,7 @@ class Cache:
         for core, _ in self._cores:
             core.cache = None
 
-    def expect(self, work: Chunk | Rows | None) -> None:
+    def expect(self, work: Chunk | Prompt | Rows | None) -> None:
         """Say which tokens the stages run next; None: none of a step of inference."""
         for layer in self.layers:
             layer.work = work
@@ -77,7 +84,7 @@ class LayerCache:
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
-        self.work: Chunk | Rows | None = None
+        self.work: Chunk | Prompt | Rows | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep k and v `[1, M, N_kv, D]` of the tokens of `work`, and return their attention `[1, M, N, D]`, each
@@ -85,6 +92,10 @@ class LayerCache:
         work = self.work
         if isinstance(work, Rows):
             return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
+        if isinstance(work, Prompt):
+            for kept, new in ((self.keys, k), (self.values, v)):
+                kept[:, :, : new.shape[1]].index_copy_(0, work.slot, new.transpose(1, 2))
+            return causal_attention(q, k, v, backend=self.backend)
         if work is None:
             raise RuntimeError("the stages have a cache, but were not run by a step of inference")
         q, k, v, padding = q[:, : work.length], k[:, : work.length], v[:, : work.length], q[:, work.length :]

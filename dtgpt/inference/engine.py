@@ -63,12 +63,13 @@ class Engine:
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None, timeout: float = 600.0,
+        vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False,
     ):  # fmt: skip
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn, those of the tokenizer; None:
-        those of the model. `timeout`: seconds that collectives of the mesh wait, for messages."""
+        those of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`: as of
+        `Runner`."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
-        self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size)
+        self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size, graphs)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
         self._submitted = 0
@@ -125,7 +126,8 @@ class Engine:
     def release(self) -> None:
         """Forget all requests, let the other ranks return from `follow`, and leave the stages as they were before."""
         self._forget()
-        self.commands.release()
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            self.commands.release()
 
     def _launch(self, work: Round) -> _Launched:
         scores = []

@@ -193,4 +193,4 @@ class Generator:
         if self.mesh.rank == 0 and self.known_tokenizer:
             vocab_size = min(vocab_size, self.known_tokenizer.vocab_size)
         sizes = min(wanted, fits), share(self.mesh, vocab_size)
-        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes)
+        self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True)

@@ -9,7 +9,6 @@ import torch
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.inference.cache import core_sizes
-from dtgpt.inference.slot_state import MOST_ALTERNATIVES, RECENT
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.sampling.sequences import PARAMETERS
 from dtgpt.parallel.coordinates import RankCoordinates
@@ -30,7 +29,7 @@ def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank
     ranges = block_ranges(config, plan)
     blocks = sum(len(ranges[stage]) for stage in RankCoordinates(plan, rank).stages)
     per_position = sum(2 * heads * dim for heads, dim in core_sizes(config, plan.tp))
-    state = 8 * (PARAMETERS + 2) + 12 * config.seq_length + 12 * RECENT * MOST_ALTERNATIVES
+    state = 8 * (PARAMETERS + 2 + config.seq_length)
     return dtype.itemsize * blocks * per_position * config.seq_length + state
 
 

@@ -1,11 +1,13 @@
 """What every rank does for the commands of rank 0. No method waits for the device."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
+from dtgpt.inference.graphs import StepGraphs
 from dtgpt.inference.results import Pending
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
@@ -18,31 +20,42 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
+# Tokens of a prompt that is read at once, padded for the same reason: the length follows from the request alone.
+PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 class Runner:
     """The cache and the state of `slots` sequences, and the stages that work on them.
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
-    the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model.
+    the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model. `graphs`: replay
+    decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas.
     """
 
     def __init__(
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
-        vocab_size: int | None = None,
+        vocab_size: int | None = None, graphs: bool = False,
     ):  # fmt: skip
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
         self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
+        self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self._attached = False
+        if self._graphs is not None:
+            mesh.before_end.append(release_of(self._graphs))
 
     @torch.no_grad()
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
         """Fill the cache of a slot with the tokens `ids`, whose positions begin with `first`."""
         self._attach()
-        self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
+        length = next((size for size in PROMPT_LENGTHS if size >= len(ids)), 0)
+        if self._graphs is None or first or not length or length > self.state.positions:
+            return self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
+        inputs = self._tensor([*ids, *[0] * (length - len(ids))]), self._tensor([slot])
+        idle = torch.zeros_like(inputs[0]), self._tensor([self.slots])
+        self._graphs.run(("prefill", length), self.step.prefill_padded, inputs, idle)
 
     @torch.no_grad()
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
@@ -76,9 +89,16 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots] = 0  # attention over the scratch slot stays short
-        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        drawn = [self._decode(rows, variant) for _ in range(steps)]
         stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
         return Pending(Sampled(*stacked))
+
+    def _decode(self, rows: Tensor, variant: Variant) -> Sampled:
+        if self._graphs is None:
+            return self.step.decode(rows, variant)
+        name, idle = ("decode", len(rows), variant), torch.full_like(rows, self.slots)
+        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), (idle,))
+        return Sampled(*(value.clone() for value in drawn))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""
@@ -100,3 +120,14 @@ class Runner:
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.mesh.device)
+
+
+def release_of(graphs: StepGraphs) -> Callable[[], None]:
+    """Return a function that releases graphs as long as there are any: it does not keep them."""
+    reference = weakref.ref(graphs)
+
+    def release() -> None:
+        if (there := reference()) is not None:
+            there.release()
+
+    return release

@@ -4,18 +4,17 @@ import torch
 from torch import Tensor
 
 from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
-from dtgpt.ops.sampling.sequences import PARAMETERS, Sampled, Sequences
+from dtgpt.ops.sampling.record import record
+from dtgpt.ops.sampling.sequences import PARAMETERS, Sequences
 
-RECENT = 16  # steps whose likeliest tokens are kept
 MOST_ALTERNATIVES = 64  # likeliest tokens that a step may return
 
 
 class SlotState:
     """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
 
-    token, position: int64 `[S]`; history: int64 `[S, P]`; logprobs: fp32 `[S, P]`, entry i for the token at position i;
-    top_ids int64, top_logprobs fp32 `[S, RECENT, MOST_ALTERNATIVES]`, entry i % RECENT for the token at position i;
-    parameters: int64, as `dtgpt.ops.sampling.sequences` lays them out.
+    token, position: int64 `[S]`; history: int64 `[S, P]`; parameters: int64, as `dtgpt.ops.sampling.sequences` lays
+    them out.
     """
 
     def __init__(self, slots: int, positions: int, vocab_size: int, device: torch.device | str):
@@ -23,9 +22,6 @@ class SlotState:
         self.positions, self.vocab_size, self.device = positions, vocab_size, torch.device(device)
         self.token, self.position = self._zeros(rows), self._zeros(rows)
         self.history, self.parameters = self._zeros(rows, positions), self._zeros(rows, PARAMETERS)
-        self.logprobs = self._zeros(rows, positions).float()
-        self.top_ids = self._zeros(rows, RECENT, MOST_ALTERNATIVES)
-        self.top_logprobs = self.top_ids.float()
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -52,7 +48,7 @@ class SlotState:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole rows; all are read before one is written."""
         read, written = self._upload(torch.tensor([sources, targets], dtype=torch.int64))
-        for tensor in (*self.sequences, self.logprobs, self.top_ids, self.top_logprobs):
+        for tensor in self.sequences:
             tensor[written] = tensor[read]
 
     def assign(self, slots: list[int], tokens: list[int]) -> None:
@@ -61,16 +57,10 @@ class SlotState:
         self.token[rows] = chosen
         self.history[rows, self.position[rows]] = chosen
 
-    def record(self, slots: Tensor, sampled: Sampled) -> None:
-        """Append the tokens of a step to the sequences in slots int64 `[B]`. At the last position the position stays,
-        and a further token overwrites the last."""
-        position = (self.position[slots] + 1).clamp_max(self.positions - 1)
-        self.token[slots], self.position[slots] = sampled.tokens, position
-        self.history[slots, position] = sampled.tokens
-        self.logprobs[slots, position] = sampled.logprobs
-        if count := min(sampled.top_ids.shape[1], MOST_ALTERNATIVES):
-            self.top_ids[slots, position % RECENT, :count] = sampled.top_ids[:, :count]
-            self.top_logprobs[slots, position % RECENT, :count] = sampled.top_logprobs[:, :count]
+    def record(self, slots: Tensor, tokens: Tensor) -> None:
+        """Append the tokens int64 `[B]` of a step to the sequences in slots int64 `[B]`. At the last position the
+        position stays, and a further token overwrites the last."""
+        record(self.sequences, slots, tokens)
 
     def _upload(self, values: Tensor) -> Tensor:
         """Copy from the CPU to the device; from pinned memory, which a GPU reads without the host."""

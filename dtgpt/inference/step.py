@@ -9,10 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk, Rows
+from dtgpt.inference.cache import Cache, Chunk, Prompt, Rows
+from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.batch import Batch
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
@@ -31,6 +33,7 @@ class Step:
     ):
         self.stages, self.mesh, self.dtype = stages, mesh, dtype
         self.cache, self.state, self.vocab_size = cache, state, vocab_size
+        self._fused = fuse(stages, mesh, cache)
         self._head_rows = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -51,6 +54,12 @@ class Step:
         """Fill the cache with a chunk, tokens `[T]`."""
         self._chunk_logits(tokens, chunk, head_rows=1)  # a head need not be able to run without rows
 
+    def prefill_padded(self, tokens: Tensor, slot: Tensor) -> None:
+        """Fill the cache of the slot `[1]` with the first tokens `[T]` of a prompt, perhaps padded. A CUDA graph can
+        hold it."""
+        positions = torch.arange(len(tokens), device=self.mesh.device)
+        self._logits(tokens, positions, Prompt(slot), head_rows=1)
+
     def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
         logits = self._chunk_logits(tokens, chunk, head_rows=len(tokens))
@@ -64,18 +73,18 @@ class Step:
         The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
         """
         positions = self.state.position[slots]
-        logits = self._logits(self.state.token[slots], positions, Rows(slots, positions), head_rows=len(slots))
+        logits = self._row_logits(self.state.token[slots], Rows(slots, positions))
         drawn = None
         if logits is not None:
-            columns = gather_columns(logits, self.mesh, self._padded_vocab_size)
+            columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
             drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant)
         drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
-        self.state.record(slots, drawn)
+        self.state.record(slots, drawn.tokens)
         return drawn
 
     @property
-    def _padded_vocab_size(self) -> int:
-        return self.stages[0].config.padded_vocab_size
+    def _config(self) -> ModelConfig:
+        return self.stages[0].config
 
     def _chunk_logits(self, tokens: Tensor, chunk: Chunk, head_rows: int) -> Tensor | None:
         """Return as `_logits` does for the tokens `[T]` of a chunk, padded where tp ranks share them evenly."""
@@ -85,7 +94,7 @@ class Step:
             tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
         return self._logits(tokens, positions, chunk, head_rows)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Rows, head_rows: int) -> Tensor | None:
+    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Prompt | Rows, head_rows: int) -> Tensor | None:
         """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
         rank that does not hold the head."""
         self.cache.expect(work)
@@ -95,6 +104,14 @@ class Step:
         self.cache.expect(None)
         return None if logits is None else logits[0, :head_rows]
 
+    def _row_logits(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+        """Return this rank's columns of the logits `[B, V_local]` of a decode step, tokens `[B]`; None on a rank that
+        does not hold the head."""
+        if self._fused is None:
+            return self._logits(tokens, rows.positions, rows, head_rows=len(tokens))
+        logits = run_in_turn(self._fused, self.mesh, (tokens[None], rows), self.dtype)
+        return None if logits is None else logits[0]
+
     def _select_rows(self, head: torch.nn.Module, inputs: tuple) -> tuple:
         x, *more = inputs
         return x[:, : self._head_rows], *more
@@ -103,7 +120,7 @@ class Step:
         pieces = []
         for first in range(0, len(targets), SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
-            columns = gather_columns(logits[rows], self.mesh, self._padded_vocab_size)
+            columns = gather_columns(logits[rows], self.mesh, self._config.padded_vocab_size)
             pieces.append(token_scores(columns, targets[rows], self.vocab_size, alternatives))
         return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 

@@ -28,6 +28,7 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.attention.packed import split_qkv
+from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
 from dtgpt.ops.pointwise.gelu import bias_gelu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.field_types import Bounds
@@ -125,6 +126,16 @@ class Block(nn.Module):
         x, h = self.ln_2(x, self.attn(h, context), self.drop_1.site(keys))
         return add(x, self.mlp(h), self.drop_2.site(keys))
 
+    def decode_weights(self) -> BlockWeights:
+        """Return what `dtgpt.ops.decode` needs to run this block."""
+        attn, mlp = self.attn, self.mlp
+        return BlockWeights(
+            norm_1=self.ln_1.weight, norm_1_bias=self.ln_1.bias, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
+            proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.ln_2.weight, norm_2_bias=self.ln_2.bias,
+            fc=mlp.fc.weight, fc_bias=mlp.fc.bias, out=mlp.proj.weight, out_bias=mlp.proj.bias,
+            eps=self.ln_1.eps, head_dim=attn.head_dim,
+        )  # fmt: skip
+
 
 class Attention(nn.Module):
     """Causal self-attention `[B, T, H]` -> `[B, T, H]`. The fused QKV projection is stored per head, `[N, 3, D]` along
@@ -166,3 +177,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         return self.lm_head(self.ln_f(x), targets, loss_weights)
+
+    def decode_weights(self) -> HeadWeights:
+        """Return what `dtgpt.ops.decode` needs to run this head."""
+        return HeadWeights(self.ln_f.weight, self.ln_f.bias, self.lm_head.weight, self.ln_f.eps)

@@ -23,6 +23,12 @@ def has_triton(x: Tensor) -> bool:
     return TRITON and x.is_cuda
 
 
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel may start before its predecessor has ended (compute capability 9.0 and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def may_fuse(x: Tensor) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
     return has_triton(x) and not _apart

@@ -4,6 +4,7 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and Interleaved1F1B (Narayanan et al.
 edges carry contiguous local tensors of a fixed shape, which the torch versions from 2.11 on all understand.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -88,11 +89,15 @@ class PipelineEngine(Engine):
         return result
 
 
-def run_in_turn(stages: list[Decoder], mesh: Mesh, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-    """Return what the last stage makes of a batch of any length, None on a rank that does not hold that stage. Between
-    stages activations are of `dtype`; under sequence parallelism tp divides the length. Each rank meets its sends and
-    receives by depth, so that none waits in a circle."""
-    place, plan, x = mesh.place, mesh.plan, batch.tokens
+def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
+    """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
+    stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.
+
+    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank meets its sends and
+    receives by depth, so that none waits in a circle.
+    """
+    place, plan = mesh.place, mesh.plan
+    x, *more = inputs
     samples, length = x.shape
     edge = samples, length // (plan.tp if plan.sequence_parallel else 1), stages[0].config.hidden_size
     for index, stage in zip(place.stages, stages, strict=True):
@@ -100,7 +105,7 @@ def run_in_turn(stages: list[Decoder], mesh: Mesh, batch: Batch, dtype: torch.dt
         if source is not None:
             x = torch.empty(edge, dtype=dtype, device=mesh.device)
             dist.recv(x, place.neighbour(source), group=mesh.pp_group)
-        x = stage(x, *batch[1:])
+        x = stage(x, *more)
         if target is not None:
             dist.send(x.contiguous(), place.neighbour(target), group=mesh.pp_group)
     return x if place.holds_last else None

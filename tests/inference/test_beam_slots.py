@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtgpt.config.plan import Plan
 from dtgpt.inference.beam import Beams
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.inference.scheduler import Row, Scheduler
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of
 
@@ -99,3 +102,21 @@ def test_a_search_takes_a_step_when_it_is_told_to_and_others_take_single_steps_b
 def test_what_cannot_be_searched_is_refused(model, changes, words):
     with engine_of(model, slots=4) as engine, pytest.raises(UserError, match=words):
         engine.submit(asked(**changes))
+
+
+@pytest.mark.cuda
+def test_beams_on_a_gpu_are_those_of_the_cpu(model):
+    """The steps are CUDA graphs there, also those whose rules ban tokens."""
+    cuda = torch.device("cuda")
+    there = build_model(CONFIG, cuda, torch.float32, root_key(3))
+    engine = Engine([there], Mesh(Plan().for_world(1), cuda), CONFIG, torch.float32, slots=6, graphs=True)
+    sampling = Sampling(max_new_tokens=12, min_new_tokens=3, no_repeat_ngram_size=2, stop_token_ids=(7, 8))
+    requests = [asked(choices=3), asked(width=5, choices=5, sampling=sampling), asked(choices=1, sampling=sampling)]
+    handles = [engine.submit(request) for request in requests]
+    events = drain(engine)
+    engine.release()
+    for handle, request in zip(handles, requests, strict=True):
+        found = [event for event in events if event.request == handle]
+        wanted = events_of(model, request)
+        assert [(event.ids, event.finish) for event in found] == [(event.ids, event.finish) for event in wanted]
+        assert [event.score for event in found] == pytest.approx([event.score for event in wanted], rel=1e-4)

@@ -92,6 +92,14 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
     assert bodies.texts(events) == drawn
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_vocabulary_that_tp_cuts_unevenly(training):
+    config = GPT2Config(**SHAPE | {"num_heads": 3, "hidden_size": 24}, init_std=0.3)
+    asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]
+    events = pool().run(3, bodies.generate, config, "tp3", asked, 2, training)[0]
+    assert bodies.texts(events) == {(i, 0): greedy_text(config, ids, 6) for i, ids in enumerate(PROMPTS)}
+
+
 @pytest.mark.compiler
 def test_compiled_stages_of_training_run_eagerly(expected):
     asked = [Request(ids=ids, sampling=GREEDY) for ids in PROMPTS]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
-from dtgpt.inference.slot_state import MOST_ALTERNATIVES, SlotState
-from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Sampled, Variant, unpack
+from dtgpt.inference.slot_state import SlotState
+from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_STOPS, NONE, Variant, unpack
 from dtgpt.util.errors import UserError
 
 VOCABULARY, POSITIONS = 50, 16
@@ -142,24 +142,16 @@ def test_keys_differ_between_seeds_prompts_and_choices():
     assert len({key(seed, prompt, choice) for seed in (0, 1, -1) for prompt in range(3) for choice in range(3)}) == 27
 
 
-def sampled(*tokens: int, alternatives: int = 0) -> Sampled:
-    top = torch.arange(alternatives).repeat(len(tokens), 1)
-    return Sampled(torch.tensor(tokens), -torch.tensor(tokens).float(), top, -top.float())
-
-
 def test_steps_are_recorded():
     state = SlotState(3, POSITIONS, VOCABULARY, "cpu")
     state.set(0, SlotState.encode([1, 2, 3], Sampling(), IDS, 0, 0))
     state.set(2, SlotState.encode([4], Sampling(), IDS, 1, 0))
     assert state.token.tolist() == [3, 0, 4, 0] and state.position.tolist() == [2, 0, 0, 0]
     slots = torch.tensor([2, 0, 3, 3])
-    state.record(slots, sampled(20, 21, 9, 9, alternatives=2))
-    state.record(slots, sampled(22, 23, 9, 9, alternatives=MOST_ALTERNATIVES))
+    state.record(slots, torch.tensor([20, 21, 9, 9]))
+    state.record(slots, torch.tensor([22, 23, 9, 9]))
     assert state.history[0, :5].tolist() == [1, 2, 3, 21, 23] and state.history[2, :3].tolist() == [4, 20, 22]
-    assert state.logprobs[0, 3:5].tolist() == [-21, -23] and state.logprobs[2, 1:3].tolist() == [-20, -22]
     assert state.token[[0, 2]].tolist() == [23, 22] and state.position[[0, 2]].tolist() == [4, 2]
-    assert state.top_ids[0, 3, :3].tolist() == [0, 1, 0] and state.top_ids[2, 2].tolist() == [*range(MOST_ALTERNATIVES)]
-    assert state.top_logprobs[2, 1, 1] == -1
     assert not state.history[1].any() and not state.token[1]
 
 
@@ -167,7 +159,7 @@ def test_at_the_last_position_nothing_moves():
     state = SlotState(1, POSITIONS, VOCABULARY, "cpu")
     state.set(0, SlotState.encode([1] * (POSITIONS - 1), Sampling(), IDS, 0, 0))
     for token in (5, 6, 7):
-        state.record(torch.tensor([0]), sampled(token, alternatives=1))
+        state.record(torch.tensor([0]), torch.tensor([token]))
     assert state.position[0] == POSITIONS - 1 and state.history[0].tolist() == [1] * (POSITIONS - 1) + [7]
 
 
@@ -175,11 +167,10 @@ def test_slots_are_copied_at_once_and_tokens_assigned():
     state = SlotState(3, POSITIONS, VOCABULARY, "cpu")
     for slot in range(3):
         state.set(slot, SlotState.encode([slot] * (slot + 1), Sampling(top_k=slot + 2), IDS, 0, 0))
-    state.record(torch.arange(3), sampled(30, 31, 32, alternatives=1))
-    before = [tensor.clone() for tensor in (*state.sequences, state.logprobs, state.top_ids, state.top_logprobs)]
+    state.record(torch.arange(3), torch.tensor([30, 31, 32]))
+    before = [tensor.clone() for tensor in state.sequences]
     state.copy([1, 0, 0], [0, 1, 2])
-    after = (*state.sequences, state.logprobs, state.top_ids, state.top_logprobs)
-    for old, new in zip(before, after, strict=True):
+    for old, new in zip(before, state.sequences, strict=True):
         assert torch.equal(new[:3], old[[1, 0, 0]]) and torch.equal(new[3], old[3])
     state.assign([2, 0], [40, 41])
     assert state.token[:3].tolist() == [41, 30, 40]

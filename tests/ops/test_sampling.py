@@ -25,6 +25,7 @@ from dtgpt.ops.sampling.scores import token_scores
 from dtgpt.ops.sampling.sequences import SIZES, Sampled, Sequences, Variant
 from tests.support.bodies_sampling import (
     Row,
+    check_record,
     compare_with_reference,
     distribution,
     log_probabilities,
@@ -289,7 +290,7 @@ def test_the_kernels_in_the_interpreter():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size, padding", [(1, 0), (9, 3), (1024, 0), (1025, 7), (50257, 47), (130_000, 0)])
+@pytest.mark.parametrize("size, padding", [(1, 0), (9, 3), (1024, 0), (1025, 7), (50257, 47), (130_003, 0)])
 def test_the_kernels_on_a_gpu(size, padding, dtype):
     for seed, (edits, filters) in enumerate([(False, True), (True, True), (False, False), (True, False)]):
         rows = random_rows(size, seed, edits, filters)
@@ -300,6 +301,11 @@ def test_the_kernels_on_a_gpu(size, padding, dtype):
 
 
 @pytest.mark.cuda
+def test_a_step_is_recorded_on_a_gpu():
+    check_record("cuda")
+
+
+@pytest.mark.cuda
 def test_a_graph_captures_sampling_and_its_record():
     rows = random_rows(1000, 5, edits=True)
     variant, slots = variant_for(rows), torch.arange(len(rows), device="cuda")
@@ -307,7 +313,7 @@ def test_a_graph_captures_sampling_and_its_record():
     eager, captured = state_of(rows, 16, "cuda"), state_of(rows, 16, "cuda")
 
     def step(state):
-        state.record(slots, sample(logits, state.sequences, slots, 1000, variant))
+        state.record(slots, sample(logits, state.sequences, slots, 1000, variant).tokens)
 
     step(state_of(rows, 16, "cuda"))  # compiles
     torch.cuda.synchronize()
@@ -317,5 +323,5 @@ def test_a_graph_captures_sampling_and_its_record():
     for _ in range(4):
         step(eager)
         graph.replay()
-    assert torch.equal(eager.history, captured.history) and torch.equal(eager.logprobs, captured.logprobs)
+    assert torch.equal(eager.history, captured.history) and torch.equal(eager.position, captured.position)
     assert len(set(map(tuple, captured.history[:, 11:15].tolist()))) > 2

@@ -15,8 +15,10 @@ from torch import Tensor
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.ops.random.philox import fold, root_key, uniform
+from dtgpt.ops.sampling import record
 from dtgpt.ops.sampling import sample as op
 from dtgpt.ops.sampling.edits import edit
+from dtgpt.ops.sampling.record import record_reference
 from dtgpt.ops.sampling.reference import kept, sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Variant, unpack
 
@@ -173,7 +175,7 @@ def random_rows(size: int, seed: int, edits: bool, filters: bool = True) -> list
             logits[choose.randrange(size)] = -math.inf
         more = EDITS[(place + seed) % len(EDITS)] if edits and size > 9 else {}
         ids = [choose.randrange(min(size, 3)) for _ in range(11)]
-        special = SpecialIds(0, ids[-1] if place % 2 else 8, 2, ids[-1])
+        special = SpecialIds(0, ids[-1] if place % 3 else 8, 2, ids[-1])
         rows.append(Row(logits, Sampling(seed=seed, **options, **more), ids[:3], ids[3:], special, place))
     return rows
 
@@ -219,8 +221,12 @@ def compare_with_reference(
         bits = (edited + 0.0).view(torch.int32)
         bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         inside = (bits > edge) | ((bits == edge) & (torch.arange(size) <= last))
+        shares = torch.softmax(scaled, dim=-1)
         for i, row in enumerate(rows):
-            assert torch.equal(inside[i], stays[i]) or not row.sampling.filters, row
+            apart = shares[i][inside[i] ^ stays[i]]
+            # Sums of many terms differ in their last bits: that is one id, or many where the tail is long.
+            rounding = size > 1000 and row.sampling.top_p < 1 and (len(apart) == 1 or apart.sum() <= 2e-6)
+            assert not row.sampling.filters or not len(apart) or rounding, row
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.top_ids.tolist() == expected.top_ids.tolist()
     for one, other in ((found.logprobs, expected.logprobs), (found.top_logprobs, expected.top_logprobs)):
@@ -228,9 +234,22 @@ def compare_with_reference(
     return found
 
 
+def check_record(device: str) -> None:
+    """The fast path of `record` changes what the reference changes, also at the last position."""
+    rows = [Row(torch.zeros(9), Sampling(), [1] * length) for length in (3, 15, 16, 1)]
+    slots = torch.tensor([3, 1, 0, 2])
+    expected, found = state_of(rows, 16), state_of(rows, 16, device)
+    for first in (5, 50, 500):
+        tokens = torch.arange(first, first + 4)
+        record_reference(expected.sequences, slots, tokens)
+        found.record(slots.to(device), tokens.to(device))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(expected.sequences, found.sequences, strict=True))
+
+
 def interpret() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the reference."""
-    op.has_triton = lambda x: True
+    op.has_triton = record.has_triton = lambda x: True
+    check_record("cpu")
     names = ("kernels", "filter_kernels", "edit_kernels")
     kernels, filters, edits = (importlib.import_module(f"dtgpt.ops.sampling.{name}") for name in names)
     kernels.CHUNK = filters.CHUNK = filters.BLOCK = 64

@@ -3,6 +3,8 @@
 A slot holds P positions. Memory behind a sequence's last position is not initialised, or is that of an earlier sequence
 of the slot: it may hold NaN, which never reaches a result.
 
+Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton kernels (`cached_kernels`), for heads of
+16, 32, 64 or 128.
 Sharding rule: heads may be sharded; a shard holds all heads of q that share its heads of k and v.
 """
 
@@ -12,6 +14,10 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.fast import has_dependent_launch, has_triton
+
+SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
+HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels take
 
 
 def attend_rows(
@@ -24,14 +30,48 @@ def attend_rows(
     on CUDA do not depend on the positions, so that nothing waits for the device.
     """
     keys[slots, :, positions], values[slots, :, positions] = k, v
+    if has_triton(q) and q.shape[-1] in HEAD_SIZES:
+        return decode_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, slots, positions)
+    return attend_rows_reference(q, keys, values, slots, positions)
+
+
+def attend_rows_reference(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Return what `attend_rows` does with k and v that are in the cache already, in plain torch: the test oracle."""
     length = keys.shape[2] if q.is_cuda else int(positions.max()) + 1
     behind = torch.arange(length, device=q.device) > positions[:, None]
     # Hidden values are set to zero as well, since their probability of zero times NaN would be NaN.
     seen_keys, seen_values = keys[slots, :, :length], values[slots, :, :length].masked_fill(behind[:, None, :, None], 0)
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, N_kv, N / N_kv, D]
+    grouped = q.unflatten(1, (keys.shape[1], -1))  # [B, N_kv, N / N_kv, D]
     scores = (grouped @ seen_keys.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
     probabilities = scores.masked_fill(behind[:, None, None], -math.inf).softmax(dim=-1)
-    return (probabilities.to(v.dtype) @ seen_values).flatten(1, 2)
+    return (probabilities.to(q.dtype) @ seen_values).flatten(1, 2)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
+    dense, over what `attend_rows` describes, k and v of the new tokens being in the cache."""
+    from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
+
+    rows, kv_heads, group, size = q.shape
+    length, heads = keys.shape[2], kv_heads * group
+    splits = math.ceil(length / SPLIT)
+    partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
+    state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
+    # As measured by `benchmarks/op_decode.py` on an H200. Of fp32, one split fits into shared memory.
+    each = 1 if rows < 16 or q.dtype == torch.float32 else 2 if rows < 256 else 4
+    pdl = has_dependent_launch(q.device)
+    kernels.split_kernel[(math.ceil(splits / each), kv_heads, rows)](
+        q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
+        KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
+        SPLITS=splits, EACH=each, STAGES=min(each, 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    kernels.merge_kernel[(heads, rows)](
+        partial, state, positions, out,
+        HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
 
 
 def attend_chunk(

@@ -56,11 +56,13 @@ def paired(values, ids):
 
 @triton.jit
 def id_of(pair):
+    """Return the id of a pair."""
     return (pair & LOW_WORD) ^ LOW_WORD
 
 
 @triton.jit
 def value_of(pair):
+    """Return the value of a pair."""
     return unordered((pair >> 32).to(tl.int32))
 
 
@@ -98,6 +100,7 @@ def load_choice(parameters, position):
 
 @triton.jit
 def is_filtered(greedy, top_k, top_p):
+    """Return whether top-k or top-p may keep fewer tokens than all."""
     return (greedy == 0) & ((top_k > 0) | (top_p < 1))
 
 
@@ -186,8 +189,8 @@ def join_kernel(
     peaks = tl.load(terms + row * 3 * chunks + chunk, mask=inside, other=float("-inf"))
     sums = tl.load(terms + (row * 3 + 1) * chunks + chunk, mask=inside, other=0.0)
     largest = tl.max(peaks, 0)
-    total = tl.sum(sums * tl.exp(peaks - largest), 0)
-    normalizer = tl.log(total)
+    total = tl.sum((sums * tl.exp(peaks - largest) * WEIGHT + 0.5).to(tl.int64), 0)
+    normalizer = tl.log((total.to(tl.float64) / WEIGHT).to(tl.float32))
     pair = tl.max(tl.load(best + row * chunks + chunk, mask=inside, other=LAST), 0)
     token = tl.where(pair == LAST, 0, id_of(pair))
     tl.store(tokens + row, token)

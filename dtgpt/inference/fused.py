@@ -1,0 +1,49 @@
+"""Decode steps of stages whose blocks `dtgpt.ops.decode` can run."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.inference.cache import Cache, LayerCache, Rows
+from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import Context
+from dtgpt.ops.attention.cached import HEAD_SIZES
+from dtgpt.ops.decode.blocks import AllReduce, run_blocks
+from dtgpt.ops.fast import has_triton
+from dtgpt.parallel.mesh import Mesh
+
+
+class FusedStage:
+    """One stage, called with rows of a decode step instead of a batch."""
+
+    def __init__(self, stage: Decoder, layers: Sequence[LayerCache], all_reduce: AllReduce | None):
+        self.config, self._stage, self._layers, self._all_reduce = stage.config, stage, layers, all_reduce
+        modules: list[Any] = list(stage.blocks.values())
+        self._blocks = [block.decode_weights() for block in modules]
+        head: Any = stage.head
+        self._head = None if head is None else head.decode_weights()
+
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        """Return activations `[1, B, H]`, or of the last stage logits fp32 `[1, B, V_local]`, of tokens `[1, B]` or
+        activations."""
+        if self._stage.embedding is not None:
+            x = self._stage.embedding(x, Context(positions=rows.positions[None]))
+        keys, values = [layer.keys for layer in self._layers], [layer.values for layer in self._layers]
+        return run_blocks(x[0], self._blocks, keys, values, *rows, self._head, self._all_reduce)[None]
+
+
+def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:
+    """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32, with parameters that
+    are cut for training, or with blocks of another kind."""
+    modules = [module for stage in stages for module in (*stage.blocks.values(), stage.head) if module is not None]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    usable = all(type(p.data) is Tensor and p.dtype.itemsize == 2 and has_triton(p) for p in parameters)
+    sizes = {layer.keys.shape[-1] for layer in cache.layers}
+    if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
+        return None
+    all_reduce = None if mesh.tp_group is None else partial(dist.all_reduce, group=mesh.tp_group)
+    layers = iter(cache.layers)
+    return [FusedStage(stage, [next(layers) for _ in stage.blocks], all_reduce) for stage in stages]

@@ -1,0 +1,54 @@
+"""Steps of inference as CUDA graphs, captured when first needed."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtgpt.util.errors import UserError
+
+Tensors = tuple[Tensor, ...]
+
+WARM_UP = 2  # runs before a capture: kernels are built, libraries choose, communicators meet
+
+
+class StepGraphs:
+    """Pieces of work by name, each with inputs of fixed shapes. They share one pool of memory: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Any]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, name: Hashable, work: Callable[..., Any], inputs: Tensors, idle: Tensors) -> Any:
+        """Return what `work(*inputs)` does, in memory that the next call overwrites. `idle`: inputs of the same shapes
+        that change nothing which anybody needs, for the runs before the capture."""
+        if name not in self._captured:
+            self._captured[name] = self._capture(work, tuple(value.clone() for value in idle))
+        graph, places, result = self._captured[name]
+        for place, value in zip(places, inputs, strict=True):
+            place.copy_(value)
+        graph.replay()
+        return result
+
+    def release(self) -> None:
+        """Forget the graphs: a communicator waits at its end for graphs that hold it."""
+        for graph, _, _ in self._captured.values():
+            graph.reset()
+        self._captured.clear()
+
+    def _capture(self, work: Callable[..., Any], places: Tensors) -> tuple[torch.cuda.CUDAGraph, Tensors, Any]:
+        for _ in range(WARM_UP):
+            work(*places)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        options: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **options):
+                result = work(*places)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"a step of inference cannot be captured as a CUDA graph ({reason})") from error
+        return graph, places, result

@@ -1,0 +1,82 @@
+"""Triton kernels of attention over a cache, one query position a sequence. Needs Triton.
+
+Positions are split at fixed multiples of 128. Each split is a softmax with its own maximum; splits are merged in
+ascending order (Dao et al. 2023, "Flash-Decoding for long-context inference"). Sums of probabilities are tensor-core
+products with ones, of the rounded probabilities that also multiply v. A row's result does not depend on other rows.
+"""
+
+import triton
+import triton.language as tl
+
+from dtgpt.ops.decode.kernels import begin
+
+SPLIT = tl.constexpr(128)
+
+
+@triton.jit
+def split_kernel(
+    q, keys, values, slots, positions, partial, state, scale, q_row, q_group,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend from the query heads of one head of k and v to EACH splits of one sequence's positions.
+
+    q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots,
+    N_kv, LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS,
+    2]`, the maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
+    sqrt(D).
+    """
+    head, row = tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, SIZE)
+    r = tl.arange(0, QUERIES)
+    offset = tl.arange(0, SPLIT)
+    ones = tl.full((SPLIT, 16), 1.0, keys.dtype.element_ty)
+    begin(PDL)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row).to(tl.int32)
+    first = tl.program_id(0) * EACH
+    last = tl.minimum(first + EACH, position // SPLIT + 1)
+    queries = q + row.to(tl.int64) * q_row + head * q_group
+    query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
+    base = (slot * KV_HEADS + head) * LENGTH * SIZE
+    for split in tl.range(first, last, num_stages=STAGES):
+        at = split * SPLIT + offset
+        seen = at <= position
+        cells = base + at[:, None] * SIZE + d[None, :]
+        k = tl.load(keys + cells, seen[:, None], 0.0)
+        v = tl.load(values + cells, seen[:, None], 0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        largest = tl.max(scores, 1)
+        p = tl.exp2(scores - largest[:, None]).to(v.dtype)
+        total = tl.max(tl.dot(p, ones, input_precision="ieee"), 1)  # its columns are equal
+        made = tl.dot(p, v, input_precision="ieee")
+        cell = ((row.to(tl.int64) * KV_HEADS + head) * GROUP + r) * SPLITS + split
+        tl.store(partial + cell[:, None] * SIZE + d[None, :], made, (r < GROUP)[:, None])
+        tl.store(state + 2 * cell, largest, r < GROUP)
+        tl.store(state + 2 * cell + 1, total, r < GROUP)
+
+
+@triton.jit
+def merge_kernel(
+    partial, state, positions, out,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one head of one sequence into out `[B, N, D]`. BLOCK: SPLITS, as a power of two."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, SIZE)
+    j = tl.arange(0, BLOCK)
+    begin(PDL)
+    used = tl.load(positions + row).to(tl.int32) // SPLIT + 1
+    cell = (row.to(tl.int64) * HEADS + head) * SPLITS
+    largest = tl.max(tl.load(state + 2 * (cell + j), j < used, float("-inf")), 0)
+    total, made, everywhere = 0.0, tl.zeros((SIZE,), tl.float32), tl.full((SIZE,), 1.0, tl.float32)
+    for base in range(0, used, 8):
+        for step in tl.static_range(8):  # unrolled, so that loads do not wait for each other
+            there = base + step < used
+            at = cell + base + step
+            factor = tl.exp2(tl.load(state + 2 * at, there, float("-inf")) - largest)
+            total = tl.fma(factor, tl.load(state + 2 * at + 1, there, 0.0), total)
+            made = tl.fma(everywhere * factor, tl.load(partial + at * SIZE + d, there, 0.0), made)
+    made = tl.math.div_rn(made, everywhere * total)
+    tl.store(out + (row.to(tl.int64) * HEADS + head) * SIZE + d, made.to(out.dtype.element_ty))

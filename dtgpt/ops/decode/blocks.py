@@ -1,0 +1,136 @@
+"""Transformer blocks for one token each of M sequences, in seven launches a block.
+
+Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
+the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
+tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums the outputs of branches over ranks.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.attention.cached import decode_attention
+from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
+from dtgpt.ops.fast import has_dependent_launch
+
+GROUP = 512  # elements of K in a group, as in `kernels`
+AllReduce = Callable[[Tensor], Any]  # sums fp32 `[1, M, H]` over tensor-parallel ranks, in place
+
+
+class Tile(NamedTuple):
+    """Tile sizes and compile options of a product."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(rows: int, columns: int, groups: int, head_dim: int) -> Tile:
+    """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`."""
+    if rows <= 16:
+        tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
+    elif rows <= 64:
+        wide = columns > 8192 or groups > 4
+        tile = Tile(64, 64, 64, 4, 6) if wide and rows > 32 else Tile(32 if rows <= 32 else 64, 32, 128, 4, 4)
+    elif columns > 8192:
+        tile = Tile(128, 128, 64, 4, 3)
+    elif groups > 4:
+        tile = Tile(128, 128, 64, 8, 3)
+    else:
+        tile = Tile(64, 64, 64, 4, 4) if groups > 1 else Tile(128, 64, 64, 8, 4)
+    return tile._replace(BN=min(tile.BN, head_dim))
+
+
+@functools.cache
+def kernels():
+    from dtgpt.ops.decode import kernels  # imported on first use, since it needs Triton
+
+    return kernels
+
+
+def residual_norm(
+    x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (total, LayerNorm(total)), `[M, H]` each: total = x + sum over groups of branch `[G, M, H]` + its bias."""
+    rows, size = x.shape
+    out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
+    pdl = has_dependent_launch(x.device)
+    kernels().norm_kernel[(rows,)](
+        x, branch, branch_bias, weight, bias, total, out, rows, size, eps,
+        GROUPS=0 if branch is None else len(branch), BLOCK=1 << (size - 1).bit_length(), PDL=pdl,
+        num_warps=4 if size <= 2048 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+    return total, out
+
+
+class Write(NamedTuple):
+    """Where a product of queries, keys and values puts the latter two."""
+
+    keys: Tensor  # [slots, N_kv, P, D]
+    values: Tensor
+    slots: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None) -> Tensor:
+    """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
+    `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`, "gelu" and "qkv" `[M, N]` in x's dtype."""
+    (rows, size), columns = x.shape, len(weight)
+    groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
+    dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
+    shape = (groups, rows, columns) if epilogue == "groups" else (rows, columns)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    keys, values, slots, positions = write or (None, None, None, None)
+    kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
+    tile, pdl = choose_tile(rows, columns, groups, head_dim), has_dependent_launch(x.device)
+    kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
+        x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
+        BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
+        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def run_blocks(
+    x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
+    slots: Tensor, positions: Tensor, head: HeadWeights | None = None, all_reduce: AllReduce | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, or the logits fp32 `[M, V]` of a head after
+    it; write the new tokens' k and v.
+
+    keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
+    """
+
+    def branch_of(h: Tensor, weight: Tensor) -> Tensor:
+        branch = product(h, weight, None, "groups")
+        if all_reduce is not None:
+            branch = branch.sum(0, keepdim=True)
+            all_reduce(branch)
+        return branch
+
+    branch = bias = None
+    for block, k, v in zip(blocks, keys, values, strict=True):
+        x, h = residual_norm(x, branch, bias, block.norm_1, block.norm_1_bias, block.eps)
+        packed = product(h, block.qkv, block.qkv_bias, "qkv", Write(k, v, slots, positions))
+        queries = packed.view(len(x), k.shape[1], -1, block.head_dim)[:, :, :-2]
+        heads = decode_attention(queries, k, v, slots, positions).flatten(1)
+        branch, bias = branch_of(heads, block.proj), block.proj_bias
+        x, h = residual_norm(x, branch, bias, block.norm_2, block.norm_2_bias, block.eps)
+        branch, bias = branch_of(product(h, block.fc, block.fc_bias, "gelu"), block.out), block.out_bias
+    if head is None:
+        last = blocks[-1]
+        return residual_norm(x, branch, bias, last.norm_1, last.norm_1_bias, last.eps)[0]
+    return run_head(x, head, branch, bias)
+
+
+def run_head(x: Tensor, head: HeadWeights, branch: Tensor | None = None, branch_bias: Tensor | None = None) -> Tensor:
+    """Return logits fp32 `[M, V]` of the residual stream `[M, H]`, to which a branch is added as in `residual_norm`."""
+    _, h = residual_norm(x, branch, branch_bias, head.norm, head.norm_bias, head.eps)
+    return product(h, head.table, None, "logits")

@@ -1,0 +1,132 @@
+"""Triton kernels of decode steps: LayerNorm and matrix products of a few rows. Needs Triton.
+
+A row's result must not depend on the number of rows, whatever tile it is computed in. Therefore:
+
+* A product is a sum over groups of 512 along K, each a sum over segments of 128, each a chain of tensor-core
+  operations, all in ascending order. Such a chain gives the same bits in tiles of any size, by mma and by wgmma.
+* The mean and the variance of a row are sums in float64. Of 16-bit values these are exact for practical purposes, so
+  that their order does not matter.
+
+Where PDL is set (programmatic dependent launch, Hopper and newer), a kernel starts while its predecessor ends, and
+reads what the predecessor wrote after `gdc_wait`.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+GROUP = tl.constexpr(512)
+SEGMENT = tl.constexpr(128)
+GELU_CUBE = tl.constexpr(0.7978845608028654 * 0.044715)
+GELU_LINE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+GELU_EXPONENT = tl.constexpr(-2.8853900817779268)  # -2 log2(e)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for the kernel before this one, and let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def norm_kernel(
+    x, branch, branch_bias, weight, bias, total, out, rows, H, eps,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write total = x + (sum over the groups of `branch` + its bias), and out = LayerNorm(total), of one row.
+
+    x, total, out: `[M, H]`; branch: fp32 `[GROUPS, M, H]`. GROUPS 0: no branch, and `total` is not written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    w = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    b = tl.load(bias + column, inside, 0.0).to(tl.float32)
+    begin(PDL)
+    here = row * H + column
+    value = tl.load(x + here, inside, 0.0)
+    if GROUPS > 0:
+        added = tl.load(branch + here, inside, 0.0)
+        for group in tl.static_range(1, GROUPS):
+            added += tl.load(branch + group * rows * H + here, inside, 0.0)
+        added += tl.load(branch_bias + column, inside, 0.0).to(tl.float32)
+        value = (value.to(tl.float32) + added).to(value.dtype)
+        tl.store(total + here, value, inside)
+    wide = value.to(tl.float64)
+    mean = tl.sum(wide, 0) / H
+    variance = tl.maximum(tl.sum(wide * wide, 0) / H - mean * mean, 0.0)
+    rstd = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
+    normed = tl.fma((value.to(tl.float32) - mean.to(tl.float32)) * rstd, w, b)
+    tl.store(out + here, normed.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def gelu(t):
+    u = t * tl.fma(t * t, GELU_CUBE, GELU_LINE)
+    return tl.math.div_rn(t, 1.0 + tl.exp2(u * GELU_EXPONENT))
+
+
+@triton.jit
+def product_kernel(
+    x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`.
+
+    EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
+    all of K to out fp32 `[M, N]`; "gelu" the sum with its bias through GELU; "qkv" the sum with its bias: queries to
+    out, keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`.
+    PARTS: heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and
+    128 divides K.
+    """
+    tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    row_inside, column_inside = (m < rows)[:, None], ((n < columns) | EVEN)[None, :]
+    row = m.to(tl.int64)[:, None]
+    x_at = x + row * K + k[None, :]
+    w_at = weight + n.to(tl.int64)[None, :] * K + k[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    begin(PDL)
+    if EPILOGUE == "logits":
+        for start in range(0, K, BK):
+            left = (start + k < K) | EVEN
+            x_part = tl.load(x_at + start, row_inside & left[None, :], 0.0)
+            total = tl.dot(x_part, tl.load(w_at + start, column_inside & left[:, None], 0.0), total)
+    else:
+        group = tl.zeros((BM, BN), tl.float32)
+        first = tl.program_id(2) * GROUP
+        last = tl.minimum(K, first + GROUP) if EPILOGUE == "groups" else K
+        for start in range(first, last, SEGMENT):
+            segment = tl.zeros((BM, BN), tl.float32)
+            for step in tl.static_range(0, SEGMENT, BK):
+                left = (start + step + k < K) | EVEN
+                x_part = tl.load(x_at + start + step, row_inside & left[None, :], 0.0)
+                w_part = tl.load(w_at + start + step, column_inside & left[:, None], 0.0)
+                segment = tl.dot(x_part, w_part, segment)
+            group = tl.fma(segment, 1.0, group)  # the compiler would make one longer chain of a plain sum
+            if EPILOGUE != "groups":  # noqa: SIM102, since a condition must be either of constants or of values
+                if (start + SEGMENT) % GROUP == 0:
+                    total += group
+                    group = tl.zeros((BM, BN), tl.float32)
+        total += group
+    inside = row_inside & column_inside
+    if EPILOGUE == "qkv" or EPILOGUE == "gelu":
+        total += tl.load(bias + n, n < columns, 0.0).to(tl.float32)[None, :]
+    if EPILOGUE == "groups":
+        out += tl.program_id(2).to(tl.int64) * rows * columns
+    elif EPILOGUE == "gelu":
+        total = gelu(total)
+    made = total.to(out.dtype.element_ty)
+    part = (tile * BN // SIZE) % PARTS if EPILOGUE == "qkv" else 0
+    if EPILOGUE == "qkv" and part >= PARTS - 2:
+        slot, position = tl.load(slots + m, m < rows, 0), tl.load(positions + m, m < rows, 0)
+        heads, head = columns // (SIZE * PARTS), tile * BN // (SIZE * PARTS)
+        cell = ((slot * heads + head) * LENGTH + position)[:, None] * SIZE + (n % SIZE)[None, :]
+        tl.store((keys if part == PARTS - 2 else values) + cell, made, inside)
+    else:
+        tl.store(out + row * columns + n[None, :], made, inside)
