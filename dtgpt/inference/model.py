@@ -88,14 +88,17 @@ class Model:
         top_p_decay, top_p_bound, frequency_penalty, presence_penalty, logit_bias (a dict from ids),
         no_repeat_ngram_size, num_return_sequences (above 1: a list for each prompt), num_beams, length_penalty,
         early_stopping, stop_strings (the text ends before the first of them), stop_token_ids, ends (False: the end of
-        text does not end a sequence), stop_on_eol, stop_on_double_eol, prevent_newline_after_colon, seed, top_logprobs,
-        prompt_logprobs. `dtgpt.inference.options.Options` describes each.
+        text does not end a sequence), stop_on_eol, stop_on_double_eol, prevent_newline_after_colon, seed; with details
+        also top_logprobs and prompt_logprobs. `dtgpt.inference.options.Options` describes each.
 
         A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
         prompts and the plan change nothing but the rounding of logits.
 
         Raise UserError, one sentence, before anything is computed, where an argument is wrong.
         """
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if options.get(name) and not details:
+                raise UserError(f"{name} is one of the details; add details=True, or leave it out")
         if stream:
             return self._stream(prompts, details or return_full_text, options)
 

@@ -11,6 +11,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError, shown, shown_name
 
 NEW_TOKENS = 64  # where nothing is said of it
+LONGEST_ID = 20  # digits
 MOST_SEQUENCES, MOST_ALTERNATIVES = 128, 20
 ELSEWHERE = {  # names that other programs have for an option
     "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "new_tokens": "max_new_tokens",
@@ -44,6 +45,8 @@ class Options(Sampling):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UserError(f"{name}={shown(value)} is not valid; use a whole number from {least} to {most}")
+        if type(self.length_penalty) not in (int, float):
+            raise UserError(f"length_penalty={shown(self.length_penalty)} is not a number; use one, such as 1.0")
         for name in ("do_sample", "early_stopping", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={shown(getattr(self, name))} is not a switch; use true or false")
@@ -86,5 +89,10 @@ def _plain(name: str, value: Any) -> Any:
     if name == "stop_token_ids":
         return (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, Mapping):
-        return {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
+        return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
     return value
+
+
+def _is_number(key: Any) -> bool:
+    """Return whether a key, which JSON has as a text, may be an id."""
+    return isinstance(key, str) and key.isdecimal() and len(key) < LONGEST_ID

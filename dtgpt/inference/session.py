@@ -12,6 +12,7 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.request import PROMPT, Event, Request
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.text import StopSearch, TextStream
+from dtgpt.util.errors import UserError
 
 AHEAD = 2  # requests that wait in the engine, for each slot
 
@@ -71,7 +72,10 @@ class Session:
         self._engine.cancel(number)
 
     def step(self) -> list[Update]:
-        """Let the engine work; return what it has made since."""
+        """Let the engine work; return what it has made since. Raise UserError where another session has used the engine
+        in between, which then has forgotten these jobs."""
+        if not self._engine.busy:
+            raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
         try:
             events = self._engine.step()
         except BaseException:

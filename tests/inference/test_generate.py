@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dtgpt
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Completion
-from dtgpt.inference.options import ELSEWHERE, NAMES
+from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
 from dtgpt.inference.prompts import special_ids, tokenizer_of
+from dtgpt.inference.session import Job
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -158,6 +161,15 @@ def test_a_stream_that_nobody_reads_to_its_end_leaves_the_model_usable(model):
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 300)
 
 
+def test_a_stream_that_another_call_has_overtaken_says_so(model):
+    pieces = model.generate("x", stream=True, max_new_tokens=20, ends=False)
+    next(pieces)
+    assert model.generate("x", max_new_tokens=3, ends=False)
+    with pytest.raises(UserError, match="read it to its end, or close it first"):
+        list(pieces)
+    assert model.generate("x", max_new_tokens=3, ends=False)
+
+
 def test_the_end_of_text_ends_a_sequence_and_is_not_in_the_text(model):
     end = BYTES.end_of_text
     found = model.generate("x", details=True, logit_bias={end: 100.0}, min_new_tokens=3)
@@ -165,6 +177,23 @@ def test_the_end_of_text_ends_a_sequence_and_is_not_in_the_text(model):
     assert found.text == BYTES.decode([120, *found.ids[:-1]])[1:]
     on = model.generate("x", logit_bias={str(end): 100}, ends=False, max_new_tokens=2)
     assert on == "<|endoftext|>" * 2
+
+
+NUMBERS = st.integers() | st.floats() | st.integers(-2, 3)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=3) | st.just("9" * 5000),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("0123a", max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
+def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
+    try:
+        model.generator.check(Job([1, 2], read_options(options, 2, CONFIG)))
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
 
 
 def test_names_of_other_programs_lead_to_options_that_exist():

@@ -207,6 +207,8 @@ def test_a_wrong_prompt_or_option_is_the_same_sentence_on_every_rank(folder, pla
         ({"prompts": PROMPT, "do_sample": 1}, ["do_sample=1", "true or false"]),
         ({"prompts": PROMPT, "stop_strings": ""}, ["stop string ''"]),
         ({"prompts": PROMPT, "stop_strings": ["a"]}, ["no tokenizer is saved"]),
+        ({"prompts": PROMPT, "prompt_logprobs": True}, ["prompt_logprobs is one of the details"]),
+        ({"prompts": PROMPT, "num_beams": 2, "length_penalty": "long"}, ["length_penalty='long'"]),
         ({"prompts": PROMPT, "stream": True, "details": True}, ["stream=True", "leave details"]),
         ({"prompts": [PROMPT], "stream": True}, ["stream=True", "one prompt"]),
     ]  # fmt: skip
