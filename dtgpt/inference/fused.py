@@ -11,7 +11,7 @@ from dtgpt.inference.cache import Cache, LayerCache, Rows
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.decode.blocks import AllReduce, run_blocks
+from dtgpt.ops.decode.blocks import AllReduce, run_blocks, run_head
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.mesh import Mesh
 
@@ -32,7 +32,8 @@ class FusedStage:
         if self._stage.embedding is not None:
             x = self._stage.embedding(x, Context(positions=rows.positions[None]))
         keys, values = [layer.keys for layer in self._layers], [layer.values for layer in self._layers]
-        return run_blocks(x[0], self._blocks, keys, values, *rows, self._head, self._all_reduce)[None]
+        stream = run_blocks(x[0], self._blocks, keys, values, *rows, self._all_reduce)
+        return (stream.whole() if self._head is None else run_head(stream, self._head))[None]
 
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference
+from dtgpt.ops.decode.blocks import run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
 
 pytestmark = pytest.mark.cuda
@@ -62,11 +63,9 @@ class Case:
 
     def run(self, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the logits of some rows, and the caches after the step."""
-        from dtgpt.ops.decode.blocks import run_blocks
-
         keys, values = ([tensor.clone() for tensor in kept] for kept in (self.keys, self.values))
-        logits = run_blocks(self.x[rows], self.blocks, keys, values, self.slots[rows], self.positions[rows], self.head)
-        return logits, keys + values
+        stream = run_blocks(self.x[rows], self.blocks, keys, values, self.slots[rows], self.positions[rows])
+        return run_head(stream, self.head), keys + values
 
     def reference(self) -> Tensor:
         x = self.x.double()

@@ -8,7 +8,6 @@ Reference: `attend_rows_reference`. Fast path of one token a sequence: Triton ke
 Sharding rule: heads may be sharded; a shard holds all heads of q that share its heads of k and v.
 """
 
-import functools
 import math
 
 import torch
@@ -62,24 +61,17 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, pos
     # As measured by `benchmarks/op_decode.py` on an H200. Of fp32, one split fits into shared memory.
     each = 1 if rows < 16 or q.dtype == torch.float32 else 2 if rows < 256 else 4
     pdl = has_dependent_launch(q.device)
-    kernels.attention_kernel[(math.ceil(splits / each), kv_heads, rows)](
-        q, keys, values, slots, positions, partial, state, _counters(q.device, rows * kv_heads), out,
-        math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
+    kernels.split_kernel[(math.ceil(splits / each), kv_heads, rows)](
+        q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
         SPLITS=splits, EACH=each, STAGES=min(each, 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
+    kernels.merge_kernel[(heads, rows)](
+        partial, state, positions, out,
+        HEADS=heads, SIZE=size, SPLITS=splits, BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
     return out
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Return zeros, int32 `[count]` at least, that every kernel leaves as zeros. Kernels of a device that use them must
-    follow each other."""
-    return _make_counters(device, max(4096, 1 << (count - 1).bit_length()))
-
-
-@functools.cache
-def _make_counters(device: torch.device, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def attend_chunk(

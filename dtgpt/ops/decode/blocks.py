@@ -54,10 +54,23 @@ def kernels():
     return kernels
 
 
-def residual_norm(
-    x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (total, LayerNorm(total)), `[M, H]` each: total = x + sum over groups of branch `[G, M, H]` + its bias."""
+class Residual(NamedTuple):
+    """A residual stream, whose last branch is still to be added."""
+
+    x: Tensor  # [M, H]
+    branch: Tensor | None = None  # fp32 [G, M, H]: the groups of a sum
+    bias: Tensor | None = None  # [H], of the branch
+
+    def whole(self) -> Tensor:
+        """Return the sum `[M, H]`."""
+        if self.branch is None or self.bias is None:
+            return self.x
+        return residual_norm(self, self.bias, self.bias, 1.0)[0]  # of which nobody needs the norm
+
+
+def residual_norm(stream: Residual, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (total, LayerNorm(total)), `[M, H]` each, of a residual stream with its branch."""
+    x, branch, branch_bias = stream
     rows, size = x.shape
     out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
     pdl = has_dependent_launch(x.device)
@@ -100,10 +113,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
 
 def run_blocks(
     x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-    slots: Tensor, positions: Tensor, head: HeadWeights | None = None, all_reduce: AllReduce | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, or the logits fp32 `[M, V]` of a head after
-    it; write the new tokens' k and v.
+    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None,
+) -> Residual:  # fmt: skip
+    """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v.
 
     keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
     """
@@ -115,22 +127,20 @@ def run_blocks(
             all_reduce(branch)
         return branch
 
-    branch = bias = None
+    stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
-        x, h = residual_norm(x, branch, bias, block.norm_1, block.norm_1_bias, block.eps)
+        x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
         packed = product(h, block.qkv, block.qkv_bias, "qkv", Write(k, v, slots, positions))
         queries = packed.view(len(x), k.shape[1], -1, block.head_dim)[:, :, :-2]
         heads = decode_attention(queries, k, v, slots, positions).flatten(1)
-        branch, bias = branch_of(heads, block.proj), block.proj_bias
-        x, h = residual_norm(x, branch, bias, block.norm_2, block.norm_2_bias, block.eps)
-        branch, bias = branch_of(product(h, block.fc, block.fc_bias, "gelu"), block.out), block.out_bias
-    if head is None:
-        last = blocks[-1]
-        return residual_norm(x, branch, bias, last.norm_1, last.norm_1_bias, last.eps)[0]
-    return run_head(x, head, branch, bias)
+        stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
+        x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
+        inner = product(h, block.fc, block.fc_bias, "gelu")
+        stream = Residual(x, branch_of(inner, block.out), block.out_bias)
+    return stream
 
 
-def run_head(x: Tensor, head: HeadWeights, branch: Tensor | None = None, branch_bias: Tensor | None = None) -> Tensor:
-    """Return logits fp32 `[M, V]` of the residual stream `[M, H]`, to which a branch is added as in `residual_norm`."""
-    _, h = residual_norm(x, branch, branch_bias, head.norm, head.norm_bias, head.eps)
+def run_head(stream: Residual, head: HeadWeights) -> Tensor:
+    """Return logits fp32 `[M, V]`."""
+    _, h = residual_norm(stream, head.norm, head.norm_bias, head.eps)
     return product(h, head.table, None, "logits")
