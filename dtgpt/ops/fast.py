@@ -29,6 +29,13 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 232448)
+
+
 def may_fuse(x: Tensor) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
     return has_triton(x) and not _apart

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
-from dtgpt.ops.fast import has_dependent_launch, has_triton
+from dtgpt.ops.fast import has_dependent_launch, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
 HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels take
@@ -30,7 +30,7 @@ def attend_rows(
     on CUDA do not depend on the positions, so that nothing waits for the device.
     """
     keys[slots, :, positions], values[slots, :, positions] = k, v
-    if has_triton(q) and q.shape[-1] in HEAD_SIZES:
+    if has_triton(q) and q.shape[-1] in HEAD_SIZES and stage_bytes(keys) <= shared_memory(q.device):
         return decode_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, slots, positions)
     return attend_rows_reference(q, keys, values, slots, positions)
 
@@ -47,6 +47,11 @@ def attend_rows_reference(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     return (probabilities.to(q.dtype) @ seen_values).flatten(1, 2)
 
 
+def stage_bytes(keys: Tensor) -> int:
+    """Return the bytes of keys and values of one split, as kernels hold them in shared memory."""
+    return 2 * SPLIT * keys.shape[-1] * keys.itemsize
+
+
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
     dense, over what `attend_rows` describes, k and v of the new tokens being in the cache."""
@@ -58,8 +63,9 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, pos
     partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
     state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
-    # As measured by `benchmarks/op_decode.py` on an H200. Of fp32, one split fits into shared memory.
-    each = 1 if rows < 16 or q.dtype == torch.float32 else 2 if rows < 256 else 4
+    # As measured by `benchmarks/op_decode.py` on an H200. Several splits need room for two.
+    single = rows < 16 or q.dtype == torch.float32 or 2 * stage_bytes(keys) > shared_memory(q.device)
+    each = 1 if single else 2 if rows < 256 else 4
     pdl = has_dependent_launch(q.device)
     kernels.split_kernel[(math.ceil(splits / each), kv_heads, rows)](
         q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
-from dtgpt.ops.fast import has_dependent_launch
+from dtgpt.ops.fast import has_dependent_launch, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 AllReduce = Callable[[Tensor], Any]  # sums fp32 `[1, M, H]` over tensor-parallel ranks, in place
@@ -102,11 +102,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
     tile, pdl = choose_tile(rows, columns, groups, head_dim), has_dependent_launch(x.device)
+    stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
         PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(x.device) // stage), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
