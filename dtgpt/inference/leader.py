@@ -83,8 +83,8 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
         case Kind.ASSIGN:
             runner.assign(payload[:half], payload[half:])
         case Kind.DECODE:
-            steps, filters, edits, ngram, alternatives, logprobs, beams, *slots = payload
-            variant = Variant(bool(filters), bool(edits), ngram, alternatives, bool(logprobs), bool(beams))
+            steps, filters, edits, ngram, alternatives, beams, *slots = payload
+            variant = Variant(bool(filters), bool(edits), ngram, alternatives, bool(beams))
             runner.decode(slots, steps, variant)
 
 

@@ -39,7 +39,7 @@ class Runner:
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
-        self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
+        self.state = SlotState(slots, config.seq_length, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self._attached = False
