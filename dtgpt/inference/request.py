@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what it gets."""
+"""Requests to the engine, and the events that it returns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

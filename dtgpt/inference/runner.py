@@ -1,4 +1,4 @@
-"""What every rank does for the commands of rank 0. No method waits for the device."""
+"""Execution of the commands of rank 0, on every rank. No method waits for the device."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ class Runner:
 
 
 def release_of(graphs: StepGraphs) -> Callable[[], None]:
-    """Return a function that releases graphs as long as there are any: it does not keep them."""
+    """Return a function that releases `graphs` if they still exist. It does not keep them alive."""
     reference = weakref.ref(graphs)
 
     def release() -> None:
