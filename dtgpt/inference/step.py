@@ -22,6 +22,7 @@ from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
+from dtgpt.parallel.torch_private import all_gather_single
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 
@@ -142,5 +143,5 @@ def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
     if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
         logits = F.pad(logits, (0, missing))
     parts = logits.new_empty(mesh.plan.tp, *logits.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), logits.contiguous(), group=mesh.tp_group)
+    all_gather_single(parts.flatten(0, 1), logits.contiguous(), mesh.tp_group)
     return parts.transpose(0, 1).flatten(1)[:, :columns]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.adamw import Accumulator
+from dtgpt.parallel.torch_private import all_gather_single
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -64,7 +65,7 @@ class NarrowSum(Sum):
     def _run(self) -> None:
         dist.all_to_all_single(self._pieces, self.flat, group=self.group)
         own = self._pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
-        dist.all_gather_into_tensor(self.flat, own, group=self.group)
+        all_gather_single(self.flat, own, self.group)
 
     def wait(self) -> None:
         if self._stream is not None:

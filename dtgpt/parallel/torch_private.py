@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
@@ -18,3 +19,10 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
+
+
+def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the equal parts of all ranks into one tensor. `all_gather_into_tensor` before torch 2.13, which warns of
+    that name on the user's terminal."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, part, group=group)
