@@ -26,6 +26,7 @@ from dtgpt.inference.options import read_options
 from dtgpt.inference.prompts import Prompts, read_prompts
 from dtgpt.inference.request import check_range
 from dtgpt.inference.session import Job, Session
+from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
 from dtgpt.models.source import Source
@@ -177,10 +178,9 @@ class Model:
         mesh, plan = self.mesh, self.mesh.plan
         if logits is None:
             logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
-        elif plan.tp > 1:
-            parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(plan.tp)]
-            dist.all_gather(parts, logits.contiguous(), group=mesh.tp_group)
-            logits = torch.cat(parts, dim=-1)
+        else:
+            rows = gather_columns(logits.flatten(0, 1), mesh, self.config.padded_vocab_size)
+            logits = rows.unflatten(0, shape)
         if plan.pp > 1:
             last = mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1))
             logits = logits.contiguous()

@@ -29,7 +29,7 @@ class Runner:
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`
     the stages serve inference alone. `vocab_size`: ids that may be drawn; None: those of the model. `graphs`: replay
-    decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas.
+    prefill and decode steps as CUDA graphs on a GPU; not for stages that are sharded over replicas.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ def inputs():
     return [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
 
 
-def their_model(vocab_size):
-    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 4, "n_head": 4, "layer_norm_epsilon": 1e-4}
+def their_model(vocab_size, **shape):
+    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 4, "n_head": 4, "layer_norm_epsilon": 1e-4} | shape
     return scatter(GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **sizes)))
 
 
@@ -87,6 +87,14 @@ def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folde
             assert score.ids == ids.tolist()
             assert score.logprobs == pytest.approx(rows[:-1].gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
             assert score.greedy == (rows[:-1].argmax(-1) == ids[1:]).tolist()
+
+
+def test_logits_of_a_vocabulary_that_tp_cuts_unevenly(tmp_path):
+    model, tokens = their_model(131, n_embd=24, n_head=3), torch.arange(12).view(2, 6)
+    model.save_pretrained(tmp_path)
+    assert [far(x, model, tokens) < TOLERANCE for x in pool().run(3, bodies.logits, tmp_path, "tp3", tokens)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("plan", ["single", "pp2"])

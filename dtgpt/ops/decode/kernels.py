@@ -3,7 +3,8 @@
 A row's result must not depend on the number of rows, whatever tile it is computed in. Therefore:
 
 * A product is a sum over groups of 512 along K, each a sum over segments of 128, each a chain of tensor-core
-  operations, all in ascending order. Such a chain gives the same bits in tiles of any size, by mma and by wgmma.
+  operations, all in ascending order; logits are one chain over all of K. Such a chain gives the same bits in tiles of
+  any size, by mma and by wgmma.
 * The mean and the variance of a row are sums in float64. Of 16-bit values these are exact for practical purposes, so
   that their order does not matter.
 
