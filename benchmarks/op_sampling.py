@@ -25,7 +25,7 @@ OPTIONS = {
 def sampling_case(name: str, rows: int, alternatives: int = 0, spread: float = 3.0) -> Case:
     """spread: standard deviation of the logits; about 3 as of a trained model, and 0.5 where nearly all stay."""
     sampling = OPTIONS[name]
-    state, slots = SlotState(rows, POSITIONS, VOCABULARY, CUDA), torch.arange(rows, device=CUDA)
+    state, slots = SlotState(rows, POSITIONS, CUDA), torch.arange(rows, device=CUDA)
     prompt = torch.randint(VOCABULARY, (512,)).tolist()
     for slot in range(rows):
         state.set(slot, SlotState.encode(prompt, sampling, SpecialIds(), slot, 0))

@@ -1,4 +1,4 @@
-"""A beam search in slots of the cache: one for each row, which move as the search chooses."""
+"""A beam search in slots of the cache: one for each row, which are copied as the search chooses."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -67,7 +67,7 @@ class Cache:
             core.cache = None
 
     def expect(self, work: Chunk | Prompt | Rows | None) -> None:
-        """Say which tokens the stages run next; None: none of a step of inference."""
+        """Set which tokens the stages run next; None: none of a step of inference."""
         for layer in self.layers:
             layer.work = work
 
@@ -139,7 +139,7 @@ def _whole_core_sizes(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 class _Recorder:
-    """Stands for a cache, to learn the shape of its keys."""
+    """A cache that keeps the shape of its keys alone."""
 
     size = (0, 0)
 

@@ -1,4 +1,4 @@
-"""What generation and scoring return."""
+"""Results of generation and scoring."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,7 @@
-"""Requests in, events out: the scheduler's rounds on the runner, one ahead of the host.
+"""The engine of generation: it takes requests, runs the scheduler's rounds, and returns events.
 
 `step` launches a round and then reads the results of the round before, so that the device never waits for the host.
-What a sequence makes after the token that ended it, in a round that was launched already, is thrown away.
+Tokens after the one that ended a sequence, from a round that was launched already, are discarded.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class _Active:
 
 
 class _Launched(NamedTuple):
-    """A round whose results are on their way."""
+    """A round whose results have not been read."""
 
     scores: list[tuple[int, Pending[Scores]]]  # by request
     starts: list[Start]
@@ -76,7 +76,7 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without any request."""
+        """Forget all requests."""
         self._scheduler = Scheduler(self.slots)
         self._requests: dict[int, _Active] = {}
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
@@ -118,8 +118,8 @@ class Engine:
             return events if before is None else events + self._collect(before)
 
     def follow(self) -> None:
-        """Do what rank 0 commands, until it calls `release`. For all other ranks. Raises UserError where rank 0 or
-        another rank fails."""
+        """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
+        other rank fails."""
         with failures_shared(self.mesh, self._channel, self.timeout):
             follow(self._runner, self._channel)
 

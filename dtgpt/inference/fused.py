@@ -1,4 +1,4 @@
-"""Decode steps of stages whose blocks `dtgpt.ops.decode` can run."""
+"""Decode steps through the kernels of `dtgpt.ops.decode`, for stages that these can run."""
 
 from collections.abc import Sequence
 from functools import partial

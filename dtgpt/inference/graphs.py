@@ -10,11 +10,11 @@ from dtgpt.util.errors import UserError
 
 Tensors = tuple[Tensor, ...]
 
-WARM_UP = 2  # runs before a capture: kernels are built, libraries choose, communicators meet
+WARM_UP = 2  # runs before a capture: kernels are compiled, libraries choose algorithms, communicators connect
 
 
 class StepGraphs:
-    """Pieces of work by name, each with inputs of fixed shapes. They share one pool of memory: one runs at a time."""
+    """CUDA graphs by name, each with inputs of fixed shapes. They share one pool of memory: one runs at a time."""
 
     def __init__(self) -> None:
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Any]] = {}
@@ -22,7 +22,7 @@ class StepGraphs:
 
     def run(self, name: Hashable, work: Callable[..., Any], inputs: Tensors, idle: Tensors) -> Any:
         """Return what `work(*inputs)` does, in memory that the next call overwrites. `idle`: inputs of the same shapes
-        that change nothing which anybody needs, for the runs before the capture."""
+        for the runs before the capture, which change only the scratch slot."""
         if name not in self._captured:
             self._captured[name] = self._capture(work, tuple(value.clone() for value in idle))
         graph, places, result = self._captured[name]

@@ -1,4 +1,4 @@
-"""Rank 0 leads: it tells the other ranks each command of the runner, and does it itself."""
+"""Rank 0 leads: it sends each command of the runner to the other ranks, and executes it as they do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ FAILURE = "inference failure"  # the name under which the rank that fails first 
 
 
 class Leader:
-    """The commands of a `Runner`, on rank 0: each is done by all ranks."""
+    """The commands of a `Runner`, on rank 0. Each is executed by all ranks."""
 
     def __init__(self, runner: Runner, channel: Channel):
         self._runner, self._channel = runner, channel
@@ -53,12 +53,12 @@ class Leader:
         self._runner.detach()
 
     def fail(self) -> None:
-        """Let the other ranks fail, where this one cannot go on: they raise UserError."""
+        """Make the other ranks raise UserError, where this one cannot go on."""
         self._channel.close()
 
 
 def follow(runner: Runner, channel: Channel) -> None:
-    """Do what rank 0 commands, until it releases this rank."""
+    """Execute the commands of rank 0, until it releases this rank."""
     while True:
         kind, payload = channel.receive()
         if kind is Kind.RELEASE:
@@ -83,8 +83,8 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
         case Kind.ASSIGN:
             runner.assign(payload[:half], payload[half:])
         case Kind.DECODE:
-            steps, filters, edits, ngram, alternatives, logprobs, beams, *slots = payload
-            variant = Variant(bool(filters), bool(edits), ngram, alternatives, bool(logprobs), bool(beams))
+            steps, filters, edits, ngram, alternatives, beams, *slots = payload
+            variant = Variant(bool(filters), bool(edits), ngram, alternatives, bool(beams))
             runner.decode(slots, steps, variant)
 
 

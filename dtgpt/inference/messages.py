@@ -24,14 +24,14 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """The way of commands from rank 0 to the others. All ranks make it at the same point."""
+    """Sends commands from rank 0 to the other ranks. All ranks create it at the same point."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._group = mesh.commands
 
     def send(self, kind: Kind, payload: Sequence[int] | Tensor = ()) -> None:
-        """Broadcast a command from rank 0; nothing where it is alone."""
+        """Broadcast a command from rank 0. Does nothing in a single process."""
         if self._group is None:
             return
         numbers = torch.as_tensor(payload, dtype=torch.int64)
@@ -54,6 +54,6 @@ class Channel:
         return Kind(kind), payload[:length]
 
     def close(self) -> None:
-        """End the channel on this rank: the others, who then wait for nothing, learn of it at once."""
+        """Close the channel on this rank. Ranks that wait for a command fail at once."""
         self._group = None
         self._mesh.close_commands()

@@ -23,7 +23,8 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import Prompts, check_range, read_prompts
+from dtgpt.inference.prompts import Prompts, read_prompts
+from dtgpt.inference.request import check_range
 from dtgpt.inference.session import Job, Session
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
@@ -65,7 +66,7 @@ class Model:
         length, whole = tokens.shape[1], self.config.seq_length
         if not 1 <= length <= whole:
             raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
-        check_range(int(tokens.min()), int(tokens.max()), self.config)
+        check_range(int(tokens.min()), int(tokens.max()), self.config.vocab_size)
         logits = run_in_turn(self.stages, self.mesh, Batch(tokens.to(self.mesh.device)), self.dtype)
         return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.request import check_prompt
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.text import token_of
 from dtgpt.interop.tokenizer import tokenizer_beside
@@ -64,18 +65,8 @@ def check_ids(prompt: Any, config: ModelConfig) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if not _is_list(ids) or not all(map(_is_id, ids)):
         raise UserError(f"the prompt {shown(prompt)} is not one; give {KINDS}")
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token")
-    check_range(min(ids), max(ids), config)
+    check_prompt(list(ids), config.vocab_size)
     return list(ids)
-
-
-def check_range(smallest: int, largest: int, config: ModelConfig) -> None:
-    """Raise UserError where ids from `smallest` to `largest` are not all the model's."""
-    if smallest < 0 or largest >= config.vocab_size:
-        raise UserError(
-            f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {config.vocab_size - 1}"
-        )
 
 
 def _is_list(value: Any) -> bool:

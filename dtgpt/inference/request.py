@@ -1,15 +1,15 @@
-"""What a caller asks of the engine, and what it gets."""
+"""Requests to the engine, and the events that it returns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.sampling import Sampling, SpecialIds, endings_of
-from dtgpt.inference.slot_state import MOST_ALTERNATIVES
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 NO_SPECIAL_IDS = SpecialIds()
+MOST_ALTERNATIVES = 64  # likeliest tokens for each position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,13 @@ def check_prompt(ids: list[int], vocab_size: int) -> None:
     """Raise UserError for a prompt that is empty or has ids out of range."""
     if not ids:
         raise UserError("the prompt is empty; give at least one token")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise UserError(f"ids {min(ids)} to {max(ids)} are not all tokens of this model; use 0 to {vocab_size - 1}")
+    check_range(min(ids), max(ids), vocab_size)
+
+
+def check_range(smallest: int, largest: int, vocab_size: int) -> None:
+    """Raise UserError where ids from `smallest` to `largest` are not all tokens of the model."""
+    if smallest < 0 or largest >= vocab_size:
+        raise UserError(f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {vocab_size - 1}")
 
 
 class Event(NamedTuple):

@@ -1,4 +1,4 @@
-"""Draws and scores on their way between ranks and to the host."""
+"""Transfer of draws and scores between ranks and to the host."""
 
 from typing import Generic, TypeVar
 

@@ -1,4 +1,4 @@
-"""What every rank does for the commands of rank 0. No method waits for the device."""
+"""Execution of the commands of rank 0, on every rank. No method waits for the device."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Runner:
         self.stages, self.mesh, self.slots = stages, mesh, slots
         self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
-        self.state = SlotState(slots, config.seq_length, vocab_size, mesh.device)
+        self.state = SlotState(slots, config.seq_length, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
         self._attached = False
@@ -123,7 +123,7 @@ class Runner:
 
 
 def release_of(graphs: StepGraphs) -> Callable[[], None]:
-    """Return a function that releases graphs as long as there are any: it does not keep them."""
+    """Return a function that releases `graphs` if they still exist. It does not keep them alive."""
     reference = weakref.ref(graphs)
 
     def release() -> None:

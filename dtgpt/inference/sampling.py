@@ -99,7 +99,7 @@ class Sampling:
         return self.prevent_newline_after_colon or any(values)
 
 
-def variant_of(samplings: Iterable[Sampling], alternatives: int = 0, logprobs: bool = True) -> Variant:
+def variant_of(samplings: Iterable[Sampling], alternatives: int = 0) -> Variant:
     """Return what a step must be able to do for these sequences."""
     found = list(samplings)
     longest = max((s.no_repeat_ngram_size for s in found), default=0)
@@ -108,7 +108,6 @@ def variant_of(samplings: Iterable[Sampling], alternatives: int = 0, logprobs: b
         edits=any(s.edits for s in found),
         ngram=1 << (longest - 1).bit_length() if longest else 0,
         alternatives=alternatives,
-        logprobs=logprobs,
     )
 
 

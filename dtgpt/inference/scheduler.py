@@ -13,7 +13,7 @@ CHUNK = 2048  # most tokens of a prefill step
 LONGEST_ROUND = 8  # most decode steps of a round
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Positions `first` to `stop` of a prompt, to be prefilled in `slot`."""
 
     request: int
@@ -42,7 +42,7 @@ class Round(NamedTuple):
     """Work to launch, in this order: chunks of prompts, starts of requests, `steps` decode steps of `rows`, one decode
     step of `beams`."""
 
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
     starts: list[Start]
     rows: list[Row]
     steps: int
@@ -141,10 +141,10 @@ class Scheduler:
             job.slots = [self._free.pop() for _ in job.choices]
             self._prefilling.append(job)
 
-    def _take_chunks(self) -> list[Chunk]:
+    def _take_chunks(self) -> list[PromptChunk]:
         """Take chunks in order of arrival, together of no more tokens than one chunk may have. Where a prompt is cut
         does not depend on other requests."""
-        chunks: list[Chunk] = []
+        chunks: list[PromptChunk] = []
         budget = self._chunk
         for job in self._prefilling:
             while job.done < job.prefill:
@@ -152,7 +152,7 @@ class Scheduler:
                 budget -= stop - job.done
                 if budget < 0:
                     return chunks
-                chunks.append(Chunk(job.request, job.slots[0], job.done, stop))
+                chunks.append(PromptChunk(job.request, job.slots[0], job.done, stop))
                 job.done = stop
         return chunks
 

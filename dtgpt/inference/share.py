@@ -1,4 +1,4 @@
-"""What rank 0 knows, on every rank: JSON in a tensor of bytes, so that nothing that arrives is ever executed."""
+"""Values of rank 0 on every rank: JSON in a tensor of bytes, since pickles would execute what arrives."""
 
 import json
 from collections.abc import Callable

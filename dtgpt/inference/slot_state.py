@@ -7,8 +7,6 @@ from dtgpt.inference.sampling import Sampling, SpecialIds, parameters_of
 from dtgpt.ops.sampling.record import record
 from dtgpt.ops.sampling.sequences import PARAMETERS, Sequences
 
-MOST_ALTERNATIVES = 64  # likeliest tokens that a step may return
-
 
 class SlotState:
     """Tensors of `slots` + 1 rows; the last row is scratch for rows that only pad a batch.
@@ -17,9 +15,9 @@ class SlotState:
     them out.
     """
 
-    def __init__(self, slots: int, positions: int, vocab_size: int, device: torch.device | str):
+    def __init__(self, slots: int, positions: int, device: torch.device | str):
         rows = slots + 1
-        self.positions, self.vocab_size, self.device = positions, vocab_size, torch.device(device)
+        self.positions, self.device = positions, torch.device(device)
         self.token, self.position = self._zeros(rows), self._zeros(rows)
         self.history, self.parameters = self._zeros(rows, positions), self._zeros(rows, PARAMETERS)
 

@@ -1,7 +1,8 @@
 """One forward pass over flat tokens, each with a slot and a position, through the stages of all ranks.
 
-Prefill, scoring and decode are the same pass; they differ in the rows that the head sees and in what becomes of the
-logits. The passes run over the stages that `dtgpt.load` builds, and over those of a run in training, as they are.
+Prefill, scoring and decode are the same pass. They differ in the rows that the head computes and in the use of the
+logits. The stages may be those that `dtgpt.load` builds, or those of a run in training. Decode steps use the kernels of
+`dtgpt.ops.decode` where these can run the stages (`dtgpt.inference.fused`).
 """
 
 import torch
@@ -38,7 +39,7 @@ class Step:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
-        """Give the stages the cache, and let the head see the rows that a pass asks for."""
+        """Give the stages the cache, and limit the head to the rows that a pass asks for."""
         self.cache.attach()
         for stage in self.stages:
             if stage.head is not None and not self.mesh.plan.sequence_parallel:  # a rank has a part of the rows there
@@ -52,7 +53,7 @@ class Step:
 
     def prefill(self, tokens: Tensor, chunk: Chunk) -> None:
         """Fill the cache with a chunk, tokens `[T]`."""
-        self._chunk_logits(tokens, chunk, head_rows=1)  # a head need not be able to run without rows
+        self._chunk_logits(tokens, chunk, head_rows=1)  # a head may not take zero rows
 
     def prefill_padded(self, tokens: Tensor, slot: Tensor) -> None:
         """Fill the cache of the slot `[1]` with the first tokens `[T]` of a prompt, perhaps padded. A CUDA graph can

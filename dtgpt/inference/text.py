@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.errors import UserError, shown
 
-MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256  # characters
 BROKEN = "\ufffd"  # in place of bytes that are not UTF-8
 
 
@@ -125,11 +125,13 @@ def _overlap(text: str, stop: str) -> int:
 
 def check_stop_strings(strings: Sequence[str]) -> None:
     """Raise UserError where there are too many stop strings, or one of them is empty or too long."""
-    if len(strings) > MOST_STOPS:
-        raise UserError(f"{len(strings)} stop strings are too many; use up to {MOST_STOPS}")
+    if len(strings) > MOST_STOP_STRINGS:
+        raise UserError(f"{len(strings)} stop strings are too many; use up to {MOST_STOP_STRINGS}")
     for stop in strings:
-        if not isinstance(stop, str) or not 1 <= len(stop) <= LONGEST_STOP:
-            raise UserError(f"the stop string {shown(stop)} is not a text of 1 to {LONGEST_STOP} characters; change it")
+        if not isinstance(stop, str) or not 1 <= len(stop) <= LONGEST_STOP_STRING:
+            raise UserError(
+                f"the stop string {shown(stop)} is not a text of 1 to {LONGEST_STOP_STRING} characters; change it"
+            )
 
 
 def token_of(tokenizer: Tokenizer, text: str) -> int | None:

@@ -14,7 +14,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
-from dtgpt.parallel.engine import Engine, SingleStageEngine
+from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
@@ -86,7 +86,7 @@ def compile_forward(part: Decoder, whole: bool) -> None:
             module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
 
 
-def make_engine(stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs) -> Engine:
+def make_engine(stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs) -> TrainingEngine:
     """Return what runs forward and backward under the plan."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
@@ -110,7 +110,7 @@ def gradient_share(micro_batches: int, plan: ResolvedPlan) -> float:
 
 
 @torch.no_grad()
-def smoke_test_table(engine: Engine, settings: Settings) -> None:
+def smoke_test_table(engine: TrainingEngine, settings: Settings) -> None:
     """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
     tokens = torch.zeros(1, settings.model.seq_length, dtype=torch.int64, device=settings.device)
     try:

@@ -16,7 +16,7 @@ from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
 
 
-class Engine(ABC):
+class TrainingEngine(ABC):
     shards: Shards
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Engine(ABC):
         return self.mean_loss(Batch(tokens))
 
 
-class SingleStageEngine(Engine):
+class SingleStageEngine(TrainingEngine):
     """Forward and backward of each micro-batch in turn.
 
     A graph holds one micro-batch: the first, the last, or any between. With `fully_shard` it holds all of them, since

@@ -58,13 +58,13 @@ class Mesh:
 
     @cached_property
     def commands(self) -> dist.ProcessGroup | None:
-        """The gloo group in which rank 0 tells the others what to do next; None for one process. All ranks ask for it
-        first at the same point. It has no timeout to speak of, since a rank may be idle for days; where a process ends,
-        the others still learn of it at once."""
+        """The gloo group in which rank 0 sends commands to the others; None for one process. All ranks ask for it first
+        at the same point. Its timeout is a year, since a rank may be idle for days. When a process ends, the others
+        fail at once nevertheless."""
         return dist.new_group(backend="gloo", timeout=timedelta(days=365)) if self.world > 1 else None
 
     def close_commands(self) -> None:
-        """Leave the group of `commands`: others that wait there fail."""
+        """Leave the group of `commands`. Ranks that wait in it fail."""
         if group := self.__dict__.pop("commands", None):
             dist.destroy_process_group(group)
 

@@ -18,7 +18,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import split_backward
-from dtgpt.parallel.engine import Engine
+from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
@@ -33,7 +33,7 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(TrainingEngine):
     """The stages of this rank in a schedule, which is one graph."""
 
     def __init__(self, stages: list[Decoder], shards: Shards, graphs: Graphs, settings: Settings):

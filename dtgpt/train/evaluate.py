@@ -10,21 +10,21 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.engine import Engine as TextEngine
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import Job, Session
 from dtgpt.inference.share import share
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
-from dtgpt.parallel.engine import Engine
+from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
 
 @torch.no_grad()
 def held_out_loss(
-    engine: Engine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
+    engine: TrainingEngine, mesh: Mesh, batches: list[Tensor], masks: DocumentMasks, token_bytes: Tensor,
     interrupted: Callable[[], bool],
 ) -> tuple[float, float | None] | None:  # fmt: skip
     """Return (mean loss in nats per token, bits per byte where bytes are known) over batches of windows `[B, T + 1]`,
@@ -63,7 +63,7 @@ def sample(
     options = Options(max_new_tokens=tokens, temperature=log.temperature, top_k=log.top_k, seed=seed)
     vocab_size = min(tokenizer.vocab_size, config.vocab_size)
     with torch.compiler.set_stance("force_eager"):  # single tokens would be compiled anew
-        engine = TextEngine(stages, mesh, config, settings.dtype, slots=1, vocab_size=vocab_size)
+        engine = Engine(stages, mesh, config, settings.dtype, slots=1, vocab_size=vocab_size)
         if mesh.rank:
             engine.follow()
             return share(mesh)

@@ -1,12 +1,12 @@
 """A request gets the same text whatever is beside it: other requests, cancellations, slots used before, chunks of the
-prompt, plans. Searched by hypothesis, in fp32 on the CPU."""
+prompt, lengths of rounds, plans. Searched by hypothesis, in fp32 on the CPU."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtgpt.inference.beam import Beams
-from dtgpt.inference.request import Request
+from dtgpt.inference.request import PROMPT, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
 from dtgpt.models.gpt2 import GPT2Config
 from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
@@ -41,6 +41,9 @@ searches = st.builds(
 )
 
 
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 8))  # of chunks, of rounds
+
+
 @st.composite
 def requests(draw) -> Request:
     beams = draw(st.none() | searches)
@@ -72,9 +75,10 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
     """Compare with each request alone in a cache of its own."""
     submitted = [action.request for action in actions if isinstance(action, Submit)]
     for handle, request in enumerate(submitted):
-        alone = play(CONFIG, "single", request.rows, CONFIG.seq_length, [Submit(request)])
+        alone = play(CONFIG, "single", request.rows, (CONFIG.seq_length, 8), [Submit(request)])
         for (_, choice), wanted in alone.items():
-            found = outcomes.get((handle, choice), Outcome(finish="cancelled"))
+            never_scored = Outcome(finish="cancelled")  # a prompt of which all choices were cancelled before
+            found = outcomes.get((handle, choice), never_scored) if choice == PROMPT else outcomes[handle, choice]
             count = len(found.ids)
             if found.finish != "cancelled":
                 assert (found.finish, count) == (wanted.finish, len(wanted.ids))
@@ -87,9 +91,9 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(plays(), st.integers(1, 9))
-def test_in_company_as_alone(actions, chunk):
-    check(play(CONFIG, "single", SLOTS, chunk, actions), actions)
+@given(plays(), sizes)
+def test_in_company_as_alone(actions, sizes):
+    check(play(CONFIG, "single", SLOTS, sizes, actions), actions)
 
 
 @pytest.mark.parametrize("plan, world", [("tp2", 2), ("pp2", 2), ("tp2_pp2", 4)])
@@ -97,6 +101,6 @@ def test_in_company_as_alone(actions, chunk):
     max_examples=6, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
-@given(actions=plays(), chunk=st.integers(1, 9))
-def test_under_a_plan_as_alone(plan, world, actions, chunk):
-    check(pool().run(world, play, CONFIG, plan, SLOTS, chunk, actions)[0], actions)
+@given(actions=plays(), sizes=sizes)
+def test_under_a_plan_as_alone(plan, world, actions, sizes):
+    check(pool().run(world, play, CONFIG, plan, SLOTS, sizes, actions)[0], actions)

@@ -94,7 +94,7 @@ def test_the_variant_is_what_the_options_need(options, expected):
 
 def test_the_variant_of_several_is_what_suffices_for_all():
     samplings = [Sampling(top_k=3), Sampling(no_repeat_ngram_size=5), Sampling(min_new_tokens=2)]
-    assert variant_of(samplings, alternatives=4, logprobs=False) == Variant(True, True, 8, 4, False)
+    assert variant_of(samplings, alternatives=4) == Variant(True, True, 8, 4)
     assert variant_of([]) == Variant()
 
 
@@ -143,7 +143,7 @@ def test_keys_differ_between_seeds_prompts_and_choices():
 
 
 def test_steps_are_recorded():
-    state = SlotState(3, POSITIONS, VOCABULARY, "cpu")
+    state = SlotState(3, POSITIONS, "cpu")
     state.set(0, SlotState.encode([1, 2, 3], Sampling(), IDS, 0, 0))
     state.set(2, SlotState.encode([4], Sampling(), IDS, 1, 0))
     assert state.token.tolist() == [3, 0, 4, 0] and state.position.tolist() == [2, 0, 0, 0]
@@ -156,7 +156,7 @@ def test_steps_are_recorded():
 
 
 def test_at_the_last_position_nothing_moves():
-    state = SlotState(1, POSITIONS, VOCABULARY, "cpu")
+    state = SlotState(1, POSITIONS, "cpu")
     state.set(0, SlotState.encode([1] * (POSITIONS - 1), Sampling(), IDS, 0, 0))
     for token in (5, 6, 7):
         state.record(torch.tensor([0]), torch.tensor([token]))
@@ -164,7 +164,7 @@ def test_at_the_last_position_nothing_moves():
 
 
 def test_slots_are_copied_at_once_and_tokens_assigned():
-    state = SlotState(3, POSITIONS, VOCABULARY, "cpu")
+    state = SlotState(3, POSITIONS, "cpu")
     for slot in range(3):
         state.set(slot, SlotState.encode([slot] * (slot + 1), Sampling(top_k=slot + 2), IDS, 0, 0))
     state.record(torch.arange(3), torch.tensor([30, 31, 32]))

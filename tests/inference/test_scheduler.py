@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.inference.scheduler import Chunk, Round, Row, Scheduler, Start
+from dtgpt.inference.scheduler import PromptChunk, Round, Row, Scheduler, Start
 
 quick = settings(deadline=None, max_examples=300, derandomize=True, database=None)
 
@@ -14,9 +14,9 @@ quick = settings(deadline=None, max_examples=300, derandomize=True, database=Non
 def test_a_request_is_prefilled_then_runs_in_rounds_up_to_its_last_token():
     scheduler = Scheduler(slots=2, chunk=4, longest_round=8)
     scheduler.add(7, prefill=6, choices=1, new_tokens=12)
-    assert scheduler.next_round() == Round([Chunk(7, 0, 0, 4)], [], [], 0)
+    assert scheduler.next_round() == Round([PromptChunk(7, 0, 0, 4)], [], [], 0)
     row = Row(7, 0, 0)
-    assert scheduler.next_round() == Round([Chunk(7, 0, 4, 6)], [Start(7, [0], [0])], [row], 1)
+    assert scheduler.next_round() == Round([PromptChunk(7, 0, 4, 6)], [Start(7, [0], [0])], [row], 1)
     assert scheduler.next_round() == Round([], [], [row], 8)
     assert scheduler.next_round() == Round([], [], [row], 3)
     assert scheduler.next_round() is None and scheduler.busy

@@ -20,8 +20,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.local import inference_table, localize
 from dtgpt.parallel.mesh import Mesh
+from tests.support.engines import CPU, drain
 
-CPU = torch.device("cpu")
 KEY = root_key(5)
 
 
@@ -71,9 +71,7 @@ def serve(engine: Engine, requests: list[Request]) -> list[Event]:
         return []
     for request in requests:
         engine.submit(request)
-    events = []
-    while engine.busy:
-        events += engine.step()
+    events = drain(engine)
     engine.release()
     return events
 

@@ -44,7 +44,7 @@ class Row:
 
 def state_of(rows: list[Row], positions: int, device: str = "cpu") -> SlotState:
     """Slot i has row i."""
-    state = SlotState(len(rows), positions, len(rows[0].logits), device)
+    state = SlotState(len(rows), positions, device)
     for slot, row in enumerate(rows):
         state.set(slot, SlotState.encode(row.prompt, row.sampling, row.special, row.prompt_index, row.choice))
         state.history[slot, : len(row.ids)] = torch.tensor(row.ids)

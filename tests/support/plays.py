@@ -11,6 +11,7 @@ from dtgpt.inference.request import PROMPT, Event, Request
 from dtgpt.inference.scheduler import Scheduler
 from dtgpt.models.config import ModelConfig
 from tests.support.bodies_engine import inference_stages, poison
+from tests.support.engines import drain
 
 
 class Submit(NamedTuple):
@@ -40,13 +41,15 @@ class Outcome:
 Outcomes = dict[tuple[int, int], Outcome]  # by handle and choice; PROMPT: the scores of the prompt
 
 
-def play(config: ModelConfig, plan: str, slots: int, chunk: int, actions: list[Submit | Cancel | Steps]) -> Outcomes:
-    """The outcomes on rank 0 of a plan, none on other ranks. The cache begins with NaN; prompts are cut every `chunk`
-    tokens."""
+def play(
+    config: ModelConfig, plan: str, slots: int, sizes: tuple[int, int], actions: list[Submit | Cancel | Steps]
+) -> Outcomes:
+    """The outcomes on rank 0 of a plan, none on other ranks. The cache begins with NaN. sizes: tokens between the cuts
+    of a prompt, and most steps of a round."""
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, slots)
     poison(engine._runner.cache)
-    engine._scheduler = Scheduler(slots, chunk)
+    engine._scheduler = Scheduler(slots, *sizes)
     if mesh.rank > 0:
         engine.follow()
         return {}
@@ -60,8 +63,7 @@ def play(config: ModelConfig, plan: str, slots: int, chunk: int, actions: list[S
             case Steps(count):
                 for _ in range(count):
                     events += engine.step()
-    while engine.busy:
-        events += engine.step()
+    events += drain(engine)
     assert not engine._scheduler.busy and sorted(engine._scheduler._free) == list(range(slots))
     engine.release()
     return collect(events)

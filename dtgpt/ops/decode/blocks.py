@@ -1,4 +1,4 @@
-"""Transformer blocks for one token each of M sequences, in seven launches a block.
+"""Transformer blocks for one token each of M sequences, in eight launches a block.
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
@@ -65,7 +65,7 @@ class Residual(NamedTuple):
         """Return the sum `[M, H]`."""
         if self.branch is None or self.bias is None:
             return self.x
-        return residual_norm(self, self.bias, self.bias, 1.0)[0]  # of which nobody needs the norm
+        return residual_norm(self, self.bias, self.bias, 1.0)[0]  # the norm is not used
 
 
 def residual_norm(stream: Residual, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,7 @@ def chunk_kernel(
 @triton.jit(do_not_specialize=["chunks", "alternatives"])
 def join_kernel(
     measured, measured_stride, terms, best, top, tokens, logprobs, top_ids, top_logprobs, chunks, alternatives,
-    LOGPROBS: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
+    CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Write the token of a row, its log-probability and the alternatives, from what its chunks found."""
     row = tl.program_id(0).to(tl.int64)
@@ -194,10 +194,8 @@ def join_kernel(
     pair = tl.max(tl.load(best + row * chunks + chunk, mask=inside, other=LAST), 0)
     token = tl.where(pair == LAST, 0, id_of(pair))
     tl.store(tokens + row, token)
-    logprob = 0.0
-    if LOGPROBS:
-        logprob = (tl.load(measured + row * measured_stride + token).to(tl.float32) - largest) - normalizer
-    tl.store(logprobs + row, logprob)
+    logit = tl.load(measured + row * measured_stride + token).to(tl.float32)
+    tl.store(logprobs + row, (logit - largest) - normalizer)
     candidate = tl.arange(0, CANDIDATES)
     count = chunks * alternatives
     pairs = tl.load(top + row * count + candidate, mask=candidate < count, other=LAST)
@@ -237,7 +235,7 @@ def launch_sample(
     candidates = triton.next_power_of_2(max(chunks * count, 1))
     join_kernel[(rows,)](
         measured, measured.stride(0), terms, best, top, *sampled, chunks, count,
-        LOGPROBS=variant.logprobs or count > 0, CHUNKS=triton.next_power_of_2(chunks), CANDIDATES=candidates,
+        CHUNKS=triton.next_power_of_2(chunks), CANDIDATES=candidates,
         num_warps=WARPS if candidates <= 4096 else 4 * WARPS,
     )  # fmt: skip
     return sampled

@@ -1,6 +1,6 @@
 """The end of a step: new tokens join their sequences.
 
-Reference: `record_reference`. Fast path: one Triton kernel, where torch needs a launch for each of nine small copies.
+Reference: `record_reference`. Fast path: one Triton kernel, where torch launches six.
 """
 
 from torch import Tensor

@@ -25,8 +25,6 @@ def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_
         ids, logprobs = beam_candidates(measured, edited, variant.alternatives)
         return Sampled(ids[:, 0], logprobs[:, 0], ids, logprobs)
     tokens = choose(edited, sequences.position[slots], parameters, variant.filters)
-    if not variant.logprobs and not variant.alternatives:
-        return Sampled(tokens, values.new_zeros(len(tokens)), tokens.new_empty(len(tokens), 0), values[:, :0])
     return Sampled(tokens, *log_probabilities(measured, tokens, variant.alternatives))
 
 

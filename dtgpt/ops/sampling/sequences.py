@@ -75,7 +75,6 @@ class Variant(NamedTuple):
     edits: bool = False  # colon rule, logit bias, penalties, bans of endings
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return
-    logprobs: bool = True
     beams: bool = False  # nothing is drawn, and alternatives are the likeliest after all rules: candidates of beams
 
 
@@ -83,7 +82,7 @@ class Sampled(NamedTuple):
     """The chosen tokens of B rows."""
 
     tokens: Tensor  # int64 [B]
-    logprobs: Tensor  # fp32 [B], of the unfiltered distribution at temperature 1; 0 where the variant has none
+    logprobs: Tensor  # fp32 [B], of the unfiltered distribution at temperature 1
     top_ids: Tensor  # int64 [B, alternatives], the likeliest of that distribution, best first, smallest id among equals
     top_logprobs: Tensor  # fp32 [B, alternatives]; for beams changed as the rules change logits: -inf where banned
 
