@@ -5,6 +5,7 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Literal
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -25,6 +26,8 @@ from dtgpt.util.errors import UserError, shown
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others
+
+_meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 
 
 def load(
@@ -62,6 +65,7 @@ def open_model(path: Path, plan: Plan | str | None, device: str, precision: str)
         start_process_group(place, TIMEOUT)
         atexit.register(_leave_group)  # a thread of gloo that outlives its group may abort the process
     mesh = Mesh(resolved.for_inference(), place)
+    _meshes.add(mesh)
     for note in notes_on(resolved):
         say(note, warning=True)
     source = open_source(path, mesh)
@@ -86,4 +90,6 @@ def notes_on(plan: ResolvedPlan) -> list[str]:
 
 def _leave_group() -> None:
     with suppress(Exception):  # another rank may be gone
+        for release in [release for mesh in _meshes for release in mesh.before_end]:
+            release()
         end_process_group()

@@ -104,4 +104,4 @@ def test_beams_of_a_model_that_transformers_saved(models, tmp_path):
         several[1][0].ids
     )
     with pytest.raises(UserError, match="a beam search does not take top_logprobs; leave it out"):
-        model.generate(PROMPTS[1], num_beams=4, top_logprobs=1)
+        model.generate(PROMPTS[1], num_beams=4, top_logprobs=1, details=True)

@@ -11,11 +11,13 @@ import dtgpt
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.data.tokenizers.byte_level import ByteLevel
+from dtgpt.inference import load as loading
 from dtgpt.inference.load import notes_on
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.open import open_source
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import load_model
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import scatter
@@ -288,3 +290,13 @@ def test_a_model_whose_tokenizer_nothing_tells_is_refused(folder):
     with pytest.raises(UserError) as error:
         dtgpt.load(folder).generate("7 and")
     check_sentence(str(error.value), str(folder), f"{VOCABULARY} tokens", "give a run folder")
+
+
+def test_graphs_are_released_before_their_communicators_end(monkeypatch):
+    """A communicator waits at its end for graphs that hold it, also at the exit of a program that keeps its model."""
+    order, mesh = [], Mesh(ResolvedPlan(), torch.device("cpu"))
+    mesh.before_end.append(lambda: order.append("graphs"))
+    monkeypatch.setattr(loading, "_meshes", {mesh})
+    monkeypatch.setattr(loading, "end_process_group", lambda: order.append("group"))
+    loading._leave_group()
+    assert order == ["graphs", "group"]
