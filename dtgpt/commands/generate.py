@@ -59,7 +59,7 @@ class GenerateOptions:
     prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
     seed: Annotated[int, "seed of the draws"] = 0
     num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1)] = 1
-    length_penalty: Annotated[float, "exponent of the length, by which a beam's score is divided"] = 1.0
+    length_penalty: Annotated[float, "a beam's score is divided by length ** length_penalty"] = 1.0
     early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
     stop_strings: Annotated[tuple[str, ...], "texts before which the text ends"] = ()
     stop_token_ids: Annotated[tuple[str, ...], "ids of tokens that end a text"] = ()
@@ -73,7 +73,7 @@ class GenerateOptions:
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
     ] = "auto"
-    slots: Annotated[int | None, "texts at the same time; none: as many as fit, up to 256", Bounds(1, 256)] = None
+    slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
     tokenizer: Annotated[
         str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
     ] = None
