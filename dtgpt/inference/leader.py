@@ -54,6 +54,7 @@ class Leader:
 
     def fail(self) -> None:
         """Let the other ranks fail, where this one cannot go on: they raise UserError."""
+        self._runner.detach()
         self._channel.close()
 
 

@@ -24,6 +24,8 @@ from dtgpt.parallel.pipeline import run_in_turn
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
 
 class Step:
     """The passes over one cache. Every rank of the plan takes part in each, and has its results."""
@@ -141,5 +143,5 @@ def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
     if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
         logits = F.pad(logits, (0, missing))
     parts = logits.new_empty(mesh.plan.tp, *logits.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), logits.contiguous(), group=mesh.tp_group)
+    _all_gather(parts.flatten(0, 1), logits.contiguous(), group=mesh.tp_group)
     return parts.transpose(0, 1).flatten(1)[:, :columns]
