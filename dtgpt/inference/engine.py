@@ -129,6 +129,11 @@ class Engine:
         with failures_shared(self.mesh, self._channel, self.timeout):
             self.commands.release()
 
+    def fail(self) -> None:
+        """Let the other ranks fail, where this one cannot go on, and leave the stages as they were before."""
+        self._forget()
+        self.commands.fail()
+
     def _launch(self, work: Round) -> _Launched:
         scores = []
         for request, slot, first, stop in work.chunks:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from dtgpt.util.errors import UserError
 
 GPT2_IDS = SpecialIds(end_of_text=50256, newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 
+_END = object()  # of an iterator
+
 
 class Need(NamedTuple):
     """What work needs of the cache."""
@@ -37,6 +40,13 @@ class Need(NamedTuple):
 def need_of(jobs: Sequence[Job]) -> Need:
     """Return what the cache needs for at least one job."""
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
+
+
+class _Stream(NamedTuple):
+    """A stream on rank 0."""
+
+    session: Session
+    seen: list[Any]  # its pieces so far
 
 
 class Generator:
@@ -53,6 +63,8 @@ class Generator:
         self._wanted, self._given = slots, tokenizer
         self._engine: Engine | None = None
         self._reserved = 0  # slots that were wanted of it
+        self._stream: _Stream | None = None  # which is not read to its end
+        self._lock = RLock()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -111,18 +123,25 @@ class Generator:
     def run(self, prepare: Callable[[], Need], work: Callable[[Session], Any]) -> Any:
         """Call `prepare` and then `work` on rank 0, and return on every rank what `work` returned, which is made of
         texts, numbers, lists and dicts. A UserError of `prepare` is raised on every rank."""
-        self._reserve(prepare)
-        if self.mesh.rank:
-            self.engine.follow()
-            return share(self.mesh)
-        with self._leading() as session:
-            value = work(session)
-        return share(self.mesh, value)
+        with self.alone():
+            self._reserve(prepare)
+            if self.mesh.rank:
+                self.engine.follow()
+                return share(self.mesh)
+            session = self._begin()
+            try:
+                value = work(session)
+            except BaseException:
+                self._fail(session)
+                raise
+            session.close()
+            return share(self.mesh, value)
 
     def stream(self, prepare: Callable[[], Need], work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
         """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
-        all of it when it is complete."""
-        self._reserve(prepare)
+        all of it when it is complete. Any other use of the model ends the stream: to read on is then a UserError."""
+        with self.alone():
+            self._reserve(prepare)
         return self._pieces(work)
 
     def _pieces(self, work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
@@ -130,37 +149,55 @@ class Generator:
             self.engine.follow()
             yield from share(self.mesh)
             return
-        seen = []
+        with self.alone():
+            stream = self._stream = _Stream(self._begin(), [])
+        pieces = work(stream.session)
         try:
-            with self._leading() as session:
-                for piece in work(session):
-                    seen.append(piece)
-                    yield piece
+            while True:
+                with self._lock:
+                    piece = next(pieces, _END)
+                    if piece is _END:
+                        return self._end(stream)
+                    stream.seen.append(piece)
+                yield piece
         except GeneratorExit:  # nobody reads on
-            share(self.mesh, seen)
+            self._end(stream)
             raise
-        share(self.mesh, seen)
+        except BaseException:
+            if self._stream is stream:
+                self._stream = None
+                self._fail(stream.session)
+            raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stages, for which other threads wait, and end a stream that has begun."""
+        with self._lock:
+            if self._stream is not None:
+                self._end(self._stream)
+            yield
+
+    def _end(self, stream: _Stream) -> None:
+        """End a stream, unless it has ended: the ranks that follow it go on."""
+        with self._lock:
+            if self._stream is stream:
+                self._stream = None
+                stream.session.close()
+                share(self.mesh, stream.seen)
 
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise RuntimeError("there is no engine yet; `run` makes it")
+            raise UserError("the model has failed since this stream was asked for; ask for it again")
         return self._engine
 
-    @contextmanager
-    def _leading(self) -> Iterator[Session]:
-        """Yield a session on rank 0; the other ranks stop following when the context ends."""
-        session = Session(self.engine, self.known_tokenizer, self.special)
-        try:
-            yield session
-        except GeneratorExit:  # of a stream that nobody reads on
-            session.close()
-            raise
-        except BaseException:
-            session.fail()
-            self._engine, self._reserved = None, 0
-            raise
-        session.close()
+    def _begin(self) -> Session:
+        return Session(self.engine, self.known_tokenizer, self.special)
+
+    def _fail(self, session: Session) -> None:
+        """Forget the engine, whose state is not known."""
+        session.fail()
+        self._engine, self._reserved = None, 0
 
     def _reserve(self, prepare: Callable[[], Need]) -> None:
         """Make an engine for what `prepare` on rank 0 needs, unless there is one."""

@@ -53,7 +53,8 @@ class Leader:
         self._runner.detach()
 
     def fail(self) -> None:
-        """Make the other ranks raise UserError, where this one cannot go on."""
+        """Make the other ranks raise UserError, where this one cannot go on; leave the stages as they were."""
+        self._runner.detach()
         self._channel.close()
 
 

@@ -34,7 +34,9 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.local import inference_table, localize
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # types of tokens
 
 
 class Model:
@@ -62,14 +64,18 @@ class Model:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return logits `[B, T, V]`, V the true vocabulary, of the dtype that the model computes in, of tokens int64
         `[B, T]`, T up to `config.seq_length`."""
-        if tokens.dim() != 2 or tokens.is_floating_point() or not len(tokens):
+        if not isinstance(tokens, Tensor):
+            raise UserError(f"tokens are {shown(tokens)}, not a tensor; give whole numbers [B, T]")
+        if tokens.dim() != 2 or tokens.dtype not in INTEGERS or tokens.is_meta or not len(tokens):
             raise UserError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give whole numbers [B, T]")
         length, whole = tokens.shape[1], self.config.seq_length
         if not 1 <= length <= whole:
             raise UserError(f"{length} tokens are not a valid input; use 1 to {whole}")
         check_range(int(tokens.min()), int(tokens.max()), self.config.vocab_size)
-        logits = run_in_turn(self.stages, self.mesh, Batch(tokens.to(self.mesh.device)), self.dtype)
-        return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
+        batch = Batch(tokens.to(self.mesh.device, torch.int64))
+        with self.generator.alone():
+            logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
+            return self._gather(logits, (len(tokens), length))[..., : self.config.vocab_size]
 
     def generate(
         self, prompts: Any, *, stream: bool = False, details: bool = False, return_full_text: bool = False,
@@ -99,7 +105,7 @@ class Model:
         Raise UserError, one sentence, before anything is computed, where an argument is wrong.
         """
         for name in ("top_logprobs", "prompt_logprobs"):
-            if options.get(name) and not details:
+            if not details and options.get(name) not in (None, 0):
                 raise UserError(f"{name} is one of the details; add details=True, or leave it out")
         if stream:
             return self._stream(prompts, details or return_full_text, options)

@@ -59,7 +59,7 @@ class Session:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, special: SpecialIds):
         self._engine, self._tokenizer, self._special = engine, tokenizer, special
         self._open: dict[int, _OpenJob] = {}
-        self._failed = False
+        self._closed = False
 
     def submit(self, job: Job) -> int:
         """Hand a job to the engine; return its number."""
@@ -72,27 +72,22 @@ class Session:
         self._engine.cancel(number)
 
     def step(self) -> list[Update]:
-        """Let the engine work; return what it has made since. Raise UserError where another session has used the engine
-        in between, which then has forgotten these jobs."""
-        if not self._engine.busy:
+        """Let the engine work; return what it has made since. Raise UserError where the session was closed."""
+        if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
-        try:
-            events = self._engine.step()
-        except BaseException:
-            self._failed = True
-            raise
-        return [update for event in events if (update := self._take(event)) is not None]
+        return [update for event in self._engine.step() if (update := self._take(event)) is not None]
 
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
+        self._closed = True
         for number in self._open:
             self._engine.cancel(number)
         self._engine.release()
 
     def fail(self) -> None:
-        """Let the other ranks fail, too, unless the engine has done so."""
-        if not self._failed:
-            self._engine.commands.fail()
+        """Let the other ranks fail, too."""
+        self._closed = True
+        self._engine.fail()
 
     @property
     def busy(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import dtgpt
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Completion
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.session import Job
@@ -168,6 +170,67 @@ def test_a_stream_that_another_call_has_overtaken_says_so(model):
     with pytest.raises(UserError, match="read it to its end, or close it first"):
         list(pieces)
     assert model.generate("x", max_new_tokens=3, ends=False)
+
+
+def test_two_streams_at_once_do_not_mix(model):
+    options = {"max_new_tokens": 20, "ends": False}
+    expected = model.generate("yz", **options)
+    one, other = (model.generate(prompt, stream=True, **options) for prompt in ("x", "yz"))
+    next(one)
+    text = next(other)
+    with pytest.raises(UserError, match="read it to its end"):
+        next(one)
+    assert text + "".join(other) == expected
+    one = model.generate("x", stream=True, **options)
+    next(one)
+    assert model(torch.tensor([[1, 2]])).isfinite().all()
+    with pytest.raises(UserError, match="read it to its end"):
+        next(one)
+
+
+def test_a_failure_in_the_midst_leaves_the_model_usable(model, monkeypatch):
+    options = {"max_new_tokens": 9, "ends": False}
+    expected, step, calls = model.generate(["x", "y", "z"], **options), Engine.step, []
+
+    def failing(engine):
+        calls.append(engine)
+        if len(calls) % 2 == 0:
+            raise MemoryError
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    waiting = model.generate("x", stream=True, **options)
+    with pytest.raises(MemoryError):
+        model.generate("x", **options)
+    with pytest.raises(UserError, match="the model has failed"):
+        next(waiting)
+    with pytest.raises(MemoryError):
+        list(model.generate("x", stream=True, **options))
+    monkeypatch.undo()
+    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 300)
+    assert model.generate(["x", "y", "z"], **options) == expected
+
+
+def test_threads_wait_for_each_other(model):
+    expected = model.generate("x", max_new_tokens=20)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: model.generate("x", max_new_tokens=20), range(6)))
+    assert found == [expected] * 6
+
+
+@pytest.mark.parametrize("tokens", [
+    [[1]], None, torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.complex64),
+    torch.zeros(1, 2, dtype=torch.int64, device="meta"), torch.zeros(2, dtype=torch.int64),
+])  # fmt: skip
+def test_tokens_that_are_none_are_refused(model, tokens):
+    with pytest.raises(UserError, match="give whole numbers"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_tokens_may_have_any_type_of_whole_numbers(model, dtype):
+    tokens = torch.tensor([[1, 2]])
+    assert torch.equal(model(tokens.to(dtype)), model(tokens))
 
 
 def test_the_end_of_text_ends_a_sequence_and_is_not_in_the_text(model):

@@ -40,6 +40,9 @@ def streamed(path, plan, prompt, options: dict, most: int) -> tuple[list, list]:
     part = [next(pieces) for _ in range(most)] if model.mesh.rank == 0 else list(pieces)
     pieces.close()
     assert model.generate(prompt, **options) == whole
+    other = model.generate(prompt, stream=True, **options)
+    assert next(other) == whole[0]  # a stream that no rank reads further
+    assert model.generate(prompt, **options) == whole
     return whole, part
 
 
