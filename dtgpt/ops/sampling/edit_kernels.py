@@ -8,18 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.sampling.kernels import ROW, load_float
+from dtgpt.ops.sampling.kernels import COLON, NEWLINE, PROMPT_LENGTH, ROW, load_float
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_ENDINGS, SIZES, Floats, Integers, Sequences, Variant
 
 WARPS = 8
 BLOCK = 256  # tokens of a sequence that a program takes at once
 COMPARED = 32  # tokens that are compared with a block at once
 
-PROMPT_LENGTH = tl.constexpr(Integers._fields.index("prompt_length"))
 NGRAM = tl.constexpr(Integers._fields.index("ngram"))
 MIN_NEW_TOKENS = tl.constexpr(Integers._fields.index("min_new_tokens"))
-COLON = tl.constexpr(Integers._fields.index("colon"))
-NEWLINE = tl.constexpr(Integers._fields.index("newline"))
 PAIRED_NEWLINE = tl.constexpr(Integers._fields.index("paired_newline"))
 FREQUENCY = tl.constexpr(SIZES[0] + Floats._fields.index("frequency_penalty"))
 PRESENCE = tl.constexpr(SIZES[0] + Floats._fields.index("presence_penalty"))
