@@ -14,6 +14,8 @@ INLINE = HEADER - 2
 
 
 class Kind(IntEnum):
+    """Commands, each with its payload."""
+
     PREFILL = 1  # slot, first, *ids
     SCORE = 2  # slot, first, alternatives, *ids
     START = 3  # slot, *payload of the slot's state

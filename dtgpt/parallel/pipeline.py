@@ -93,8 +93,8 @@ def run_in_turn(stages: Sequence[Any], mesh: Mesh, inputs: Sequence[Any], dtype:
     """Return what the last stage makes of `inputs`, such as a `Batch`: tokens `[B, T]` of any length, which later
     stages get as activations, and more that every stage gets. Return None on a rank that does not hold the last stage.
 
-    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank meets its sends and
-    receives by depth, so that none waits in a circle.
+    Between stages activations are of `dtype`; under sequence parallelism tp divides T. Each rank sends and receives in
+    the order of the stages, so that ranks never wait for each other in a cycle.
     """
     place, plan = mesh.place, mesh.plan
     x, *more = inputs
