@@ -10,7 +10,7 @@ from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import NAMES, read_options
+from dtgpt.inference.options import MOST_SEQUENCES, NAMES, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
 from dtgpt.inference.session import Job, Session
 from dtgpt.interop.tokenizer import named_tokenizer
@@ -41,7 +41,7 @@ class GenerateOptions:
     ] = None
     output: Annotated[str | None, "new file for the results, as JSON lines; none: the terminal", PATH] = None
     interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
-    num_samples: Annotated[int, "number of texts for each prompt", Bounds(1)] = 1
+    num_samples: Annotated[int, "number of texts for each prompt", Bounds(1, MOST_SEQUENCES)] = 1
     max_new_tokens: Annotated[
         int | None, f"largest number of tokens to add; none: {NEW_TOKENS}, or as many as the model has positions for",
         Bounds(1),
@@ -58,7 +58,7 @@ class GenerateOptions:
     no_repeat_ngram_size: Annotated[int, "length of token sequences that must not come twice; 0: any may"] = 0
     prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
     seed: Annotated[int, "seed of the draws"] = 0
-    num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1)] = 1
+    num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1, MOST_SEQUENCES)] = 1
     length_penalty: Annotated[float, "a beam's score is divided by length ** length_penalty"] = 1.0
     early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
     stop_strings: Annotated[tuple[str, ...], "texts before which the text ends"] = ()
@@ -90,7 +90,7 @@ def generate(path: Path, options: GenerateOptions) -> None:
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, options.slots, tokenizer)
     if options.interactive:
-        _converse(model, base, options.num_samples)
+        _converse(model, base)
     elif options.prompts_file or options.output:
         _write_results(model, base, options)
     else:
@@ -147,14 +147,19 @@ def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
     model.generator.run(prepare, work)
 
 
-def _converse(model: Model, base: dict[str, Any], samples: int) -> None:
+def _converse(model: Model, base: dict[str, Any]) -> None:
     def work(session: Session) -> None:
         model.generator.describe()
         with Keyboard() as keyboard:
             converse(session, keyboard, lambda prompt, turn: make_job(model, Line(1, prompt, {}), base, turn))
 
-    rows = max(samples, base["num_beams"])
-    model.generator.run(lambda: Need(rows, rows), work)
+    def prepare() -> Need:
+        model.tokenizer  # noqa: B018  # which says why there is none
+        shortest = Job([0], read_options(base, 1, model.config, NEW_TOKENS))
+        model.generator.check(shortest)  # options that are wrong for any prompt
+        return Need(shortest.rows, shortest.rows)
+
+    model.generator.run(prepare, work)
 
 
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:

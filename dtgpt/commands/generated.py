@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 from types import FrameType
-from typing import IO, Self
+from typing import Self
 
 from dtgpt.commands.prompts import Line
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.session import Job, Session
 from dtgpt.util.console import counted, duration, say_error, write
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, remedy
 
 COLUMNS = 79
 LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
@@ -110,21 +111,39 @@ class ResultFile:
             raise UserError(f"{self._path.parent} is not a folder; make it, or give another path")
 
     def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
-        """Write the texts of each line in the order of the lines, and progress to stderr."""
+        """Write the texts of each line in the order of the lines, and progress to stderr. Raise UserError where the
+        file cannot be written; it keeps all complete lines."""
         progress = Progress(len(lines))
         with self._open() as file:
             for line, completions in zip(lines, results, strict=True):
                 for choice, found in enumerate(completions):
                     text = f"{_result(line, choice, found)}\n"
-                    write(text) if file is None else file.write(text)
+                    write(text) if file is None else self._append(file, text)
                 progress.add(sum(len(found.ids) for found in completions))
         progress.finish(self._path)
 
-    def _open(self) -> AbstractContextManager[IO[str] | None]:
-        """Open the new file, which is flushed at each line's end; no path: stdout, which is None."""
+    def _open(self) -> AbstractContextManager[FileIO | None]:
+        """Open the new file, without a buffer; no path: stdout, which is None."""
         if self._path is None:
             return nullcontext()
-        return self._path.open("x", buffering=1, encoding="utf-8", errors="replace")
+        try:
+            return FileIO(self._path, "x")
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def _append(self, file: FileIO, text: str) -> None:
+        end, rest = file.tell(), memoryview(text.encode())
+        try:
+            while rest:  # a write may stop before the end, as where a disk becomes full
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                file.truncate(end)
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: OSError) -> UserError:
+        advice = remedy(error, "check the disk")
+        return UserError(f"{self._path} cannot be written ({error.strerror or error}); {advice}, or give another path")
 
 
 def _result(line: Line, choice: int, found: Completion) -> str:
@@ -135,7 +154,17 @@ def _result(line: Line, choice: int, found: Completion) -> str:
         del result["id"]
     if found.score is not None:  # of a beam; minus infinity, which JSON does not have, where rules ban every token
         result["score"] = found.score if math.isfinite(found.score) else None
-    return json.dumps(result, ensure_ascii=False)
+    text = json.dumps(result, ensure_ascii=False)
+    # Halves of surrogate pairs, which an id may have, can only be escaped.
+    return text if _is_unicode(text) else json.dumps(result)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Progress:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import NAMES
+from dtgpt.inference.options import NAMES, advice
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import parse_json, read_regular
 
@@ -67,6 +67,17 @@ def _from_json(number: int, line: str, place: str) -> Line:
         raise UserError(f'{place} is {shown(given)}, not an object with a text under "prompt"; write one')
     wrong = next((name for name in given if name not in KEYS), None)
     if wrong is not None:
-        raise UserError(f"{place} has the key {shown_name(wrong)}; use {', '.join(KEYS)}")
+        raise UserError(f"{place} has the key {shown_name(wrong)}; {advice(wrong, KEYS)}")
+    if not _is_json(given.get("id")):
+        raise UserError(f"{place} has the id {shown(given['id'])}, which JSON does not have; use a text or a number")
     prompt = given["prompt"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may escape halves
     return Line(number, prompt, {name: value for name, value in given.items() if name in NAMES}, given.get("id"))
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value that Python's reader made can be written again: it also takes NaN and 1e999."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

@@ -69,7 +69,7 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     """
     for name in given:
         if name not in NAMES:
-            raise UserError(f"there is no option {shown_name(name)}; {_advice(name)}")
+            raise UserError(f"there is no option {shown_name(name)}; {advice(name)}")
     known = {name: _plain(name, value) for name, value in given.items() if value is not None}
     known.setdefault("max_new_tokens", max(1, min(most, config.seq_length - prompt_length)))
     options = Options(**known)
@@ -77,9 +77,11 @@ def read_options(given: Mapping[str, Any], prompt_length: int, config: ModelConf
     return options if options.do_sample else replace(options, temperature=0.0)
 
 
-def _advice(name: str) -> str:
-    near = ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(str(name), NAMES, n=1)), None)
-    return f"did you mean {near}?" if near else f"use one of {', '.join(NAMES)}"
+def advice(name: str, known: tuple[str, ...] = NAMES) -> str:
+    """Return what a user may have meant by a name that is not one of `known`."""
+    elsewhere = ELSEWHERE.get(name)
+    near = elsewhere if elsewhere in known else next(iter(difflib.get_close_matches(str(name)[:99], known, n=1)), None)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(known)}"
 
 
 def _plain(name: str, value: Any) -> Any:

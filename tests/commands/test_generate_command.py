@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -126,7 +127,10 @@ def test_lines_of_plain_text_are_prompts_of_their_own(generate, tmp_path):
 @pytest.mark.parametrize("content, words", [
     (b"", ["has no prompt"]), (b"\n\n", ["has no prompt"]), (b'{"prompt": "a"}\n{"prompt": }', ["line 2 is not JSON"]),
     (b'{"prompt": "a"}\n\n["a"]', ["line 3", "['a']", 'under "prompt"']), (b'{"prompt": 5}', ["line 1", "'prompt': 5"]),
-    (b'{"prompt": "a", "max_tokens": 5}', ["line 1 has the key max_tokens", "use prompt, id,"]),
+    (b'{"prompt": "a", "max_tokens": 5}', ["line 1 has the key max_tokens", "did you mean max_new_tokens?"]),
+    (b'{"prompt": "a", "num_samples": 5}', ["line 1 has the key num_samples", "mean num_return_sequences?"]),
+    (b'{"prompt": "a", "q": 5}', ["line 1 has the key q; use one of prompt, id, max_new_tokens"]),
+    (b'{"prompt": "a", "id": NaN}', ["line 1 has the id nan", "use a text or a number"]),
     (b'{"prompt": "a", "top_p": 5}', ["line 1: top_p=5"]), (b'{"prompt": "a", "seed": 1.5}', ["line 1: seed=1.5"]),
     (b'{"prompt": "a"}\n{"prompt": "\xff"}', ["line 2 is not UTF-8"]), (b"[" * 100_000, ["line 1", "nested"]),
     (b'{"prompt": "' + b"x" * 70 + b'"}', ["line 1: a prompt of 70 tokens", "the model has 64"]),
@@ -155,7 +159,9 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path):
     (["--interactive", "--output", "x"], ["--interactive writes to the terminal"]),
     (["--output", "taken"], ["taken exists already"]), (["--output", "no/x"], ["no is not a folder"]),
     (["--logit-bias", "65"], ["--logit-bias", "50256:-100"]), (["--stop-token-ids", "x"], ["--stop-token-ids", "'x'"]),
-    (["--slots", "0"], ["--slots=0"]), (["--num-samples", "300"], ["1 to 128"]), (["--plan", "tq2"], ["did you mean"]),
+    (["--slots", "0"], ["--slots=0"]), (["--num-samples", "300"], ["--num-samples=300", "at most 128"]),
+    (["--num-beams", "300"], ["--num-beams=300", "at most 128"]),
+    (["--interactive", "--temperature", "500"], ["temperature=500"]), (["--plan", "tq2"], ["did you mean"]),
     (["--num-samples", "3", "--slots", "2"], ["3 sequences of a prompt", "has 2"]),
 ])  # fmt: skip
 def test_options_that_cannot_be_met_are_one_sentence(generate, tmp_path, monkeypatch, options, words):
@@ -179,6 +185,30 @@ def test_an_interrupted_file_keeps_what_is_done(generate, tmp_path, monkeypatch)
     code, _, err = generate("--prompts-file", path, "--output", out, "--slots", 1, "--tokens", 3)
     assert code == 130 and "interrupted" in err
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["a", "b"]
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines(generate, tmp_path):
+    path, out, limit = tmp_path / "prompts.txt", tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("one\ntwo\nthree\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, limit[1]))  # bytes: more than a line
+    try:
+        code, _, err = generate("--prompts-file", path, "--output", out, "--tokens", 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 2 and f"{out} cannot be written (File too large)" in err and "Traceback" not in err
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["one"]
+
+
+def test_a_file_that_cannot_be_made_is_one_sentence(generate, tmp_path):
+    code, _, err = generate("--prompt", "a", "--output", tmp_path / ("x" * 300), "--tokens", 3)
+    assert code == 2 and "cannot be written (File name too long); use a shorter path" in err
+
+
+def test_an_id_comes_back_as_it_was(generate, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "id": "\\ud800"}')
+    (line,) = generate("--prompts-file", path, "--tokens", 3)[1].splitlines()
+    assert json.loads(line)["id"] == "\ud800"
 
 
 def test_prompts_are_read_from_the_keyboard_until_its_end(folder, generate, monkeypatch):
