@@ -202,13 +202,13 @@ def replayed(work: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dict[str, float]:
-    """GiB that the engine was said to take, and the peak since `before` bytes were allocated."""
+    """GiB that the engine takes as planned, and the peak since `before` bytes were allocated."""
     config, dtype, plan = MODELS[args.model], DTYPES[args.dtype], engine.mesh.plan
     slots = (engine.slots + 1) * bytes_per_slot(config, plan, dtype)
-    told = config.num_parameters * dtype.itemsize / (plan.tp * plan.pp) + slots
+    planned = config.num_parameters * dtype.itemsize / (plan.tp * plan.pp) + slots
     cuda = engine.mesh.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() - before if cuda else float("nan")
-    return {"told": told / 2**30, "peak": peak / 2**30}
+    return {"planned": planned / 2**30, "peak": peak / 2**30}
 
 
 def run(args: argparse.Namespace, device: torch.device) -> dict:
@@ -228,7 +228,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict:
     memory = measure_memory(args, engine, before)
     results: dict = {"copy_rate": rate, "decode": measure_decode(args, engine, rate), "memory": memory}
     results["rounds"] = measure_rounds(args, engine)
-    print(f"memory of the engine: {memory['told']:.3f} GiB told, {memory['peak']:.3f} GiB at most")
+    print(f"memory of the engine: {memory['planned']:.3f} GiB planned, {memory['peak']:.3f} GiB at most")
     if args.prefill:
         results["prefill"] = rates = measure_prefill(args, engine)
         print(", ".join(f"{name} {value:,.0f} tokens/s" for name, value in rates.items()))
