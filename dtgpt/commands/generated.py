@@ -112,13 +112,16 @@ class ResultFile:
 
     def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
         """Write the texts of each line in the order of the lines, and progress to stderr. Raise UserError where the
-        file cannot be written; it keeps all complete lines."""
+        file cannot be written; it keeps all complete lines. Where nobody reads stdout on, end."""
         progress = Progress(len(lines))
         with self._open() as file:
             for line, completions in zip(lines, results, strict=True):
                 for choice, found in enumerate(completions):
                     text = f"{_result(line, choice, found)}\n"
-                    write(text) if file is None else self._append(file, text)
+                    if file is not None:
+                        self._append(file, text)
+                    elif not self._print(text):
+                        return
                 progress.add(sum(len(found.ids) for found in completions))
         progress.finish(self._path)
 
@@ -141,9 +144,22 @@ class ResultFile:
                 file.truncate(end)
             raise self._refusal(error) from None
 
+    def _print(self, text: str) -> bool:
+        """Write to stdout; return whether anybody reads it."""
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # as after `| head`
+            return False
+        except OSError as error:
+            raise self._refusal(error) from None
+        return True
+
     def _refusal(self, error: OSError) -> UserError:
         advice = remedy(error, "check the disk")
-        return UserError(f"{self._path} cannot be written ({error.strerror or error}); {advice}, or give another path")
+        return UserError(
+            f"{self._path or 'stdout'} cannot be written ({error.strerror or error}); {advice}, or give another path"
+        )
 
 
 def _result(line: Line, choice: int, found: Completion) -> str:

@@ -65,6 +65,7 @@ class Generator:
         self._reserved = 0  # slots that were wanted of it
         self._stream: _Stream | None = None  # which is not read to its end
         self._lock = RLock()
+        self._lost = False  # whether one of several processes has failed: they are no longer in step
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -126,8 +127,7 @@ class Generator:
         with self.alone():
             self._reserve(prepare)
             if self.mesh.rank:
-                self.engine.follow()
-                return share(self.mesh)
+                return self._follow()
             session = self._begin()
             try:
                 value = work(session)
@@ -146,8 +146,7 @@ class Generator:
 
     def _pieces(self, work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
         if self.mesh.rank:
-            self.engine.follow()
-            yield from share(self.mesh)
+            yield from self._follow()
             return
         with self.alone():
             stream = self._stream = _Stream(self._begin(), [])
@@ -171,8 +170,11 @@ class Generator:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the stages, for which other threads wait, and end a stream that has begun."""
+        """Hold the stages, for which other threads wait, and end a stream that has begun. Raise UserError where one of
+        several processes has failed."""
         with self._lock:
+            if self._lost:
+                raise UserError("a process has failed in a call before this one; start all of them again")
             if self._stream is not None:
                 self._end(self._stream)
             yield
@@ -197,7 +199,16 @@ class Generator:
     def _fail(self, session: Session) -> None:
         """Forget the engine, whose state is not known."""
         session.fail()
-        self._engine, self._reserved = None, 0
+        self._engine, self._reserved, self._lost = None, 0, self.mesh.world > 1
+
+    def _follow(self) -> Any:
+        """Do what rank 0 commands, and return what it shares."""
+        try:
+            self.engine.follow()
+            return share(self.mesh)
+        except BaseException:
+            self._lost = True
+            raise
 
     def _reserve(self, prepare: Callable[[], Need]) -> None:
         """Make an engine for what `prepare` on rank 0 needs, unless there is one."""

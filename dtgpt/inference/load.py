@@ -4,6 +4,7 @@ import atexit
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.interop.open import open_source
-from dtgpt.interop.tokenizer import check_size
+from dtgpt.interop.tokenizer import check_size, named_tokenizer
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -32,7 +33,7 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
-    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | None = None,
+    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
@@ -40,13 +41,22 @@ def load(
 
     device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
     the same time, each with memory for all positions of the model; "auto": as many as a call needs, up to 256 and to
-    what fits into memory. tokenizer: None for the one that is saved with the model.
-    Raise UserError where the path, the plan or the device is wrong.
+    what fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None
+    for the one that is saved with the model.
+    Raise UserError where an argument is wrong.
     """
-    if slots != "auto" and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
+    for name, value, kinds, advice in (
+        ("path", path, (str, PathLike), "a run folder or another model"), ("plan", plan, (str, Plan, NoneType), "tp2"),
+        ("tokenizer", tokenizer, (str, Tokenizer, NoneType), "the path or name of one"),
+    ):  # fmt: skip
+        if not isinstance(value, kinds):
+            raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
+    if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
     source, settings, mesh = open_model(Path(path), plan, device, precision)
-    if tokenizer is not None:
+    if isinstance(tokenizer, str):
+        tokenizer = named_tokenizer(source.config, tokenizer, None, None)
+    elif tokenizer is not None:
         check_size(tokenizer, source.config)
     return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer)
 

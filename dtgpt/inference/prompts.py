@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dtgpt.data.tokenizers.open import FILES, make_tokenizer
@@ -32,7 +33,7 @@ def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: Model
     model, or raises UserError. Raise UserError for any other value, an empty list, and ids that the model does not
     have."""
     if isinstance(prompts, Tensor):
-        prompts = prompts.tolist()
+        prompts = _as_list(prompts)
     single = isinstance(prompts, str) or (_is_list(prompts) and all(map(_is_id, prompts)))
     several = [prompts] if single else prompts
     if not _is_list(several):
@@ -62,11 +63,17 @@ def encode(text: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
 
 def check_ids(prompt: Any, config: ModelConfig) -> list[int]:
     """Return the ids of a prompt that was given as ids. Raise UserError where they are not the model's."""
-    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    ids = _as_list(prompt) if isinstance(prompt, Tensor) else prompt
     if not _is_list(ids) or not all(map(_is_id, ids)):
         raise UserError(f"the prompt {shown(prompt)} is not one; give {KINDS}")
     check_prompt(list(ids), config.vocab_size)
     return list(ids)
+
+
+def _as_list(tensor: Tensor) -> Any:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise UserError(f"the prompt {shown(tensor)} has no numbers in order; give a plain tensor of ids")
+    return tensor.tolist()
 
 
 def _is_list(value: Any) -> bool:

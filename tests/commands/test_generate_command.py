@@ -1,5 +1,6 @@
 """`dtgpt generate`: prompts from the command line, from files and from the keyboard; texts to terminals and files."""
 
+import errno
 import io
 import json
 import os
@@ -197,6 +198,24 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(generate, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert code == 2 and f"{out} cannot be written (File too large)" in err and "Traceback" not in err
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["one"]
+
+
+@pytest.mark.parametrize("error, code", [(BrokenPipeError(), 0), (OSError(errno.ENOSPC, "No space"), 2)])
+def test_results_that_stdout_does_not_take_are_not_made(folder, tmp_path, monkeypatch, capsys, error, code):
+    (tmp_path / "p.txt").write_text("a\n" * 9)
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            made.append(text)
+            raise error
+
+    made: list[str] = []
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(folder), "--prompts-file", str(tmp_path / "p.txt"), "--tokens", "3", "--slots", "1"])
+    err = capsys.readouterr().err
+    assert stop.value.code == code and len(made) == 1
+    assert ("stdout cannot be written (No space); free space there" in err) == (code == 2)
 
 
 def test_a_file_that_cannot_be_made_is_one_sentence(generate, tmp_path):

@@ -211,6 +211,29 @@ def test_a_failure_in_the_midst_leaves_the_model_usable(model, monkeypatch):
     assert model.generate(["x", "y", "z"], **options) == expected
 
 
+@pytest.mark.parametrize("name, value", [
+    ("path", None), ("path", b"x"), ("plan", 2), ("plan", {"tp": 2}), ("tokenizer", 5), ("slots", torch.ones(2)),
+    ("slots", True), ("device", 0), ("precision", torch.float32),
+])  # fmt: skip
+def test_what_load_cannot_use_is_one_sentence(foreign, name, value):
+    with pytest.raises(UserError, match=rf"^{name}=[^\n]*; (give|use)[^\n]*$"):
+        dtgpt.load(**{"path": foreign, name: value})
+
+
+def test_a_tokenizer_may_be_given_by_its_name(foreign, model):
+    named = dtgpt.load(foreign, device="cpu", tokenizer="bytes")
+    assert named.generate("x", max_new_tokens=5) == model.generate("x", max_new_tokens=5)
+    with pytest.raises(UserError, match="neither a file nor one of"):
+        dtgpt.load(foreign, tokenizer="nothing")
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1, 0]).to_sparse(), torch.zeros(2, dtype=torch.long, device="meta")])
+def test_tensors_without_numbers_in_order_are_refused(model, prompt):
+    for prompts in (prompt, [prompt]):
+        with pytest.raises(UserError, match="give a plain tensor of ids"):
+            model.generate(prompts)
+
+
 def test_threads_wait_for_each_other(model):
     expected = model.generate("x", max_new_tokens=20)
     with ThreadPoolExecutor(3) as threads:
