@@ -7,6 +7,7 @@ from typing import Annotated
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import Options
 from dtgpt.config.recipe import Recipe
+from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.train.settle import check_run, settle
 from dtgpt.util.console import say
 from dtgpt.util.field_types import Bounds
@@ -25,7 +26,7 @@ class PlanOptions:
         None
     )
     inference_slots: Annotated[
-        int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, 10**6)
+        int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, MOST_SLOTS)
     ] = None
 
 

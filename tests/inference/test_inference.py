@@ -108,6 +108,12 @@ def test_a_stream_is_the_text_on_every_rank_and_may_be_left(folder, plan):
         assert part == (expected[:2] if rank == 0 else expected[: len(part)]) and 2 <= len(part) < 9
 
 
+def test_processes_that_are_out_of_step_say_so(folder):
+    (first, again), (other, *others) = pool().run(2, bodies.after_a_failure, folder, "pp2", PROMPT)
+    assert first == "the disk is full" and "start all of them again" in other
+    assert again.startswith("a process has failed in a call before this one; start all") and others == [again]
+
+
 @pytest.mark.parametrize("plan, words", [
     ("dp2_zero3", ["ZeRO-3", "dp2_zero3"]), ("tp4_sp", ["sequence parallelism"]),
 ])  # fmt: skip

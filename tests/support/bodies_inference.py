@@ -5,6 +5,7 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
+from dtgpt.inference.generator import Need
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import gather
@@ -44,6 +45,17 @@ def streamed(path, plan, prompt, options: dict, most: int) -> tuple[list, list]:
     assert next(other) == whole[0]  # a stream that no rank reads further
     assert model.generate(prompt, **options) == whole
     return whole, part
+
+
+def after_a_failure(path, plan, prompt) -> list[str]:
+    """The sentences of a call in whose midst rank 0 fails, and of the next call."""
+    model = load(path, plan)
+
+    def work(session) -> None:
+        raise UserError("the disk is full")
+
+    calls = lambda: model.generator.run(lambda: Need(1, 1), work), lambda: model.generate(prompt)
+    return [sentence(call) for call in calls]
 
 
 def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
