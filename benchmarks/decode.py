@@ -32,9 +32,8 @@ from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.local import inference_table, localize
+from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.util.environment import environment
@@ -84,9 +83,7 @@ def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
         model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
     )  # fmt: skip
     mesh = Mesh(plan, device)
-    stages, _ = build_stages(settings, mesh, root_key(1), masters=False, table=inference_table(config, plan))
-    for stage in stages:
-        localize(stage, mesh)
+    stages = inference_stages(settings, mesh, lambda shards: shards.initialize(config, root_key(1)))
     return Engine(stages, mesh, config, dtype, slots, graphs=args.graph == "on")
 
 

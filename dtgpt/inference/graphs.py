@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.util.errors import UserError
+from dtgpt.parallel.graphs import capture
 
 Tensors = tuple[Tensor, ...]
 
@@ -17,15 +17,15 @@ class StepGraphs:
     """CUDA graphs by name, each with inputs of fixed shapes. They share one pool of memory: one runs at a time."""
 
     def __init__(self) -> None:
-        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Any]] = {}
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Tensors]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, name: Hashable, work: Callable[..., Any], inputs: Tensors, idle: Tensors) -> Any:
-        """Return what `work(*inputs)` does, in memory that the next call overwrites. `idle`: inputs of the same shapes
-        for the runs before the capture, which change only the scratch slot."""
+    def run(self, name: Hashable, work: Callable[..., Any], inputs: Tensors, idle: Callable[[], Tensors]) -> Any:
+        """Return what `work(*inputs)` does, in memory that the next call overwrites. `idle`: makes inputs of the same
+        shapes for the runs before the capture, which change only the scratch slot."""
         if name not in self._captured:
-            self._captured[name] = self._capture(work, tuple(value.clone() for value in idle))
-        graph, places, result = self._captured[name]
+            self._captured[name] = self._capture(work, idle())
+        graph, result, places = self._captured[name]
         for place, value in zip(places, inputs, strict=True):
             place.copy_(value)
         graph.replay()
@@ -37,18 +37,8 @@ class StepGraphs:
             graph.reset()
         self._captured.clear()
 
-    def _capture(self, work: Callable[..., Any], places: Tensors) -> tuple[torch.cuda.CUDAGraph, Tensors, Any]:
+    def _capture(self, work: Callable[..., Any], places: Tensors) -> tuple[torch.cuda.CUDAGraph, Any, Tensors]:
         for _ in range(WARM_UP):
             work(*places)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        options: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
-        try:
-            with torch.cuda.graph(graph, **options):
-                result = work(*places)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"a step of inference cannot be captured as a CUDA graph ({reason})") from error
-        return graph, places, result
+        return *capture(work, places, self._pool, "use device=cpu"), places

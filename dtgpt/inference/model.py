@@ -10,11 +10,11 @@ tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.checkpoint.load import load_weights
@@ -30,8 +30,7 @@ from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
 from dtgpt.models.source import Source
-from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.local import inference_table, localize
+from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
 from dtgpt.util.errors import UserError, shown
@@ -48,11 +47,7 @@ class Model:
     ):  # fmt: skip
         """path, slots, tokenizer: as in `Generator`."""
         self.config, self.mesh, self.dtype = source.config, mesh, settings.dtype
-        table = inference_table(source.config, settings.plan)
-        self.stages, shards = build_stages(settings, mesh, key=None, masters=False, table=table)
-        load_weights(source, shards)
-        for stage in self.stages:
-            localize(stage, mesh)
+        self.stages = inference_stages(settings, mesh, partial(load_weights, source))
         self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer)
 
     @property
@@ -181,17 +176,13 @@ class Model:
 
     def _gather(self, logits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Join the columns of tp ranks, then send them from the stage that has the head to all others."""
-        mesh, plan = self.mesh, self.mesh.plan
+        mesh = self.mesh
         if logits is None:
             logits = torch.empty(*shape, self.config.padded_vocab_size, dtype=self.dtype, device=mesh.device)
         else:
             rows = gather_columns(logits.flatten(0, 1), mesh, self.config.padded_vocab_size)
             logits = rows.unflatten(0, shape)
-        if plan.pp > 1:
-            last = mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1))
-            logits = logits.contiguous()
-            dist.broadcast(logits, last, group=mesh.pp_group)
-        return logits
+        return mesh.from_last_stage(logits.contiguous())
 
 
 def _bare(found: Completion, answer: Mapping[str, Any], index: int, full: bool) -> str | list[int]:

@@ -37,7 +37,7 @@ def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: Model
     single = isinstance(prompts, str) or (_is_list(prompts) and all(map(_is_id, prompts)))
     several = [prompts] if single else prompts
     if not _is_list(several):
-        raise UserError(f"the prompt {shown(prompts)} is not one; give {KINDS}")
+        raise UserError(f"{shown(prompts)} is not a prompt; give {KINDS}")
     if all(isinstance(prompt, str) for prompt in several):
         return Prompts([encode(text, tokenizer(), config) for text in several], list(several), single)
     return Prompts([check_ids(prompt, config) for prompt in several], None, single)
@@ -65,7 +65,7 @@ def check_ids(prompt: Any, config: ModelConfig) -> list[int]:
     """Return the ids of a prompt that was given as ids. Raise UserError where they are not the model's."""
     ids = _as_list(prompt) if isinstance(prompt, Tensor) else prompt
     if not _is_list(ids) or not all(map(_is_id, ids)):
-        raise UserError(f"the prompt {shown(prompt)} is not one; give {KINDS}")
+        raise UserError(f"{shown(prompt)} is not a prompt; give {KINDS}")
     check_prompt(list(ids), config.vocab_size)
     return list(ids)
 

@@ -54,7 +54,10 @@ class Runner:
         if self._graphs is None or first or not length or length > self.state.positions:
             return self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
         inputs = self._tensor([*ids, *[0] * (length - len(ids))]), self._tensor([slot])
-        idle = torch.zeros_like(inputs[0]), self._tensor([self.slots])
+
+        def idle() -> tuple[Tensor, Tensor]:
+            return torch.zeros_like(inputs[0]), self._tensor([self.slots])
+
         self._graphs.run(("prefill", length), self.step.prefill_padded, inputs, idle)
 
     @torch.no_grad()
@@ -96,8 +99,12 @@ class Runner:
     def _decode(self, rows: Tensor, variant: Variant) -> Sampled:
         if self._graphs is None:
             return self.step.decode(rows, variant)
-        name, idle = ("decode", len(rows), variant), torch.full_like(rows, self.slots)
-        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), (idle,))
+
+        def idle() -> tuple[Tensor]:
+            return (torch.full_like(rows, self.slots),)
+
+        name = "decode", len(rows), variant
+        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), idle)
         return Sampled(*(value.clone() for value in drawn))
 
     def detach(self) -> None:

@@ -6,7 +6,6 @@ logits. The stages may be those that `dtgpt.load` builds, or those of a run in t
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -128,12 +127,11 @@ class Step:
 
     def _from_last_stage(self, kind: type[R], results: R | None, rows: int, alternatives: int) -> R:
         """Return the results of the last stage, which alone has some, on every stage."""
-        mesh, plan = self.mesh, self.mesh.plan
-        if plan.pp == 1 and results is not None:
+        mesh = self.mesh
+        if mesh.plan.pp == 1 and results is not None:
             return results
         packed = empty_packed(rows, alternatives, mesh.device) if results is None else pack(results)
-        dist.broadcast(packed, mesh.place.neighbour(plan.stage_rank(plan.num_stages - 1)), group=mesh.pp_group)
-        return unpack(kind, packed)
+        return unpack(kind, mesh.from_last_stage(packed))
 
 
 def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:

@@ -29,7 +29,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
         if enabled:
             _leave_default_stream()
-        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, tuple[Tensor | None, ...], Any]] = {}
+        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, Any, tuple[Tensor | None, ...]]] = {}
 
     @property
     def captured(self) -> bool:
@@ -58,35 +58,41 @@ class Graphs:
         if not self.enabled or self._steps <= WARM_UP:
             return work(*inputs)
         if name not in self._captured:
-            self._captured[name] = self._capture(work, inputs)
-        graph, places, result = self._captured[name]
+            places = tuple(None if value is None else value.clone() for value in inputs)
+            stream = torch.cuda.current_stream()
+            self._captured[name] = *capture(work, places, self._pool, "use --graph off", stream), places
+        graph, result, places = self._captured[name]
         for place, value in zip(places, inputs, strict=True):
             if place is not None and value is not None:
                 place.copy_(value)
         graph.replay()
         return result
 
-    def _capture(self, work: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> tuple:
-        places = tuple(None if value is None else value.clone() for value in inputs)
-        graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
-        stream = torch.cuda.current_stream()
-        options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        failure = None
-        try:
-            with torch.cuda.graph(graph, **options):
-                try:
-                    result = work(*places)
-                except RuntimeError as error:
-                    failure = error
-                    raise
-        except RuntimeError as error:
-            failure = failure or error  # what the end of a broken capture raises hides the cause
-            if isinstance(failure, torch.OutOfMemoryError):
-                raise failure from None
-            reason = str(failure).splitlines()[0]
-            raise UserError(f"a step cannot be captured as a CUDA graph ({reason}); use --graph off") from failure
-        return graph, places, result
+
+def capture(
+    work: Callable[..., Result], places: tuple[Tensor | None, ...], pool: Any, remedy: str,
+    stream: torch.cuda.Stream | None = None,
+) -> tuple[torch.cuda.CUDAGraph, Result]:  # fmt: skip
+    """Return a graph of `work(*places)`, and what the work returned: its memory is that of the `pool`. `stream`: to
+    capture on; None: a stream of torch's own. Raise UserError, with the remedy, where the work cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    # Threads of NCCL and of the batches to come go on calling CUDA: only this one may not.
+    options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    failure = None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                result = work(*places)
+            except RuntimeError as error:
+                failure = error
+                raise
+    except RuntimeError as error:
+        failure = failure or error  # what the end of a broken capture raises hides the cause
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure from None
+        reason = str(failure).splitlines()[0]
+        raise UserError(f"a step cannot be captured as a CUDA graph ({reason}); {remedy}") from failure
+    return graph, result
 
 
 def _leave_default_stream() -> None:

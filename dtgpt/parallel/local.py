@@ -5,6 +5,7 @@ them by this rank's local tensors, and sums over the tp ranks by itself where a 
 too short for the dispatch of DTensor.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.roles import Role, role_of
+from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.tensor import Table
 from dtgpt.util.errors import UserError
 
@@ -58,6 +62,16 @@ def inference_table(config: ModelConfig, plan: Plan) -> Table:
             "alone; leave the table out of this plan"
         )
     return {pattern: STYLES[role] for pattern, role in config.roles.items() if role in STYLES}
+
+
+def inference_stages(settings: Settings, mesh: Mesh, fill: Callable[[Shards], None]) -> list[Decoder]:
+    """Return the pipeline stages of this rank for inference, with the weights that `fill` gives their shards."""
+    table = inference_table(settings.model, settings.plan)
+    stages, shards = build_stages(settings, mesh, key=None, masters=False, table=table)
+    fill(shards)
+    for stage in stages:
+        localize(stage, mesh)
+    return stages
 
 
 def localize(stage: Decoder, mesh: Mesh) -> None:

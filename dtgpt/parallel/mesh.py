@@ -80,6 +80,14 @@ class Mesh:
     def receive(self, tensor: Tensor, rank: int) -> None:
         dist.recv(tensor, rank, group=messages)
 
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Broadcast a tensor in place from the rank of the last stage to the other ranks of its pipeline, and return
+        it."""
+        if self.plan.pp > 1:
+            last = self.place.neighbour(self.plan.stage_rank(self.plan.num_stages - 1))
+            dist.broadcast(tensor, last, group=self.pp_group)
+        return tensor
+
     def sum(self, *values: float | Tensor) -> Tensor:
         """Return the sums over all ranks, one for each value, in float64 on the device."""
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]

@@ -8,7 +8,7 @@ import torch
 
 from dtgpt.cli import main
 from dtgpt.config.execution import DTYPES
-from dtgpt.parallel.graphs import WARM_UP, Graphs
+from dtgpt.parallel.graphs import WARM_UP, Graphs, capture
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
@@ -56,12 +56,11 @@ def test_a_piece_that_cannot_be_captured_tells_its_own_cause(monkeypatch, cause)
 
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     expected = (torch.OutOfMemoryError, "full")
     if not isinstance(cause, torch.OutOfMemoryError):
         expected = UserError, r"cannot be captured as a CUDA graph \(not in a capture\); use --graph off"
     with pytest.raises(expected[0], match=expected[1]):
-        Graphs(False)._capture(work, ())
+        capture(work, (), None, "use --graph off")
 
 
 def test_a_run_on_a_cpu_that_asks_for_graphs_is_refused_before_it_begins(recipe):

@@ -17,8 +17,8 @@ from dtgpt.inference.sampling import Sampling
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel import local
 from dtgpt.parallel.build import build_stages
-from dtgpt.parallel.local import inference_table, localize
 from dtgpt.parallel.mesh import Mesh
 from tests.support.engines import CPU, drain
 
@@ -42,11 +42,7 @@ def inference_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[De
     """Stages as `dtgpt.load` makes them."""
     settings = settings_of(config, plan, **choices)
     mesh = Mesh(settings.plan, CPU)
-    table = inference_table(config, settings.plan)
-    stages, _ = build_stages(settings, mesh, KEY, masters=False, table=table)
-    for stage in stages:
-        localize(stage, mesh)
-    return stages, mesh
+    return local.inference_stages(settings, mesh, lambda shards: shards.initialize(config, KEY)), mesh
 
 
 def training_stages(config: ModelConfig, plan: str, **choices) -> tuple[list[Decoder], Mesh]:
