@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import Beams
-from dtgpt.inference.completion import Completion, Score
+from dtgpt.inference.completion import Alternatives, Completion, Score
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PROMPT, Event, Request
@@ -56,8 +56,12 @@ class Update(NamedTuple):
 
     job: int  # as `Session.submit` numbers it
     choice: int
-    ids: list[int]
-    text: str
+    ids: list[int]  # new tokens, with the one that ends the sequence
+    text: str  # new text, whole characters alone; what may become a stop string is held back
+    logprobs: list[float]  # of each of `ids`, as in `Completion`
+    alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
+    finish: str | None  # the reason of the end, with the last update of a sequence
+    prompt: Score | None  # the scores of the prompt with every update, where asked for
     completions: list[Completion] | None
 
 
@@ -139,7 +143,10 @@ class Session:
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]
-        return Update(event.request, event.choice, sequence.ids[before:], text, completions)
+        return Update(
+            event.request, event.choice, sequence.ids[before:], text, sequence.logprobs[before:],
+            sequence.alternatives[before:], sequence.finish, job.prompt, completions,
+        )  # fmt: skip
 
 
 class _OpenJob:
@@ -148,12 +155,12 @@ class _OpenJob:
     def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
         self._job = job
         self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
-        self._prompt: Score | None = None
+        self.prompt: Score | None = None
 
     def take_scores(self, event: Event) -> None:
         """Keep the scores of the prompt."""
         alternatives = event.alternatives if self._job.options.top_logprobs else []
-        self._prompt = Score(
+        self.prompt = Score(
             ids=self._job.ids, logprobs=event.logprobs, greedy=list(event.greedy), alternatives=alternatives
         )
 
@@ -167,7 +174,7 @@ class _OpenJob:
             logprobs=sequence.logprobs,
             finish_reason=sequence.finish or "",
             alternatives=sequence.alternatives,
-            prompt=self._prompt,
+            prompt=self.prompt,
             score=sequence.score,
         )
 
