@@ -96,11 +96,6 @@ class Ticket:
                     found[update.job] = update.completions
         return found
 
-    @property
-    def seconds_left(self) -> float:
-        """The time until the request's limit."""
-        return max(0.0, self._timer.when() - self.loop.time())
-
     def cancel(self) -> None:
         """End all jobs that are not finished; their slots are free at the next round. May be called again."""
         self._timer.cancel()
