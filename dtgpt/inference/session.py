@@ -23,23 +23,31 @@ class Job(NamedTuple):
     ids: list[int]
     options: Options
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
+    rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
+
+    @property
+    def beams(self) -> Beams | None:
+        """The rules of the beam search; None: no search."""
+        options = self.options
+        if self.rules is not None or options.num_beams == 1:
+            return self.rules
+        return Beams(
+            width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
+        )
 
     @property
     def rows(self) -> int:
         """The slots of the cache that it takes."""
-        return max(self.options.num_return_sequences, self.options.num_beams)
+        beams = self.beams
+        return self.options.num_return_sequences if beams is None else beams.width
 
     def request(self, special: SpecialIds) -> Request:
         """Return what the engine is asked for. `special`: the tokenizer's."""
-        options, beams = self.options, None
-        if options.num_beams > 1:
-            beams = Beams(
-                width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
-            )
+        options = self.options
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, beams=beams,
+            alternatives=options.top_logprobs, beams=self.beams,
         )  # fmt: skip
 
 
