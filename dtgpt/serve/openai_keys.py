@@ -65,7 +65,7 @@ def only(neutral: Any) -> Reader:
     """Return a reader of a key that this server does not support and that changes nothing at its `neutral` value."""
 
     def read(name: str, value: Any) -> Any:
-        if type(value) is bool and type(neutral) is not bool or value != neutral:
+        if (type(value) is bool) != (type(neutral) is bool) or value != neutral:
             raise HttpProblem(400, f"this server does not support {name}={shown(value)}; leave it out", name)
         return value
 
@@ -113,7 +113,7 @@ def read_bias(name: str, value: Any) -> dict[int, float]:
     found = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < LONGEST_ID):
-            raise wrong(f"the id {shown_name(key)} of {name}", bias, "ids of tokens, such as \"50256\"")
+            raise wrong(f"the id {shown_name(key)} of {name}", bias, 'ids of tokens, such as "50256"')
         found[int(key)] = number(-BIAS, BIAS)(name, bias)
     return found
 
