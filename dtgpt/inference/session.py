@@ -89,6 +89,10 @@ class Session:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
         return [update for event in self._engine.step() if (update := self._take(event)) is not None]
 
+    def ping(self) -> None:
+        """Raise UserError where another rank has ended. For times without steps."""
+        self._engine.ping()
+
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
         self._closed = True
