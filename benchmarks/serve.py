@@ -7,6 +7,7 @@ Random weights, written to a temporary folder. The engine and the server do the 
 there are clients: prompts of random ids, and numbers of new tokens from half to one and a half times `--new_tokens`, so
 that clients do not stay in step. The engine takes all requests from a list, and each client of the server sends its
 next one when it has the whole answer to the one before. Clients are a process of their own, and stream.
+"""
 
 import argparse
 import asyncio
