@@ -117,6 +117,11 @@ class Engine:
             events, self._ended = self._ended, []
             return events if before is None else events + self._collect(before)
 
+    def ping(self) -> None:
+        """Raise UserError where another rank has ended. For times without steps."""
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            self.commands.ping()
+
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
         other rank fails."""

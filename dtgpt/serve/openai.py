@@ -1,0 +1,10 @@
+"""OpenAI's completions."""
+
+from starlette.routing import Route
+
+from dtgpt.serve.service import Service
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes."""
+    return []

@@ -1,0 +1,10 @@
+"""Tokens of texts, and texts of tokens."""
+
+from starlette.routing import Route
+
+from dtgpt.serve.service import Service
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes."""
+    return []
