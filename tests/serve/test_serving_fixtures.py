@@ -16,12 +16,15 @@ import torch
 from dtgpt.data.tokenizers.open import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Request
+from dtgpt.inference.session import Job, Session
 from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.reference import likeliest
+from dtgpt.serve.megatron_jobs import answer, make_jobs
+from dtgpt.serve.megatron_request import read_request
 from tests.support.engines import engine_of
-from tests.support.megatron_api import ApiRequest, engine_requests, serve
 from tests.support.model_by_rules import model_by_rules
 from tests.support.serving import serving_cases
 from tests.support.vocabularies import gpt2_files
@@ -42,8 +45,10 @@ def named(case: dict) -> str:
 @pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
 def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
+    jobs = jobs_of(request, model, tokenizer)
     with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
-        ours = serve(engine, tokenizer, model.config.vocab_size, request)
+        found = list(Session(engine, tokenizer, special_ids(tokenizer)).run(jobs))
+    ours = answer(read_request(request), tokenizer, jobs, found)
     asked = request.get("tokens_to_generate", 64)
     if "scores" in case["body"]:
         assert_same_beams(request, model, tokenizer, ours, case["body"])
@@ -53,6 +58,10 @@ def test_the_engine_answers_as_megatron_did(case, tokenizer):
     if asked and request.get("prevent_newline_after_colon"):
         leave_out_forced_colons(recorded, ours, lengths)
     assert_same(ours, recorded)
+
+
+def jobs_of(request: dict, model: Decoder, tokenizer: Tokenizer) -> list[Job]:
+    return make_jobs(read_request(request), tokenizer, model.config, seed=0)
 
 
 def assert_same(ours: dict, recorded: dict) -> None:
@@ -72,7 +81,8 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     """Compare answers of beams. Megatron sorts all candidates by an unstable sort: of those with equal sums it takes
     any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
     recorded sequences among equals must find those."""
-    (asked,) = engine_requests(ApiRequest.from_json(request), tokenizer, model.config.vocab_size, seed=0)
+    (job,) = jobs_of(request, model, tokenizer)
+    asked = job.request(special_ids(tokenizer))
     assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
     padded = pad_beams(ours, asked)
     if padded["segments"] != recorded["segments"]:
