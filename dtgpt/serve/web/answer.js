@@ -1,5 +1,7 @@
 // What was asked and what has come of it. Nothing here knows of elements.
 
+const BROKEN = "\ufffd"; // in place of bytes that are not a whole character
+
 // A token is {name, logprob, top: [[name, logprob], ...], start, fixed}: its text goes from character `start` up to the
 // next token's. Characters are code points, as the server counts them, and not JavaScript's halves of some of them.
 export class Choice {
@@ -10,6 +12,8 @@ export class Choice {
     this.finish = null; // "stop", "length", or null while more may come
     this.lead = 0; // characters at the beginning that are the prompt's, with its probabilities
     this.base = 0; // where the text of the current request begins
+    this.ids = []; // the prompt of the current request, and what came after it
+    this.named = 0; // of these, the number in the prompt or with a token in `tokens`
     this.score = null; // of a beam
     this.shared = 0; // characters that a beam has in common with the best one
   }
@@ -25,12 +29,15 @@ export class Choice {
 
   // Take a choice of an event, whose offsets count from the beginning of that request's text.
   add(part) {
-    this.characters.push(...part.text);
+    for (const character of part.text) this.characters.push(character);
     const { tokens = [], token_logprobs: logprobs, top_logprobs: tops, text_offset: offsets } = part.logprobs ?? {};
     tokens.forEach((name, i) => {
       const top = Object.entries(tops?.[i] ?? {}).sort((one, other) => other[1] - one[1]);
       this.tokens.push({ name, logprob: logprobs[i], top, start: this.base + offsets[i], fixed: false });
     });
+    this.ids.push(...(part.prompt_token_ids ?? []), ...(part.token_ids ?? []));
+    if (part.prompt_token_ids) this.named = this.lead && !this.base ? 0 : part.prompt_token_ids.length;
+    this.named += tokens.length;
     this.finish = part.finish_reason ?? this.finish;
   }
 
@@ -50,23 +57,32 @@ export class Choice {
     return known.length ? Math.exp(-known.reduce((sum, value) => sum + value, 0) / known.length) : null;
   }
 
-  // Return a copy to which another request adds. `length`: number of tokens to keep.
-  open(length = this.tokens.length) {
-    const copy = Object.assign(new Choice(this.prompt), this, { finish: null, score: null, shared: 0 });
-    const end = length < this.tokens.length ? this.tokens[length].start : this.characters.length;
-    copy.characters = this.characters.slice(0, end);
-    copy.tokens = this.tokens.slice(0, length);
-    copy.base = end;
-    return copy;
+  // Return a copy to which another request adds, and what that request goes on from: ids, or a text without them.
+  continued() {
+    const copy = this.open();
+    const prompt = this.ids.length ? this.ids.slice(0, this.named) : this.whole;
+    // The next token may complete a character, which the server then sends whole.
+    while (this.ids.length && copy.characters.at(-1) === BROKEN) copy.characters.pop();
+    copy.base = copy.characters.length;
+    return [copy, prompt];
   }
 
-  // Return a copy that has another token in the place of number i, to go on from.
+  // Return the same with another token in the place of number i.
   replaced(i, name) {
     const copy = this.open(i);
     const logprob = this.tokens[i].top.find((entry) => entry[0] === name)[1];
     copy.tokens.push({ ...this.tokens[i], name, logprob, fixed: true });
     copy.characters.push(...name);
     copy.base = copy.characters.length;
+    return [copy, copy.whole];
+  }
+
+  // Return a copy of the first tokens that has not ended.
+  open(length = this.tokens.length) {
+    const copy = Object.assign(new Choice(this.prompt), this, { finish: null, score: null, shared: 0, ids: [], named: 0 });
+    const end = length < this.tokens.length ? this.tokens[length].start : this.characters.length;
+    copy.characters = this.characters.slice(0, end);
+    copy.tokens = this.tokens.slice(0, length);
     return copy;
   }
 }

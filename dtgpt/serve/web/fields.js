@@ -90,7 +90,7 @@ export function parse(field, value) {
 
 function number(field, value) {
   if (String(value).trim() === "") return field.initial;
-  const result = Number(value);
+  const result = Number(String(value).replace(",", "."));
   const { min = -Infinity, max = Infinity, step, label } = field;
   const kind = step === 1 ? "a whole number" : "a number";
   if (!Number.isFinite(result) || (step === 1 && !Number.isSafeInteger(result)) || result < min || result > max) {

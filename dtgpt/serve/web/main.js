@@ -22,6 +22,7 @@ const popover = new Popover((choice, index, name) => onward(choice.replaced(inde
 const runs = [];
 let shown = -1; // place in runs
 let cards = [];
+let built = null; // version of the run that the cards are for
 
 const current = () => runs[shown];
 const busy = () => Boolean(current()?.running);
@@ -35,9 +36,9 @@ function generate() {
   }
 }
 
-function onward(choice) {
+function onward(from) {
   try {
-    start(Run.onward(choice, settings.request("v1")));
+    start(Run.onward(from, settings.request("v1")));
   } catch (error) {
     explain(error);
   }
@@ -76,6 +77,7 @@ function show(place) {
   popover.hide();
   const run = current();
   cards = [];
+  built = null;
   find("#answers").replaceChildren();
   find("#welcome").hidden = Boolean(run);
   find("#results-head").hidden = !run;
@@ -96,9 +98,7 @@ function refresh(run) {
   if (run !== current()) return;
   const answers = find("#answers");
   const follows = run.running && innerHeight + scrollY >= document.documentElement.scrollHeight - 8 && cards.length;
-  if (cards.length !== run.choices.length || cards.some((card, i) => card.choice !== run.choices[i])) build(run, answers);
-  // Beams get their probabilities after their texts
-  else if (run.beams && !run.running && cards.some((card) => card.choice.tokens[0]?.logprob !== null && !card.scored)) build(run, answers);
+  if (built !== run.version) build(run, answers);
   for (const card of cards) card.update(run.running && !run.beams);
   answers.setAttribute("aria-busy", String(run.running));
   find("#legend").hidden = !cards.some((card) => card.choice.tokens.some((token) => token.logprob !== null));
@@ -110,16 +110,17 @@ function refresh(run) {
 
 function build(run, answers) {
   popover.hide();
-  const alone = run.choices.length === 1;
+  const alone = run.choices.length === 1 && !run.beams;
   const on = {
-    proceed: (choice) => onward(choice.open()),
+    proceed: (choice) => onward(choice.continued()),
     token: (card, index, how) => popover.show(card, index, how),
     leave: () => popover.leave(),
     enter: () => popover.enter(),
   };
   cards = run.choices.map((choice, place) => new Card(choice, { alone, place, on }));
-  for (const card of cards) card.scored = card.choice.tokens[0]?.logprob !== null;
+  built = run.version;
   answers.classList.toggle("several", !alone);
+  answers.classList.toggle("two-by-two", cards.length === 4);
   answers.replaceChildren(...cards.map((card) => card.element));
 }
 
@@ -133,7 +134,6 @@ function status(run) {
   } else if (run.running) {
     parts.push(run.beams ? "Searching" : "Waiting");
   }
-  if (!run.running && run.seed !== undefined && run.new) parts.push(`seed ${run.seed}`);
   find("#status").textContent = parts.join(" · ");
 }
 
@@ -143,6 +143,8 @@ function buttons(run) {
   find("#stop").hidden = !run.running;
   if (had === find("#generate") && run.running) find("#stop").focus();
   if (had === find("#stop") && !run.running) find("#generate").focus();
+  find("#seed").hidden = run.seed === undefined || settings.value("seed") === String(run.seed);
+  find("#seed").textContent = `Seed ${run.seed}`;
   find("#place").textContent = `${shown + 1} of ${runs.length}`;
   find("#history").hidden = runs.length < 2;
   find("#older").disabled = run.running || shown === 0;
@@ -169,7 +171,8 @@ async function greet() {
     return;
   }
   const { id, max_model_len: positions } = model;
-  find("#model").textContent = positions ? `${id}, ${positions.toLocaleString("en")} positions` : id;
+  find("#model").textContent = id;
+  find("#positions").textContent = positions ? `, ${counted(positions, "position")}` : "";
   document.title = `${id} – dtgpt`;
   if (positions) settings.limit(positions);
   countSoon();
@@ -247,6 +250,11 @@ find("#form").addEventListener("submit", (event) => {
 find("#stop").addEventListener("click", stop);
 find("#older").addEventListener("click", () => show(shown - 1));
 find("#newer").addEventListener("click", () => show(shown + 1));
+find("#seed").addEventListener("click", () => {
+  settings.set("seed", String(current().seed));
+  settings.save();
+  buttons(current());
+});
 find("#link").addEventListener("click", copyLink);
 find("#theme").addEventListener("click", changeTheme);
 prompt.addEventListener("input", typed);

@@ -2,6 +2,7 @@
 
 import { find, make, percent, visible } from "./dom.js";
 
+const NAMELESS = /^(bytes|token_id):/; // the server's names of tokens that are not a text
 const PATIENCE = 220; // milliseconds in which the pointer may cross from a token to its box
 
 export class Popover {
@@ -42,12 +43,11 @@ export class Popover {
   fill(choice, index) {
     const token = choice.tokens[index];
     const known = token.logprob !== null;
-    const head = make("p", { class: "token" }, make("code", {}, visible(nameOf(choice, index))), known ? percent(Math.exp(token.logprob)) : "");
     const rows = token.top.map(([name, logprob]) => this.row(choice, index, name, logprob));
     const rest = 1 - token.top.reduce((sum, [, logprob]) => sum + Math.exp(logprob), 0);
-    const others = known && rest > 0.0005 ? make("p", { class: "others" }, make("span", {}, "all others"), make("span", {}, percent(rest))) : null;
-    const why = token.fixed ? "You chose this token." : known ? "Choose one to go on from it." : "The first token of a text has no probability.";
-    this.box.replaceChildren(head, ...rows, ...(others ? [others] : []), make("p", { class: "hint" }, choice.score !== null && !known ? "No probabilities here." : why));
+    if (!known) rows.push(make("p", {}, make("code", {}, visible(nameOf(choice, index)))));
+    else if (rest > 0.0005) rows.push(make("p", { class: "others" }, make("span", {}, "all others"), make("span", {}, percent(rest))));
+    this.box.replaceChildren(...rows, make("p", { class: "hint" }, hintOf(choice, token)));
   }
 
   row(choice, index, name, logprob) {
@@ -56,8 +56,7 @@ export class Popover {
     bar.style.setProperty("--p", probability);
     const chosen = name === choice.tokens[index].name;
     const button = make("button", { type: "button", class: chosen ? "chosen" : "" }, bar, make("code", {}, visible(name)), make("span", { class: "number" }, percent(probability)));
-    const text = !name.startsWith("bytes:");
-    button.disabled = !text || index < 0 || choice.tokens[index].start < choice.lead;
+    button.disabled = NAMELESS.test(name) || choice.tokens[index].start < choice.lead;
     button.setAttribute("aria-label", `${visible(name)}, ${percent(probability)}${chosen ? ", this is what came" : ""}`);
     button.addEventListener("click", () => {
       const { card } = this;
@@ -118,6 +117,12 @@ export class Popover {
     [this.card, this.index] = [null, null];
     return true;
   }
+}
+
+function hintOf(choice, token) {
+  if (token.logprob === null) return choice.score === null ? "The first token has no probability." : "No probability is known.";
+  if (token.start < choice.lead) return "This token is part of the prompt.";
+  return token.fixed ? "You chose this token." : "Choose one to go on from it.";
 }
 
 // What is seen of a token in the text, else what it is called.

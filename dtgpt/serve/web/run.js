@@ -4,6 +4,8 @@ import { Choice, beams, withProbabilities } from "./answer.js";
 import { complete, score, search } from "./api.js";
 import { NUMBERS_OF_A_CHOICE } from "./fields.js";
 
+const SEEDS = 1e6; // of requests for which none was chosen: short enough to read out
+
 export class Run {
   // body: without prompt and seed. choices: what the request adds to.
   constructor(prompt, body, choices) {
@@ -15,6 +17,7 @@ export class Run {
     this.abort = new AbortController();
     this.began = this.first = this.ended = 0;
     this.new = 0; // tokens
+    this.version = 0; // of `choices`
   }
 
   static sampling(prompt, body) {
@@ -23,10 +26,10 @@ export class Run {
     return new Run(prompt, body, choices);
   }
 
-  // Go on from a choice that is there.
-  static onward(choice, body) {
+  // Add to a choice that is there. prompt: what to go on from, a text or ids.
+  static onward([choice, prompt], body) {
     const { n, echo, ...rest } = body;
-    return new Run(choice.prompt, rest, [choice]);
+    return new Run(prompt, rest, [choice]);
   }
 
   static searching(prompt, body) {
@@ -52,16 +55,15 @@ export class Run {
     } catch (error) {
       if (error.name !== "AbortError") this.problem = error;
     }
-    this.ended = performance.now();
+    this.ended ||= performance.now();
     this.running = false;
     changed();
   }
 
   async sample(key, changed) {
-    this.body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-    const prompt = this.choices.length === 1 && this.choices[0].base ? this.choices[0].whole : this.prompt;
-    const body = { ...this.body, logprobs: NUMBERS_OF_A_CHOICE };
-    if (prompt) body.prompt = prompt; // without one, a new text begins
+    this.body.seed ??= Math.floor(Math.random() * SEEDS);
+    const body = { ...this.body, logprobs: NUMBERS_OF_A_CHOICE, return_token_ids: true };
+    if (this.prompt.length) body.prompt = this.prompt; // without one, a new text begins
     const before = this.count();
     for await (const event of complete(body, key, this.abort.signal)) {
       for (const part of event.choices) this.choices[part.index].add(part);
@@ -78,9 +80,11 @@ export class Run {
     this.choices = beams(found, this.prompt);
     this.new = this.count();
     this.ended = performance.now();
+    this.version += 1;
     changed();
     const scored = await score(found.text, NUMBERS_OF_A_CHOICE, key, this.abort.signal);
     withProbabilities(this.choices, scored);
+    this.version += 1;
   }
 
   count() {

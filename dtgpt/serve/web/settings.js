@@ -50,6 +50,7 @@ export class Settings {
     const row = make("div", { class: `field ${field.kind}` });
     const label = make("label", { htmlFor: id }, field.label);
     input.addEventListener("input", () => this.update(field));
+    if (field.kind === "number") input.addEventListener("keydown", (event) => this.step(event, field));
     let slider = null;
     if (field.slide) {
       slider = make("input", { type: "range", min: field.min, max: field.slide, step: field.step, tabIndex: -1 });
@@ -68,6 +69,17 @@ export class Settings {
     }
     this.controls.set(field.name, { field, input, slider, row });
     return row;
+  }
+
+  // Arrow keys in a number.
+  step(event, field) {
+    const by = { ArrowUp: 1, ArrowDown: -1 }[event.key];
+    const { step, min = -Infinity, max = Infinity } = field;
+    const value = Number(event.target.value || field.initial) + by * step;
+    if (!by || !Number.isFinite(value)) return;
+    event.preventDefault();
+    event.target.value = String(Number(Math.min(Math.max(value, min), max).toFixed(6)));
+    this.update(field);
   }
 
   fields() {

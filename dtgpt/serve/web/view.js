@@ -3,7 +3,8 @@
 import { counted, make } from "./dom.js";
 
 const SURPRISE = [0.5, 0.2, 0.05, 0.01, 0.001]; // a token below the i-th is of class s(i + 1)
-const LEAD = 280; // characters of the prompt that stand before an only answer
+const LEAD = 280; // characters of the prompt that stand before an only answer,
+const SHORT_LEAD = 24; // and before one of several
 
 export class Card {
   // on: {proceed(choice), token(card, index, pinned), leave()}
@@ -14,7 +15,7 @@ export class Card {
     this.on = on;
     this.text = make("div", { class: "text", tabIndex: 0, dir: "auto", role: "group", translate: false });
     this.text.setAttribute("aria-label", `Answer ${place + 1}. Arrow keys show the probabilities of each token`);
-    if (alone && !choice.lead) this.text.append(make("span", { class: "lead" }, tail(choice.prompt)));
+    if (!choice.lead) this.text.append(make("span", { class: "lead" }, tail(choice.prompt, alone ? LEAD : SHORT_LEAD)));
     this.end = make("span", { class: "caret" });
     this.text.append(this.end);
     this.facts = make("span", { class: "note facts" });
@@ -94,8 +95,8 @@ export class Card {
     const { choice } = this;
     const parts = [counted(choice.written.length, "token")];
     if (choice.perplexity !== null) parts.push(`perplexity ${choice.perplexity.toPrecision(3)}`);
-    if (!running && choice.score === null) {
-      parts.push({ stop: "ended by itself", length: "full length" }[choice.finish] ?? "stopped");
+    if (!running && choice.score === null && choice.finish !== "length") {
+      parts.push(choice.finish === "stop" ? "ended by itself" : "stopped");
     }
     return choice.tokens.length || choice.text ? parts.join(" · ") : running ? "" : "no text";
   }
@@ -117,9 +118,9 @@ function classOf(token, choice) {
 }
 
 // The end of a long prompt, from the beginning of a word.
-function tail(prompt) {
-  if (prompt.length <= LEAD) return prompt;
-  const end = prompt.slice(-LEAD);
+function tail(prompt, most) {
+  if (prompt.length <= most) return prompt;
+  const end = prompt.slice(-most);
   return `… ${end.slice(end.search(/\s/) + 1)}`;
 }
 
