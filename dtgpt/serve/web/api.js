@@ -9,6 +9,8 @@ export class Problem extends Error {
 }
 
 const UNREACHABLE = "The server does not answer. Is dtgpt serve still running at this address?";
+const NO_KEY = "This server needs an API key; type it in under Server.";
+const WRONG_KEY = "The server does not accept this API key; type it in again.";
 const BROKEN_OFF = "The connection ended before the answer did. The text so far is kept; Continue goes on from there.";
 
 async function ask(path, { method = "POST", body, key, signal } = {}) {
@@ -20,11 +22,10 @@ async function ask(path, { method = "POST", body, key, signal } = {}) {
     response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (error instanceof TypeError && key && !/^[\x20-\x7e]*$/.test(key)) {
-      throw new Problem("The API key has characters that no key has; type it in again.", { status: 401 });
-    }
-    throw new Problem(UNREACHABLE);
+    // a key of characters that a header cannot have is not sent at all
+    throw /[^\x20-\x7e]/.test(key ?? "") ? new Problem(WRONG_KEY, { status: 401 }) : new Problem(UNREACHABLE);
   }
+  if (response.status === 401) throw new Problem(key ? WRONG_KEY : NO_KEY, { status: 401 });
   if (!response.ok) throw await problemOf(response);
   return response;
 }
@@ -43,12 +44,18 @@ async function problemOf(response) {
   if (response.status === 429 || response.status === 503) {
     message = `${sentence(message)} Try again${wait ? ` in ${wait} s` : " in a moment"}.`;
   }
-  return new Problem(sentence(message), { status: response.status, param });
+  return new Problem(sentence(message), { status: response.status, param: param ?? keyIn(message) });
 }
 
+// With a capital, except of a key, and a full stop.
 function sentence(text) {
-  const whole = String(text).trim();
+  const whole = String(text).trim().replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());
   return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}
+
+// The key of a request that a message begins with.
+function keyIn(message) {
+  return /^(\w+)(?:=| must | cannot )/.exec(message)?.[1] ?? null;
 }
 
 export async function models(key) {
@@ -64,13 +71,15 @@ export async function countTokens(text, key, signal) {
 // Yield the events of a streamed completion.
 export async function* complete(body, key, signal) {
   const response = await ask("v1/completions", { body: { ...body, stream: true }, key, signal });
+  let done = false;
   for await (const data of serverSentEvents(response.body)) {
-    if (data === "[DONE]") return;
+    done = data === "[DONE]";
+    if (done) continue; // to the end of the connection, which can then be used again
     const event = JSON.parse(data);
     if (event.error) throw new Problem(sentence(event.error.message), { param: event.error.param });
     yield event;
   }
-  throw new Problem(BROKEN_OFF);
+  if (!done) throw new Problem(BROKEN_OFF);
 }
 
 async function* serverSentEvents(stream) {

@@ -53,11 +53,19 @@ async function start(run) {
   if (!run.beams && model) run.body.model = model.id;
   const done = run.go(settings.value("key"), () => refreshSoon(run));
   show(runs.length - 1);
+  reveal();
   await done;
   refresh(run);
   if (run === current()) explain(run.problem);
   if (!run.choices.some((choice) => choice.text || choice.tokens.length) && run.problem) drop(run);
-  if (!model) greet();
+  if (!model && !run.problem) greet();
+}
+
+// Bring the answer's place into view, which on a phone is below the settings, without the keyboard.
+function reveal() {
+  if (matchMedia("(hover: none)").matches) document.activeElement?.blur();
+  const { top } = find("#results").getBoundingClientRect();
+  if (top < 0 || top > 0.7 * innerHeight) find("#results").scrollIntoView({ block: "start" });
 }
 
 // A run that brought nothing but a problem is not one to go back to.
@@ -170,6 +178,7 @@ async function greet() {
     explain(error);
     return;
   }
+  explain(null);
   const { id, max_model_len: positions } = model;
   find("#model").textContent = id;
   find("#positions").textContent = positions ? `, ${counted(positions, "position")}` : "";
@@ -259,6 +268,7 @@ find("#link").addEventListener("click", copyLink);
 find("#theme").addEventListener("click", changeTheme);
 prompt.addEventListener("input", typed);
 addEventListener("keydown", keys);
+find("#field-key").addEventListener("change", () => model ?? greet());
 addEventListener("hashchange", followLink);
 addEventListener("pagehide", stop);
 find("#generate kbd").textContent = isMac ? "⌘↵" : "Ctrl ↵";

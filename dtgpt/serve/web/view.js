@@ -126,7 +126,7 @@ function tail(prompt, most) {
 
 function scoreOf(choice) {
   if (choice.score === null) return null;
-  return make("span", { class: "note", title: "Sum of log-probabilities / length ^ length penalty" }, choice.score.toFixed(3));
+  return make("span", { class: "note", title: "Sum of log-probabilities / length ^ length penalty" }, choice.score.toFixed(3).replace("-", "−"));
 }
 
 // navigator.clipboard needs https or this machine; a selection works everywhere.
