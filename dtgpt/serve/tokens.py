@@ -80,6 +80,10 @@ def describe(tokenizer: Tokenizer, positions: int) -> Answer:
 def check_model(body: Answer, service: Service) -> None:
     """Raise HttpProblem where a request names another model than the one that is served."""
     name = body.get("model")
+    if name is not None and not isinstance(name, str):
+        raise HttpProblem(
+            400, f"model={shown(name)} is not a text; use {service.model_id}, or leave model out", "model"
+        )
     if name is not None and name != service.model_id:
         sentence = f"the model {shown(name)} is not served here; use {service.model_id}, or leave model out"
         raise HttpProblem(404, sentence, "model", code="model_not_found")
