@@ -3,6 +3,7 @@
 import hmac
 import ipaddress
 import json
+import socket
 import time
 import traceback
 
@@ -97,14 +98,15 @@ def has_key(request: Request, key: str) -> bool:
     return hmac.compare_digest(given.strip().encode(), key.encode()) and kind.lower() == "bearer"
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address to bind to can only be reached from this machine."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def is_loopback(address: str) -> bool:
+    """Return whether an IP address can only be reached from this machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def names_of(host: str, listener: socket.socket) -> frozenset[str] | None:
+    """Return the names that a Host header may have; None, which is any, where other machines reach the server."""
+    address = listener.getsockname()[0]
+    return LOOPBACK_NAMES | {host.lower(), address} if is_loopback(address) else None
 
 
 def line_of(scope: Scope, status: int, sent: int, seconds: float) -> str:

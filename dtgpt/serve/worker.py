@@ -5,6 +5,7 @@ over in one call. Everything else is for event loops.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -218,9 +219,21 @@ class Worker:
         """Return the state and the numbers of rows."""
         running = min(self._rows, self._slots())
         state = self._state
-        if state == "ready" and self._rows and time.monotonic() - self._last_round > self.limits.stalled:
+        if state == "ready" and self.seconds_without_round() > self.limits.stalled:
             state = "stalled"
         return Status(state, self._rows - running, running, self._slots())
+
+    def seconds_without_round(self) -> float:
+        """Return for how long work has been waiting without a round."""
+        return time.monotonic() - self._last_round if self._rows else 0.0
+
+    def abandon(self, cause: str) -> None:
+        """Answer all requests that the engine has failed, where its thread cannot, and end the process a second later
+        with code 1."""
+        self._state, self._cause = "failed", cause
+        for ticket in list(self._tickets):
+            ticket.fail(Failed(cause))
+        asyncio.get_running_loop().call_later(1.0, os._exit, 1)
 
     # For any thread, and for signal handlers: `SimpleQueue.put` may interrupt itself
 
