@@ -40,10 +40,10 @@ def test_an_answer_is_written_as_megatron_writes_it():
 def test_the_seed_in_the_header_gives_the_same_answer_again(api):
     asked = {"prompts": ["one", "two"], "tokens_to_generate": 20}
     first, other = api(**asked), api(**asked)
-    seed = first.headers["x-random-seed"]
-    assert first.text != other.text and seed != other.headers["x-random-seed"]
+    seed = first.headers["x-seed"]
+    assert first.text != other.text and seed != other.headers["x-seed"]
     again = api(**asked, random_seed=int(seed))
-    assert again.text == first.text and again.headers["x-random-seed"] == seed
+    assert again.text == first.text and again.headers["x-seed"] == seed
 
 
 def test_an_answer_does_not_depend_on_the_other_prompts_of_a_batch(api):
