@@ -12,9 +12,9 @@ from starlette.routing import Route
 from dtgpt.serve.body import read_json
 from dtgpt.serve.megatron_jobs import answer, make_jobs
 from dtgpt.serve.megatron_request import read_request
+from dtgpt.serve.openai import SEED
 from dtgpt.serve.service import THREADS, Service, watched
 
-SEED = "X-Random-Seed"  # header of the answer: with the seed in it, the request gets the same answer again
 SEEDS = 2**31  # of requests that name none
 
 

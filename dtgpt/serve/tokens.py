@@ -10,6 +10,8 @@ from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.serve.body import read_json
+from dtgpt.serve.openai_keys import read_text
+from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
 from dtgpt.serve.service import THREADS, Service
 from dtgpt.util.errors import shown
@@ -23,7 +25,8 @@ def routes(service: Service) -> list[Route]:
     def about(make: Callable[[Answer, Service], Answer]) -> Callable:
         async def route(request: Request) -> Response:
             body = await read_json(request, service.limits)
-            check_model(body, service)
+            name = body.get("model")
+            check_model(None if name is None else read_text("model", name), service.model_id)
             # Texts may be long: they are encoded and decoded beside the event loop.
             found = await asyncio.get_running_loop().run_in_executor(THREADS, make, body, service)
             return JSONResponse(found)
@@ -46,7 +49,7 @@ def tokenize(body: Answer, service: Service) -> Answer:
     text, tokenizer = body.get("prompt"), service.tokenizer
     if not isinstance(text, str):
         raise HttpProblem(400, f'prompt={shown(text)} is not a text; send one, such as "Hello"', "prompt")
-    ids = tokenizer.encode(text, special=True)
+    ids = tokenizer.encode(text, special=tokenizer.names_special)
     if _switch(body, "add_special_tokens") and tokenizer.begin_of_text is not None:
         ids = [tokenizer.begin_of_text, *ids]
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
@@ -75,14 +78,6 @@ def describe(tokenizer: Tokenizer, positions: int) -> Answer:
         "model_max_length": positions, "bos_token": _name(tokenizer, begin),
         "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None, "chat_template": None,
     }  # fmt: skip
-
-
-def check_model(body: Answer, service: Service) -> None:
-    """Raise HttpProblem where a request names another model than the one that is served."""
-    name = body.get("model")
-    if name is not None and name != service.model_id:
-        sentence = f"the model {shown(name)} is not served here; use {service.model_id}, or leave model out"
-        raise HttpProblem(404, sentence, "model", code="model_not_found")
 
 
 def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
