@@ -111,8 +111,8 @@ def _follow(model: Model, need: Need, seconds: float) -> None:
     """Do what rank 0 commands, until it ends."""
     from dtgpt.serve.life import EndBySignal
 
-    with EndBySignal(None, seconds):
-        model.generator.run(lambda: need, lambda session: None)
+    EndBySignal(None, seconds).install()
+    model.generator.run(lambda: need, lambda session: None)
 
 
 def _server(model: Model, path: Path, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":

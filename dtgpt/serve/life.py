@@ -5,7 +5,6 @@ import signal
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Self
 
 from dtgpt.run.signals import IMPATIENT, STOPPING
 from dtgpt.serve.worker import Worker
@@ -15,8 +14,8 @@ SILENT = 60.0  # seconds without a round, with work waiting, after which a rank 
 
 
 class EndBySignal:
-    """A context in which the first SIGINT, SIGTERM or SIGHUP drains the worker, and a second one ends the process at
-    once. On ranks without a worker the first one does nothing: rank 0 ends them.
+    """From `install` to the end of the process, the first SIGINT, SIGTERM or SIGHUP drains the worker, and a second one
+    ends the process at once. On ranks without a worker the first one does nothing: rank 0 ends them.
 
     Under torchrun, which passes Ctrl-C on, a signal within two seconds of the first is the same one.
     """
@@ -26,14 +25,11 @@ class EndBySignal:
         self._worker, self._seconds = worker, seconds
         self._first: float | None = None
 
-    def __enter__(self) -> Self:
-        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._handle) for number in heard}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def install(self) -> None:
+        """Handle the signals that the process was not started to ignore, as it is under nohup."""
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

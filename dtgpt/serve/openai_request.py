@@ -100,9 +100,8 @@ def _read_prompts(given: Any, generator: Generator, limits: Limits) -> list[Prom
         raise HttpProblem(400, f"prompt is empty; give {KINDS}", "prompt")
     if len(several) > limits.prompts:
         raise HttpProblem(400, f"{len(several)} prompts are too many; send up to {limits.prompts}", "prompt")
-    kinds = {type(prompt) for prompt in several}
-    if len(kinds) > 1:
-        raise HttpProblem(400, f"prompt={shown(given)} mixes kinds of prompts; give {KINDS}", "prompt")
+    if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
+        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
     try:
         return [_read_prompt(prompt, generator) for prompt in several]
     except UserError as error:

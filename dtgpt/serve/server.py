@@ -8,7 +8,7 @@ from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
 from dtgpt.serve.life import EndBySignal, end_where_a_rank_is_silent
 from dtgpt.serve.service import Service
-from dtgpt.serve.warm_up import warm_up
+from dtgpt.inference.warm_up import warm_up
 from dtgpt.util.console import say, say_error
 
 
@@ -31,10 +31,10 @@ class Server:
                 say_error("preparing steps of all shapes, which takes up to a minute (--warm-up off: at first use)")
             warm_up(session, generator.slots, generator.config.seq_length, graphs)
         allow_many_connections()
-        with EndBySignal(self._service.worker, drain):
-            self._http.start()
-            say(f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions")
-            self._service.worker.run(session)
+        EndBySignal(self._service.worker, drain).install()
+        self._http.start()
+        say(f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions")
+        self._service.worker.run(session)
 
     def close(self) -> None:
         """Send the answers that are under way, and close all connections."""

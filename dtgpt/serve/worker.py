@@ -173,6 +173,8 @@ class Worker:
     def submit(self, jobs: list[Job]) -> Ticket:
         """Hand the jobs of a request to the engine. Raise UserError for a job that can never be done, Refused where the
         queue is full or the server does not take requests."""
+        if self._state != "ready":
+            raise self._refusal()
         for job in jobs:
             self._check(job)
             if job.rows > self._slots():
@@ -180,8 +182,6 @@ class Worker:
                     f"{counted(job.rows, 'sequence')} of one prompt are more than the {self._slots()} that this server "
                     "generates at the same time; ask for fewer"
                 )
-        if self._state != "ready":
-            raise self._refusal()
         rows, limit = sum(job.rows for job in jobs), self.limits.queue
         if rows > limit:
             raise UserError(f"the request asks for {rows:,} sequences; ask for {limit:,} at most")
@@ -333,12 +333,13 @@ def _deliver(batch: dict[Ticket, list[Update]]) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function on an event loop, unless the loop has ended."""
+    """Call a function on an event loop, or here where the loop has ended: nobody waits there."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
         if not loop.is_closed():
             raise
+        function(*arguments)
 
 
 def _ended(update: Update) -> Update:
