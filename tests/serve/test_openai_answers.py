@@ -1,6 +1,7 @@
 """Requests and answers of OpenAI's completions without a network: keys, log-probabilities, names, streams."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -106,6 +107,18 @@ def test_special_names_in_a_text_are_tokens_and_a_missing_prompt_begins_a_docume
     with pytest.raises(HttpProblem, match="does not know the character") as caught:
         read(characters, prompt="é")
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("asked", [
+    {"prompt": [5, 257], "echo": True, "logprobs": 1}, {"prompt": [5, 257]}, {"logit_bias": {"257": 1}},
+    {"stop_token_ids": [257], "min_tokens": 3},
+], ids=str)  # fmt: skip
+def test_ids_that_only_the_model_has_are_refused(asked):
+    """A model with more tokens than its tokenizer, as where the vocabulary is padded, never draws them."""
+    generator = generator_of(replace(CONFIG, vocab_size=300), BYTES)
+    with pytest.raises(HttpProblem, match="0 to 256") as caught:
+        read(generator, **{"prompt": "x", **asked})
+    assert caught.value.status == 400
 
 
 def test_tokens_are_named_by_their_text_their_bytes_or_their_id(tmp_path):
