@@ -44,18 +44,13 @@ async function problemOf(response) {
   if (response.status === 429 || response.status === 503) {
     message = `${sentence(message)} Try again${wait ? ` in ${wait} s` : " in a moment"}.`;
   }
-  return new Problem(sentence(message), { status: response.status, param: param ?? keyIn(message) });
+  return new Problem(sentence(message), { status: response.status, param });
 }
 
 // With a capital, except of a key, and a full stop.
 function sentence(text) {
   const whole = String(text).trim().replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());
   return /[.!?]$/.test(whole) ? whole : `${whole}.`;
-}
-
-// The key of a request that a message begins with.
-function keyIn(message) {
-  return /^(\w+)(?:=| must | cannot )/.exec(message)?.[1] ?? null;
 }
 
 export async function models(key) {

@@ -1,4 +1,4 @@
-// Elements, made without HTML: all text goes through textContent.
+// Elements. All text goes through textContent: nothing that a model writes becomes markup.
 
 export const find = (selector) => document.querySelector(selector);
 

@@ -166,8 +166,7 @@ function explain(problem) {
   place.textContent = problem ? problem.message : "";
   settings.unmark();
   if (!problem) return;
-  if (problem.status === 401) settings.mark("key");
-  else if (problem.param) settings.mark(problem.param);
+  settings.mark(problem.status === 401 ? { param: "key" } : problem);
   place.scrollIntoView({ block: "nearest" });
 }
 

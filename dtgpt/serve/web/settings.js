@@ -116,17 +116,19 @@ export class Settings {
       try {
         body[key] = parse(field, this.value(field.name));
       } catch (error) {
-        this.mark(field.name);
-        throw error;
+        throw Object.assign(error, { param: field.name });
       }
     }
     return body;
   }
 
-  // Mark the field that a key of a request came from, and show it.
-  mark(name) {
+  // Mark the field that a problem is about, and show it: that of its key, or else of a key that its sentence names.
+  mark({ param, message }) {
     this.unmark();
-    const found = this.fields().find(({ field }) => [field.name, field.v1, field.api].includes(name) && this.applies(field));
+    const keys = (field) => [field.name, field.v1, field.api].filter(Boolean);
+    const names = (key) => new RegExp(`\\b${key}${key.includes("_") ? "\\b" : "(=| must| cannot)"}`).test(message);
+    const fields = this.fields().filter(({ field }) => this.applies(field));
+    const found = fields.find(({ field }) => keys(field).includes(param)) ?? fields.find(({ field }) => keys(field).some(names));
     if (!found) return;
     found.input.setAttribute("aria-invalid", "true");
     for (let box = found.row.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
