@@ -11,15 +11,15 @@ export class Problem extends Error {
 const UNREACHABLE = "The server does not answer. Is dtgpt serve still running at this address?";
 const NO_KEY = "This server needs an API key; type it in under Server.";
 const WRONG_KEY = "The server does not accept this API key; type it in again.";
-const BROKEN_OFF = "The connection ended before the answer did. The text so far is kept; Continue goes on from there.";
+const BROKEN_OFF = "The connection ended before the answer did. Continue goes on from the text so far.";
 
 async function ask(path, { method = "POST", body, key, signal } = {}) {
   const headers = {};
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (body) headers["Content-Type"] = "application/json";
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     // a key of characters that a header cannot have is not sent at all

@@ -14,6 +14,10 @@ export function make(name, properties = {}, ...children) {
   return element;
 }
 
+export function button(label, onclick, properties = {}) {
+  return make("button", { type: "button", class: "quiet", onclick, ...properties }, label);
+}
+
 export function counted(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
