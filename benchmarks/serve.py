@@ -10,7 +10,6 @@ next one when it has the whole answer to the one before. Clients are a process o
 """
 
 import argparse
-import asyncio
 import json
 import random
 import re
@@ -22,10 +21,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from serve_clients import Answer, run_clients
+from serve_clients import Answer
 from torch import Tensor
 
 import dtgpt
@@ -103,9 +102,16 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> None:
     print(model.generator.run(lambda: Need(args.clients, 1), work))
 
 
+class Running(NamedTuple):
+    """A server that listens."""
+
+    port: int
+    process: int
+
+
 @contextmanager
-def server(folder: Path, args: argparse.Namespace) -> Iterator[int]:
-    """A server in a process of its own; its port."""
+def server(folder: Path, args: argparse.Namespace) -> Iterator[Running]:
+    """A server in a process of its own."""
     command = [sys.executable, "-m", "dtgpt", "serve", str(folder), "--port", "0", "--slots", str(args.clients)]
     process = subprocess.Popen([*command, "--device", args.device], stdout=subprocess.PIPE, text=True)
     try:
@@ -115,7 +121,7 @@ def server(folder: Path, args: argparse.Namespace) -> Iterator[int]:
         if found is None:
             raise SystemExit(f"the server did not start: {line}")
         reader = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)  # its log
-        yield int(found[1])
+        yield Running(int(found[1]), process.pid)
         process.terminate()
         process.wait(60)
         reader.wait(10)
@@ -138,10 +144,9 @@ def percentile(values: list[float], share: float) -> float:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     clients = requests_of(args)
     engine = engine_rate(folder, args)
-    with server(folder, args) as port:
-        asyncio.run(run_clients(port, [clients[0][:1]]))
-        alone = [answer.first - answer.begin for answer in answers_of(port, [clients[0] * 5])[0]]
-        answers = answers_of(port, clients)
+    with server(folder, args) as running:
+        alone = [answer.first - answer.begin for answer in answers_of(running.port, [clients[0] * 5])[0]]
+        answers = answers_of(running.port, clients)
     flat = [answer for client in answers for answer in client]
     seconds = max(answer.end for answer in flat) - min(answer.begin for answer in flat)
     new = sum(request["max_tokens"] for client in clients for request in client)

@@ -33,7 +33,7 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
   dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
       run the same steps under several plans and on one process, and compare
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
-      continue texts with the newest checkpoint of a run, or another model
+      continue texts with a run's newest checkpoint, another model, or a server
   dtgpt serve MODEL [--host ADDRESS] [--port N]
       answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt

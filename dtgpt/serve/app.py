@@ -49,10 +49,10 @@ def status_routes(service: Service) -> list[Route]:
     async def metrics(request: Request) -> Response:
         status = service.worker.status()
         gauges = {
-            "dtgpt_waiting": ("Sequences that wait for a slot.", float(status.waiting)),
-            "dtgpt_running": ("Sequences that are generated.", float(status.running)),
-            "dtgpt_slots": ("Sequences that are generated at the same time, at most.", float(status.slots)),
-            "dtgpt_ready": ("1 where the server takes requests.", float(status.healthy)),
+            "dtgpt_waiting": ("Sequences that wait for a slot.", status.waiting),
+            "dtgpt_running": ("Sequences that are generated.", status.running),
+            "dtgpt_slots": ("Sequences that are generated at the same time, at most.", status.slots),
+            "dtgpt_ready": ("1 where the server takes requests.", int(status.healthy)),
         }
         return Response(service.metrics.text(gauges), media_type="text/plain; version=0.0.4")
 

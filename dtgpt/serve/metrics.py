@@ -22,7 +22,7 @@ class Counter:
         """Yield the lines of Prometheus' text format."""
         yield from _head(self._name, self._text, "counter")
         for labels, value in sorted(self._values.items()):
-            yield f"{self._name}{_labels(zip(self._labels, labels, strict=True))} {value:g}"
+            yield f"{self._name}{_labels(zip(self._labels, labels, strict=True))} {value}"
 
 
 class Histogram:
@@ -44,7 +44,7 @@ class Histogram:
         for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
             below += count
             yield f'{self._name}_bucket{{le="{bound}"}} {below}'
-        yield f"{self._name}_sum {self._sum:g}"
+        yield f"{self._name}_sum {self._sum}"
         yield f"{self._name}_count {below}"
 
 
@@ -63,7 +63,7 @@ class Metrics:
         """Return all counters and the `gauges` (description and value by name) in Prometheus' text format."""
         lines = [line for metric in vars(self).values() for line in metric.lines()]
         for name, (description, value) in gauges.items():
-            lines += [*_head(name, description, "gauge"), f"{name} {value:g}"]
+            lines += [*_head(name, description, "gauge"), f"{name} {value}"]
         return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,10 @@
 """The keys of a request to OpenAI's completions: the type, the range and the default of each."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import MOST_SEQUENCES, advice
+from dtgpt.inference.options import MOST_SEQUENCES
 from dtgpt.inference.sampling import BIAS, HIGHEST_TEMPERATURE, LARGEST_TOP_K, PENALTY
 from dtgpt.inference.text import check_stop_strings
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_NGRAM, MOST_STOPS
@@ -12,6 +13,11 @@ from dtgpt.util.errors import UserError, shown, shown_name
 
 MOST_LOGPROBS = 5  # as OpenAI's API
 LONGEST_ID = 20  # digits of an id that is a key of an object
+ELSEWHERE = {  # names that other programs have for a key
+    "max_new_tokens": "max_tokens", "tokens_to_generate": "max_tokens", "max_completion_tokens": "max_tokens",
+    "num_return_sequences": "n", "random_seed": "seed", "stop_strings": "stop", "until": "stop", "prompts": "prompt",
+    "top_logprobs": "logprobs", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids",
+}  # fmt: skip
 
 Reader = Callable[[str, Any], Any]  # (key, value) -> value; raises HttpProblem
 
@@ -28,7 +34,9 @@ def read_keys(body: Mapping[str, Any]) -> dict[str, Any]:
     is unknown: ignoring it would give another text than its sender expects."""
     for name in body:
         if name not in KEYS and body[name] is not None:
-            raise HttpProblem(400, f"there is no key {shown_name(name)}; {advice(name, tuple(KEYS))}", name)
+            near = difflib.get_close_matches(ELSEWHERE.get(name, name)[:99], KEYS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            raise HttpProblem(400, f"there is no key {shown(name)}; {remedy}", shown_name(name))
     return {
         name: key.default if body.get(name) is None else key.read(name, body[name]) for name, key in KEYS.items()
     }  # fmt: skip

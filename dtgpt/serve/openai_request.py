@@ -100,9 +100,8 @@ def _read_prompts(given: Any, generator: Generator, limits: Limits) -> list[Prom
         raise HttpProblem(400, f"prompt is empty; give {KINDS}", "prompt")
     if len(several) > limits.prompts:
         raise HttpProblem(400, f"{len(several)} prompts are too many; send up to {limits.prompts}", "prompt")
-    kinds = {type(prompt) for prompt in several}
-    if len(kinds) > 1:
-        raise HttpProblem(400, f"prompt={shown(given)} mixes kinds of prompts; give {KINDS}", "prompt")
+    if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
+        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
     try:
         return [_read_prompt(prompt, generator) for prompt in several]
     except UserError as error:
@@ -137,9 +136,9 @@ def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code="context_length_exceeded")
-    job = Job(prompt.ids, _options(keys, new, seed), index)
+    job = Job(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
     try:
-        job.options.check_extra(generator.config.vocab_size)
+        job.options.check_extra(generator.vocab_size)
         generator.check(job)
     except UserError as error:
         raise _renamed(error) from None
@@ -156,7 +155,7 @@ def _too_long(prompt: int, new: int, positions: int) -> str:
     )
 
 
-def _options(keys: dict[str, Any], new_tokens: int, seed: int) -> Options:
+def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) -> Options:
     same = (
         "frequency_penalty", "presence_penalty", "logit_bias", "stop_token_ids", "do_sample", "no_repeat_ngram_size",
         "top_p_decay", "top_p_bound", "stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon",
@@ -166,7 +165,7 @@ def _options(keys: dict[str, Any], new_tokens: int, seed: int) -> Options:
     return Options(
         max_new_tokens=new_tokens, min_new_tokens=keys["min_tokens"], seed=seed, ends=not keys["ignore_eos"],
         temperature=0.0 if greedy else keys["temperature"], top_k=max(0, keys["top_k"]), top_p=keys["top_p"] or 1.0,
-        num_return_sequences=keys["best_of"], stop_strings=keys["stop"], top_logprobs=logprobs or 0,
+        num_return_sequences=keys["best_of"], stop_strings=keys["stop"], top_logprobs=min(logprobs or 0, vocab_size),
         prompt_logprobs=(keys["echo"] and logprobs is not None) or new_tokens == 0,
         **{name: keys[name] for name in same},
     )  # fmt: skip

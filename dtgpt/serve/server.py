@@ -1,14 +1,15 @@
 """A server from its start to its end, on rank 0."""
 
+import gc
 import socket
 from functools import partial
 
 from dtgpt.inference.session import Session
+from dtgpt.inference.warm_up import warm_up
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, allow_many_connections
 from dtgpt.serve.life import EndBySignal, end_where_a_rank_is_silent
 from dtgpt.serve.service import Service
-from dtgpt.inference.warm_up import warm_up
 from dtgpt.util.console import say, say_error
 
 
@@ -31,6 +32,8 @@ class Server:
                 say_error("preparing steps of all shapes, which takes up to a minute (--warm-up off: at first use)")
             warm_up(session, generator.slots, generator.config.seq_length, graphs)
         allow_many_connections()
+        gc.collect()
+        gc.freeze()  # what was imported need not be searched for garbage again, which takes as long as many steps
         EndBySignal(self._service.worker, drain).install()
         self._http.start()
         say(f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions")

@@ -1,7 +1,10 @@
 """The names of tokens in answers: their text, where it is whole characters."""
 
+from functools import cached_property
+
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.inference.text import BROKEN
+from dtgpt.inference.text import TextStream
+from dtgpt.util.errors import UserError
 
 
 class TokenNames:
@@ -25,13 +28,19 @@ class TokenNames:
             return ""
         spelled = tokenizer.bytes_of(i)
         if spelled is None:
-            alone = tokenizer.decode([i])
-            behind = tokenizer.decode([i, i])[len(alone) :]  # a library may drop a blank at the beginning
-            return "" if BROKEN in behind else behind
+            return TextStream(tokenizer, self._before).add(i)
         try:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Ids of a text that stands before a token: a library may drop the blank at the beginning of a text."""
+        try:
+            return self._tokenizer.encode("a") if self._tokenizer else []
+        except UserError:  # a vocabulary of characters, without this one
+            return []
 
 
 def by_id(i: int) -> str:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.serve.body import read_json
-from dtgpt.serve.openai_keys import read_text
+from dtgpt.serve.openai_keys import read_switch, read_text
 from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
 from dtgpt.serve.service import THREADS, Service
@@ -50,10 +50,11 @@ def tokenize(body: Answer, service: Service) -> Answer:
     if not isinstance(text, str):
         raise HttpProblem(400, f'prompt={shown(text)} is not a text; send one, such as "Hello"', "prompt")
     ids = tokenizer.encode(text, special=tokenizer.names_special)
-    if _switch(body, "add_special_tokens") and tokenizer.begin_of_text is not None:
-        ids = [tokenizer.begin_of_text, *ids]
+    opening = tokenizer.encode("")  # which some tokenizers put before every text
+    if not _switch(body, "add_special_tokens", True) and ids[: len(opening)] == opening:
+        ids = ids[len(opening) :]
     found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
-    if _switch(body, "return_token_strs"):
+    if _switch(body, "return_token_strs", False):
         found["token_strs"] = [tokenizer.decode([i]) for i in ids]
     return found
 
@@ -84,8 +85,6 @@ def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
     return None if i is None else tokenizer.decode([i])
 
 
-def _switch(body: Answer, key: str) -> bool:
+def _switch(body: Answer, key: str, default: bool) -> bool:
     value = body.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise HttpProblem(400, f"{key}={shown(value)} is not a switch; use true or false", key)
-    return bool(value)
+    return default if value is None else read_switch(key, value)

@@ -4,11 +4,13 @@ import json
 import math
 
 import pytest
+from hypothesis import given, settings
 
 from dtgpt.inference.prompts import special_ids
 from dtgpt.serve.app import make_app
 from dtgpt.serve.megatron_jobs import make_jobs
 from dtgpt.serve.megatron_request import read_request
+from tests.serve.test_megatron_request import REQUESTS
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.server import bytes_tokenizer as tokenizer
 from tests.support.server import client, http_client, live_server, served, served_script, tiny_model
@@ -113,6 +115,15 @@ def test_other_methods_types_and_paths_get_megatrons_answers(service):
         plain = http.put("/api", content='{"prompts": ["x"]}', headers={"Content-Type": "text/plain"})
         assert plain.status_code == 415 and "Content-Type was not 'application/json'" in plain.json()["message"]
         assert http.put("/api/", json={"prompts": ["x"]}).status_code == 404
+
+
+@settings(max_examples=120, deadline=None)
+@given(REQUESTS)
+def test_no_request_fails_inside(api, body):
+    response = api(**{"tokens_to_generate": 3, **body})
+    assert response.status_code in (200, 400), response.text
+    found = response.json()
+    assert found.keys() in ({"message"}, {"logprobs", "segments", "text"}, {"scores", "segments", "text"})
 
 
 def test_megatrons_command_line_client_reads_answers_and_refusals(service):

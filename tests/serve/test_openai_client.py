@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import chain
 
 import openai
 import pytest
@@ -146,7 +147,8 @@ def test_a_stream_is_the_answer_in_pieces(client, options):
             assert all(part.logprobs is None for part in parts)
             continue
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert sum((getattr(part.logprobs, name) for part in parts), []) == getattr(choice.logprobs, name)
+            pieces_of_list = [getattr(part.logprobs, name) for part in parts]
+            assert list(chain(*pieces_of_list)) == getattr(choice.logprobs, name)
 
 
 def test_a_stop_string_ends_the_text_before_it_also_across_tokens(client):
@@ -245,16 +247,18 @@ def test_the_key_and_the_host_have_errors_of_their_own():
 
 
 def test_a_full_server_is_asked_again_and_an_ending_one_refuses():
-    with served(make_model(), slots=2, limits=Limits(queue=2)) as service, live_server(service) as address:
-        with client_of(address) as hasty, client_of(address, max_retries=2) as patient:
-            busy = hasty.completions.create(model="tiny", **LONG, n=2, stream=True)
-            next(busy)
-            with pytest.raises(openai.RateLimitError, match="ask again later") as caught:
-                create(hasty)
-            assert caught.value.response.headers["retry-after"] == "1"
-            threading.Timer(0.5, busy.close).start()
-            assert create(patient).choices[0].text
-            service.worker.stop()
-            with pytest.raises(openai.InternalServerError, match="takes no new requests") as caught:
-                create(hasty)
-            assert caught.value.status_code == 503
+    with (
+        served(make_model(), slots=2, limits=Limits(queue=2)) as service, live_server(service) as address,
+        client_of(address) as hasty, client_of(address, max_retries=2) as patient,
+    ):  # fmt: skip
+        busy = hasty.completions.create(model="tiny", **LONG, n=2, stream=True)
+        next(busy)
+        with pytest.raises(openai.RateLimitError, match="ask again later") as caught:
+            create(hasty)
+        assert caught.value.response.headers["retry-after"] == "1"
+        threading.Timer(0.5, busy.close).start()
+        assert create(patient).choices[0].text
+        service.worker.stop()
+        with pytest.raises(openai.InternalServerError, match="takes no new requests") as caught:
+            create(hasty)
+        assert caught.value.status_code == 503

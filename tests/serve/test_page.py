@@ -52,7 +52,8 @@ def test_head_has_the_headers_alone(http):
 
 
 @pytest.mark.parametrize(
-    "path", ["/web/", "/web", "/web/page.py", "/web/%2e%2e/page.py", "/web/..%2fpage.py", "//web/page.css", "/web/main.js/"]
+    "path",
+    ["/web/", "/web", "/web/page.py", "/web/%2e%2e/page.py", "/web/..%2fpage.py", "//web/page.css", "/web/main.js/"],
 )
 def test_no_other_path_is_a_file(http, path):
     assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code == 404

@@ -61,14 +61,24 @@ def test_wrong_values_get_one_sentence(http, path, body, param):
     assert error["param"] == param and ";" in error["message"]
 
 
-def test_what_begins_a_text_is_added_on_request(gpt2):
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/api"])
+def test_a_text_that_the_tokenizer_cannot_split_is_one_sentence(http, path):
+    text = " " * 1_040_000
+    response = http.put(path, json={"prompts": [text]}) if path == "/api" else http.post(path, json={"prompt": text})
+    assert response.status_code == 400 and "run of blanks that is too long" in response.text
+
+
+def test_what_a_tokenizer_puts_before_every_text_is_left_out_on_request(gpt2):
     class WithBegin(type(gpt2)):
         begin_of_text = 27
+
+        def encode(self, text, special=False):
+            return [27, *super().encode(text, special)]
 
     other = WithBegin(gpt2.name, gpt2.pattern, gpt2.ranks)
     assert describe(other, 8)["bos_token"] == "<"
     engine = ScriptedEngine(lambda request, choice: [0])
     with served_script(engine, model_by_rules([]).config, other) as service, client(make_app(service)) as http:
-        asked = {"prompt": "Hello", "add_special_tokens": True}
-        assert http.post("/tokenize", json=asked).json()["tokens"] == [27, 15496]
-        assert http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"] == [15496]
+        for added, expected in ((None, [27, 27, 15496]), (True, [27, 27, 15496]), (False, [27, 15496])):
+            asked = {"prompt": "<Hello", "add_special_tokens": added}
+            assert http.post("/tokenize", json=asked).json()["tokens"] == expected
