@@ -271,8 +271,7 @@ def test_many_connections_at_once(address, service):
 
 def test_an_answer_does_not_depend_on_the_load(http):
     requests = [
-        {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 5 + i % 30, "seed": i, "n": 1 + i % 2}
-        for i in range(128)
+        {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 3 + i % 9, "seed": i} for i in range(128)
     ]
 
     def ask(request):
