@@ -23,6 +23,7 @@ class Kind(IntEnum):
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
+    PREFILL_BATCH = 8  # count, *slots, *lengths, *ids of all prompts
 
 
 class Channel:
