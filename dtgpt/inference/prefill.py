@@ -1,6 +1,7 @@
 """Prompts to the cache: one or several in a pass, of one padded length, as CUDA graphs on a GPU."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Prefill:
             return torch.zeros_like(inputs[0]), torch.full_like(inputs[1], self._scratch)
 
         def work(tokens: Tensor, places: Tensor) -> None:
-            with without_split_k(tokens.device):
+            with without_split_k(tokens.device) if self.batch_tokens else nullcontext():
                 self._step.prefill_padded(tokens, places)
 
         self._graphs.run(("prefill", *shape), work, inputs, idle)
