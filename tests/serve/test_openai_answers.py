@@ -154,6 +154,9 @@ def test_offsets_count_characters_of_the_text_also_where_tokens_share_one():
     lists = found.take(len("aé€bü!"))
     assert lists["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5]
     assert lists["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    broken = Logprobs(TokenNames(BYTES), BYTES, Prompt([97], "a"), echo=False)
+    broken.add([0xCA, 98, 0xE2, 0x82, 99, 0xAC, 100], [-1.0] * 7, [])
+    assert broken.take(6)["text_offset"] == [0, 1, 2, 2, 3, 4, 5]  # of "\ufffdb\ufffdc\ufffdd"
     empty = Logprobs(TokenNames(BYTES), BYTES, Prompt([256], ""), echo=True)
     empty.add_prompt(Score(ids=[256], logprobs=[], greedy=[]))
     empty.add([97], [-1.0], [])

@@ -21,5 +21,5 @@ def test_health_and_metrics(service):
 def test_health_of_a_live_server(service):
     with live_server(service) as address, http_client(address) as http:
         assert http.get("/health").status_code == 200
-        assert http.get("/nothing").json()["error"]["type"] == "not_found_error"
+        assert http.get("/nothing").json()["error"]["type"] == "invalid_request_error"
         assert http.post("/health").status_code == 405
