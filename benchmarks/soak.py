@@ -50,9 +50,7 @@ def held_by(process: int, port: int) -> Held:
     while (numbers := gauges(port))["dtgpt_running"] + numbers["dtgpt_waiting"] and time.monotonic() < end:
         time.sleep(0.05)
     status = Path(f"/proc/{process}/status").read_text()
-    resident, threads = (
-        int(re.search(rf"^{name}:\s+([0-9]+)", status, re.MULTILINE)[1]) for name in ("VmRSS", "Threads")
-    )
+    found = dict(re.findall(r"^(VmRSS|Threads):\s+([0-9]+)", status, re.MULTILINE))
     files = len(os.listdir(f"/proc/{process}/fd"))
     return Held(
         1024 * int(found["VmRSS"]), int(found["Threads"]), files, numbers["dtgpt_running"], numbers["dtgpt_waiting"]

@@ -16,7 +16,7 @@ from dtgpt.inference.completion import Completion
 from dtgpt.inference.session import Job, Session, Update
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.metrics import Metrics
-from dtgpt.serve.problems import HttpProblem
+from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -71,6 +71,7 @@ class Ticket:
         self._left = len(jobs)
         self._error: HttpProblem | None = None
         self._news = asyncio.Event()
+        self._wakes = True  # whoever reads the updates, at each round; else at the end
         self._timer = self.loop.call_later(worker.limits.seconds, self.fail, TimeLimit(worker.limits.seconds))
 
     async def rounds(self) -> AsyncIterator[list[Update]]:
@@ -90,6 +91,7 @@ class Ticket:
     async def completions(self) -> list[list[Completion]]:
         """Return the sequences of each job, when all are finished."""
         found: list[list[Completion]] = [[] for _ in self.jobs]
+        self._wakes = False
         async for updates in self.rounds():
             for update in updates:
                 if update.completions is not None:
@@ -119,8 +121,9 @@ class Ticket:
             self._worker.metrics.first_token.observe(self.first - self.started)
         self.new_tokens += sum(len(update.ids) for update in updates)
         self._updates += updates
-        self._news.set()
         self._left -= sum(update.completions is not None for update in updates)
+        if self._wakes or not self._left:
+            self._news.set()
         if not self._left:
             self._timer.cancel()
             self._worker._end(self)
@@ -289,7 +292,10 @@ class Worker:
     def _begin(self, session: Session, ticket: Ticket) -> None:
         """Hand the jobs of a ticket to the session."""
         for index, job in enumerate(ticket.jobs):
-            number = session.submit(job)
+            try:
+                number = session.submit(job)
+            except UserError as error:  # which `submit` should have found
+                return _call(ticket.loop, ticket.fail, bad_request(error))
             self._places[number] = _Place(ticket, index)
             self._numbers.setdefault(ticket, []).append(number)
 

@@ -27,7 +27,8 @@ export class Choice {
     return this.prompt + this.characters.slice(this.lead).join("");
   }
 
-  // Take a choice of an event, whose offsets count from the beginning of that request's text.
+  // Take a choice of an event, whose offsets count from the beginning of that request's text. Return the number of new
+  // tokens that are not the prompt's.
   add(part) {
     for (const character of part.text) this.characters.push(character);
     const { tokens = [], token_logprobs: logprobs, top_logprobs: tops, text_offset: offsets } = part.logprobs ?? {};
@@ -39,6 +40,7 @@ export class Choice {
     if (part.prompt_token_ids) this.named = this.lead && !this.base ? 0 : part.prompt_token_ids.length;
     this.named += tokens.length;
     this.finish = part.finish_reason ?? this.finish;
+    return (offsets ?? []).filter((offset) => this.base + offset >= this.lead).length;
   }
 
   // The text of token number i, as far as it is known.
@@ -79,7 +81,8 @@ export class Choice {
 
   // Return a copy of the first tokens that has not ended.
   open(length = this.tokens.length) {
-    const copy = Object.assign(new Choice(this.prompt), this, { finish: null, score: null, shared: 0, ids: [], named: 0 });
+    const fresh = { finish: null, score: null, shared: 0, ids: [], named: 0 };
+    const copy = Object.assign(new Choice(this.prompt), this, fresh);
     const end = length < this.tokens.length ? this.tokens[length].start : this.characters.length;
     copy.characters = this.characters.slice(0, end);
     copy.tokens = this.tokens.slice(0, length);
@@ -87,7 +90,7 @@ export class Choice {
   }
 }
 
-// The beams that a search found, best first.
+// The beams that a search found, best first. prompt: with the token that was put before it, if any.
 export function beams(found, prompt) {
   const best = [...found.text[0]];
   return found.text.map((text, i) => {
@@ -102,15 +105,15 @@ export function beams(found, prompt) {
   });
 }
 
-// Give beams the probabilities that the server found for their whole texts, where it cut these into the same tokens.
-export function withProbabilities(choices, scored) {
+// Give beams the probabilities that the server found for their whole texts, where it cut these into as many tokens.
+export function addProbabilities(choices, found, scored) {
   choices.forEach((choice, i) => {
     const whole = new Choice("");
     whole.add({ ...scored[i], finish_reason: null });
-    const lead = [...choice.prompt].length;
-    whole.tokens = whole.tokens.map((token) => ({ ...token, start: token.start - lead })).filter(({ start }) => start >= 0);
-    const starts = (tokens) => tokens.map((token) => token.start).join();
-    if (starts(whole.tokens) === starts(choice.tokens)) choice.tokens = whole.tokens;
+    if (whole.tokens.length !== found.segments[i].length || whole.text !== found.text[i]) return;
+    const lead = whole.characters.length - choice.characters.length;
+    const tokens = whole.tokens.map((token) => ({ ...token, start: token.start - lead }));
+    choice.tokens = tokens.filter((token) => token.start >= 0);
   });
 }
 

@@ -11,15 +11,15 @@ export class Problem extends Error {
 const UNREACHABLE = "The server does not answer. Is dtgpt serve still running at this address?";
 const NO_KEY = "This server needs an API key; type it in under Server.";
 const WRONG_KEY = "The server does not accept this API key; type it in again.";
-const BROKEN_OFF = "The connection ended before the answer did. The text so far is kept; Continue goes on from there.";
+const BROKEN_OFF = "The connection ended before the answer did. Continue goes on from the text so far.";
 
 async function ask(path, { method = "POST", body, key, signal } = {}) {
   const headers = {};
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (body) headers["Content-Type"] = "application/json";
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     // a key of characters that a header cannot have is not sent at all
@@ -44,18 +44,13 @@ async function problemOf(response) {
   if (response.status === 429 || response.status === 503) {
     message = `${sentence(message)} Try again${wait ? ` in ${wait} s` : " in a moment"}.`;
   }
-  return new Problem(sentence(message), { status: response.status, param: param ?? keyIn(message) });
+  return new Problem(sentence(message), { status: response.status, param });
 }
 
 // With a capital, except of a key, and a full stop.
 function sentence(text) {
   const whole = String(text).trim().replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());
   return /[.!?]$/.test(whole) ? whole : `${whole}.`;
-}
-
-// The key of a request that a message begins with.
-function keyIn(message) {
-  return /^(\w+)(?:=| must | cannot )/.exec(message)?.[1] ?? null;
 }
 
 export async function models(key) {

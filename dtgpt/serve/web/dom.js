@@ -1,4 +1,4 @@
-// Elements, made without HTML: all text goes through textContent.
+// Elements. All text goes through textContent: nothing that a model writes becomes markup.
 
 export const find = (selector) => document.querySelector(selector);
 
@@ -12,6 +12,10 @@ export function make(name, properties = {}, ...children) {
   }
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+export function button(label, onclick, properties = {}) {
+  return make("button", { type: "button", class: "quiet", onclick, ...properties }, label);
 }
 
 export function counted(number, noun) {

@@ -1,7 +1,7 @@
 // The page: from buttons and keys to runs, and from runs to what is shown.
 
 import { countTokens, models } from "./api.js";
-import { counted, find, make } from "./dom.js";
+import { button, counted, find } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Run } from "./run.js";
 import { Settings, recall, remember } from "./settings.js";
@@ -11,6 +11,7 @@ const PROMPT = "dtgpt.prompt";
 const THEME = "dtgpt.theme";
 const RUNS = 50; // that can be gone back to
 const EXAMPLES = ["Once upon a time", "The capital of France is", "def fibonacci(n):"];
+const wide = matchMedia("(min-width: 60rem)");
 const isMac = /Mac|iPhone|iPad/.test(navigator.platform);
 
 let timer; // of counting the prompt's tokens
@@ -56,14 +57,18 @@ async function start(run) {
   reveal();
   await done;
   refresh(run);
-  if (run === current()) explain(run.problem);
+  if (run === current()) {
+    explain(run.problem);
+    find("#spoken").textContent = run.problem ? "" : `Done, ${counted(run.new, "token")}`;
+  }
   if (!run.choices.some((choice) => choice.text || choice.tokens.length) && run.problem) drop(run);
   if (!model && !run.problem) greet();
 }
 
-// Bring the answer's place into view, which on a phone is below the settings, without the keyboard.
+// Bring the answer's place into view: on a phone, without the keyboard and the settings.
 function reveal() {
   if (matchMedia("(hover: none)").matches) document.activeElement?.blur();
+  if (!wide.matches) find("#settings").open = false;
   const { top } = find("#results").getBoundingClientRect();
   if (top < 0 || top > 0.7 * innerHeight) find("#results").scrollIntoView({ block: "start" });
 }
@@ -138,7 +143,7 @@ function status(run) {
     parts.push(`${counted(run.new, "token")} in ${run.seconds.toFixed(2)} s`);
     const since = run.first || run.began;
     const rate = ((run.ended || performance.now()) - since) / 1000;
-    if (!run.beams && run.new > 8 && rate > 0.05) parts.push(`${Math.round(run.new / rate).toLocaleString("en")} tokens/s`);
+    if (!run.beams && run.new > 8 && rate > 0.05) parts.push(`${counted(Math.round(run.new / rate), "token")}/s`);
   } else if (run.running) {
     parts.push(run.beams ? "Searching" : "Waiting");
   }
@@ -166,8 +171,7 @@ function explain(problem) {
   place.textContent = problem ? problem.message : "";
   settings.unmark();
   if (!problem) return;
-  if (problem.status === 401) settings.mark("key");
-  else if (problem.param) settings.mark(problem.param);
+  settings.mark(problem.status === 401 ? { param: "key" } : problem);
   place.scrollIntoView({ block: "nearest" });
 }
 
@@ -197,7 +201,8 @@ function countSoon() {
     try {
       const count = await countTokens(prompt.value, settings.value("key"), counting.signal);
       const free = (model.max_model_len ?? Infinity) - count;
-      place.textContent = counted(count, "token") + (free < settings.value("max_tokens") ? `, room for ${Math.max(free, 0)}` : "");
+      const room = free < Number(settings.value("max_tokens")) ? `, room for ${Math.max(free, 0)}` : "";
+      place.textContent = counted(count, "token") + room;
     } catch (error) {
       if (error.name !== "AbortError") place.textContent = ""; // a nicety: the answer will say what is wrong
     }
@@ -218,6 +223,11 @@ function typed() {
 function write(text) {
   prompt.value = text;
   typed();
+}
+
+function example(text) {
+  write(text);
+  prompt.focus();
 }
 
 async function copyLink() {
@@ -272,9 +282,8 @@ find("#field-key").addEventListener("change", () => model ?? greet());
 addEventListener("hashchange", followLink);
 addEventListener("pagehide", stop);
 find("#generate kbd").textContent = isMac ? "⌘↵" : "Ctrl ↵";
-find("#examples").append(...EXAMPLES.map((text) => make("button", { type: "button", class: "example", onclick: () => (write(text), prompt.focus()) }, text)));
+find("#examples").append(...EXAMPLES.map((text) => button(text, () => example(text), { class: "example" })));
 
-const wide = matchMedia("(min-width: 60rem)");
 const arrange = () => (find("#settings").open = wide.matches);
 wide.addEventListener("change", arrange);
 arrange();

@@ -46,7 +46,7 @@ export class Popover {
     const rows = token.top.map(([name, logprob]) => this.row(choice, index, name, logprob));
     const rest = 1 - token.top.reduce((sum, [, logprob]) => sum + Math.exp(logprob), 0);
     if (!known) rows.push(make("p", {}, make("code", {}, visible(nameOf(choice, index)))));
-    else if (rest > 0.0005) rows.push(make("p", { class: "others" }, make("span", {}, "all others"), make("span", {}, percent(rest))));
+    else if (rest > 0.0005) rows.push(make("p", { class: "others" }, "all others", make("span", {}, percent(rest))));
     this.box.replaceChildren(...rows, make("p", { class: "hint" }, hintOf(choice, token)));
   }
 
@@ -55,16 +55,17 @@ export class Popover {
     const bar = make("span", { class: "bar" });
     bar.style.setProperty("--p", probability);
     const chosen = name === choice.tokens[index].name;
-    const button = make("button", { type: "button", class: chosen ? "chosen" : "" }, bar, make("code", {}, visible(name)), make("span", { class: "number" }, percent(probability)));
-    button.disabled = NAMELESS.test(name) || choice.tokens[index].start < choice.lead;
-    button.setAttribute("aria-label", `${visible(name)}, ${percent(probability)}${chosen ? ", this is what came" : ""}`);
-    button.addEventListener("click", () => {
+    const label = `${visible(name)}, ${percent(probability)}${chosen ? ", this is what came" : ""}`;
+    const onclick = () => {
       const { card } = this;
       this.hide();
       card.text.focus({ preventScroll: true });
       this.choose(choice, index, name);
-    });
-    return button;
+    };
+    const row = make("button", { type: "button", class: chosen ? "chosen" : "", "aria-label": label, onclick });
+    row.disabled = NAMELESS.test(name) || choice.tokens[index].start < choice.lead;
+    row.append(bar, make("code", {}, visible(name)), make("span", {}, percent(probability)));
+    return row;
   }
 
   // Below the token or, where there is no room, above it. On a phone the style sheet puts the box at the bottom.
@@ -78,13 +79,14 @@ export class Popover {
     this.box.style.top = `${(below ? token.bottom + 4 : token.top - height - 4) + scrollY}px`;
     const sheet = getComputedStyle(this.box).position === "fixed";
     const free = innerHeight - (sheet ? this.box.offsetHeight : 0);
-    if (this.pinned && (token.bottom > free || token.top < 0)) scrollBy({ top: token.bottom - free / 2, behavior: "instant" });
+    const out = token.bottom > free || token.top < 0;
+    if (this.pinned && out) scrollBy({ top: token.bottom - free / 2, behavior: "instant" });
   }
 
   speak(token) {
-    const others = token.top.filter(([name]) => name !== token.name).map(([name, logprob]) => `${name} ${percent(Math.exp(logprob))}`);
-    const own = token.logprob === null ? "" : percent(Math.exp(token.logprob));
-    find("#spoken").textContent = `${token.name} ${own}; ${others.join(", ")}`;
+    const others = token.top.filter(([name]) => name !== token.name);
+    const told = ([name, logprob]) => `${name} ${logprob === null ? "" : percent(Math.exp(logprob))}`;
+    find("#spoken").textContent = `${told([token.name, token.logprob])}; ${others.map(told).join(", ")}`;
   }
 
   enter() {
@@ -120,9 +122,10 @@ export class Popover {
 }
 
 function hintOf(choice, token) {
-  if (token.logprob === null) return choice.score === null ? "The first token has no probability." : "No probability is known.";
+  if (token.logprob === null && choice.score !== null) return "No probability is known.";
+  if (token.logprob === null) return "The first token has no probability.";
   if (token.start < choice.lead) return "This token is part of the prompt.";
-  return token.fixed ? "You chose this token." : "Choose one to go on from it.";
+  return token.fixed ? "You chose this token." : "At temperature 1. Choose one to go on from it.";
 }
 
 // What is seen of a token in the text, else what it is called.

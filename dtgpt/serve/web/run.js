@@ -1,7 +1,7 @@
 // A request on its way, and what it has brought.
 
-import { Choice, beams, withProbabilities } from "./answer.js";
-import { complete, score, search } from "./api.js";
+import { Choice, addProbabilities, beams } from "./answer.js";
+import { Problem, complete, score, search } from "./api.js";
 import { NUMBERS_OF_A_CHOICE } from "./fields.js";
 
 const SEEDS = 1e6; // of requests for which none was chosen: short enough to read out
@@ -64,10 +64,8 @@ export class Run {
     this.body.seed ??= Math.floor(Math.random() * SEEDS);
     const body = { ...this.body, logprobs: NUMBERS_OF_A_CHOICE, return_token_ids: true };
     if (this.prompt.length) body.prompt = this.prompt; // without one, a new text begins
-    const before = this.count();
     for await (const event of complete(body, key, this.abort.signal)) {
-      for (const part of event.choices) this.choices[part.index].add(part);
-      this.new = this.count() - before;
+      for (const part of event.choices) this.new += this.choices[part.index].add(part);
       if (this.new && !this.first) this.first = performance.now();
       changed();
     }
@@ -77,18 +75,20 @@ export class Run {
     const body = { ...this.body, prompts: [this.prompt] };
     if (!this.prompt) body.add_BOS = true;
     const found = await search(body, key, this.abort.signal);
-    this.choices = beams(found, this.prompt);
-    this.new = this.count();
+    if (!found.text.length) throw new Problem("The search found no text.");
+    const begin = body.add_BOS ? found.segments[0][0] : "";
+    this.choices = beams(found, begin + this.prompt);
     this.ended = performance.now();
-    this.version += 1;
+    this.countBeams();
     changed();
     const scored = await score(found.text, NUMBERS_OF_A_CHOICE, key, this.abort.signal);
-    withProbabilities(this.choices, scored);
-    this.version += 1;
+    addProbabilities(this.choices, found, scored);
+    this.countBeams();
   }
 
-  count() {
-    return this.choices.reduce((sum, choice) => sum + choice.written.length, 0);
+  countBeams() {
+    this.new = this.choices.reduce((sum, choice) => sum + choice.tokens.length, 0);
+    this.version += 1;
   }
 
   stop() {

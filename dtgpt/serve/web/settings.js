@@ -1,7 +1,7 @@
 // The settings beside the prompt. They are kept in the browser and go into a link; the API key does neither.
 
 import { FIELDS, GROUPS, parse } from "./fields.js";
-import { counted, find, make } from "./dom.js";
+import { button, counted, find, make } from "./dom.js";
 
 const STORE = "dtgpt.settings";
 const KEY = "dtgpt.key";
@@ -29,7 +29,7 @@ export class Settings {
       this.groups.push({ name: group.name, box, count });
       place.append(box);
     }
-    this.reset = make("button", { type: "button", class: "quiet", onclick: () => this.clear() }, "Reset settings");
+    this.reset = button("Reset settings", () => this.clear());
     place.append(this.reset);
   }
 
@@ -104,7 +104,8 @@ export class Settings {
 
   isInitial(field) {
     const value = this.value(field.name);
-    return field.kind === "number" ? value === "" || Number(value) === field.initial && field.initial !== "" : value === field.initial;
+    if (field.kind !== "number" || field.initial === "") return value === field.initial;
+    return value === "" || Number(value) === field.initial;
   }
 
   // Return the keys of a request, or throw a RangeError whose message is a sentence. `route`: "v1" or "api".
@@ -116,17 +117,20 @@ export class Settings {
       try {
         body[key] = parse(field, this.value(field.name));
       } catch (error) {
-        this.mark(field.name);
-        throw error;
+        throw Object.assign(error, { param: field.name });
       }
     }
     return body;
   }
 
-  // Mark the field that a key of a request came from, and show it.
-  mark(name) {
+  // Mark the field that a problem is about, and show it: that of its key, or else of a key that its sentence names.
+  mark({ param, message }) {
     this.unmark();
-    const found = this.fields().find(({ field }) => [field.name, field.v1, field.api].includes(name) && this.applies(field));
+    const keysOf = ({ field }) => [field.name, field.v1, field.api].filter(Boolean);
+    const isNamed = (key) => new RegExp(`\\b${key}${key.includes("_") ? "\\b" : "(=| must| cannot)"}`).test(message);
+    const fields = this.fields().filter(({ field }) => this.applies(field));
+    const of = (is) => fields.find((control) => keysOf(control).some(is));
+    const found = of((key) => key === param) ?? of(isNamed);
     if (!found) return;
     found.input.setAttribute("aria-invalid", "true");
     for (let box = found.row.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
@@ -165,8 +169,12 @@ export class Settings {
   }
 
   kept() {
-    const given = this.fields().filter(({ field }) => field.kind !== "secret" && !this.isInitial(field));
-    return { mode: this.mode, ...Object.fromEntries(given.map(({ field }) => [field.name, this.value(field.name)])) };
+    return { mode: this.mode, ...Object.fromEntries(this.changes().map(({ name }) => [name, this.value(name)])) };
+  }
+
+  // Fields that are not at their initial values.
+  changes() {
+    return this.fields().map(({ field }) => field).filter((field) => field.kind !== "secret" && !this.isInitial(field));
   }
 
   save() {
@@ -177,16 +185,17 @@ export class Settings {
   }
 
   summarize() {
-    const set = this.fields().filter(({ field }) => this.applies(field) && field.kind !== "secret" && !this.isInitial(field));
+    const set = this.changes().filter((field) => this.applies(field));
     for (const { name, box, count } of this.groups) {
-      const number = set.filter(({ field }) => field.group === name).length;
+      const number = set.filter((field) => field.group === name).length;
       count.textContent = number ? String(number) : "";
       box.hidden = !this.fields().some(({ field }) => field.group === name && this.applies(field));
     }
     this.reset.hidden = !set.length;
-    const words = set.slice(0, 3).map(({ field }) => (field.kind === "number" ? `${field.label} ${this.value(field.name)}` : field.label));
-    const more = set.length > 3 ? `, ${set.length - 3} more` : "";
-    find("#summary").textContent = (words.join(", ") || counted(Number(this.value("max_tokens")) || 64, "token")) + more;
+    const worded = ({ kind, label, name }) => label + (kind === "number" ? ` ${this.value(name)}` : "");
+    const words = set.slice(0, 3).map(worded);
+    if (set.length > 3) words.push(`${set.length - 3} more`);
+    find("#summary").textContent = words.join(", ") || counted(Number(this.value("max_tokens")) || 64, "token");
   }
 
   clear() {
@@ -213,19 +222,26 @@ export class Settings {
       if (field.kind === "secret") continue;
       const value = Object.hasOwn(kept, field.name) ? kept[field.name] : field.initial;
       this.set(field.name, value);
-      if (value !== field.initial && field.group !== "main") this.controls.get(field.name).row.closest("details").open = true;
     }
+    for (const { name, box } of this.groups) box.open = this.changes().some((field) => field.group === name);
     this.choose(kept.mode);
   }
 }
 
 function control(field, id) {
-  if (field.kind === "switch") return make("input", { type: "checkbox", id, name: field.name });
-  if (field.kind === "lines") return make("textarea", { id, name: field.name, rows: 2, placeholder: field.example, spellcheck: false });
-  if (field.kind === "secret") return make("input", { type: "password", id, name: field.name, autocomplete: "off" });
-  if (field.kind !== "number") return make("input", { type: "text", id, name: field.name, placeholder: field.example, spellcheck: false });
-  // type=text: what cannot be read as a number is shown and refused with a sentence, where type=number would drop it
-  return make("input", { type: "text", inputMode: field.step === 1 ? "numeric" : "decimal", id, name: field.name, placeholder: String(field.initial) });
+  const shared = { id, name: field.name, spellcheck: false, placeholder: field.example ?? "" };
+  switch (field.kind) {
+    case "switch":
+      return make("input", { ...shared, type: "checkbox" });
+    case "lines":
+      return make("textarea", { ...shared, rows: 2 });
+    case "secret":
+      return make("input", { ...shared, type: "password", autocomplete: "off" });
+    case "number": // as a text: what is not a number is shown and explained, where type=number would drop it
+      shared.inputMode = field.step === 1 ? "numeric" : "decimal";
+      shared.placeholder = String(field.initial);
+  }
+  return make("input", { ...shared, type: "text" });
 }
 
 export function remember(store, name, value) {

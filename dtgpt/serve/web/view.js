@@ -1,6 +1,6 @@
 // Cards: a choice of a run as text, token by token.
 
-import { counted, make } from "./dom.js";
+import { button, counted, make } from "./dom.js";
 
 const SURPRISE = [0.5, 0.2, 0.05, 0.01, 0.001]; // a token below the i-th is of class s(i + 1)
 const LEAD = 280; // characters of the prompt that stand before an only answer,
@@ -15,12 +15,13 @@ export class Card {
     this.on = on;
     this.text = make("div", { class: "text", tabIndex: 0, dir: "auto", role: "group", translate: false });
     this.text.setAttribute("aria-label", `Answer ${place + 1}. Arrow keys show the probabilities of each token`);
-    if (!choice.lead) this.text.append(make("span", { class: "lead" }, tail(choice.prompt, alone ? LEAD : SHORT_LEAD)));
+    const lead = tail(choice.prompt, alone ? LEAD : SHORT_LEAD);
+    if (!choice.lead) this.text.append(make("span", { class: "lead" }, lead));
     this.end = make("span", { class: "caret" });
     this.text.append(this.end);
     this.facts = make("span", { class: "note facts" });
-    this.proceed = make("button", { type: "button", class: "quiet", onclick: () => on.proceed(choice) }, "Continue");
-    this.copy = make("button", { type: "button", class: "quiet", onclick: () => this.copyText() }, "Copy");
+    this.proceed = button("Continue", () => on.proceed(choice));
+    this.copy = button("Copy", () => this.copyText(), { title: "Copy prompt and answer" });
     const head = make("div", { class: "row" }, make("span", { class: "place" }, String(place + 1)), scoreOf(choice));
     const foot = make("div", { class: "row" }, this.facts, make("span", { class: "buttons" }, this.proceed, this.copy));
     this.element = make("article", { class: "card" }, alone ? null : head, this.text, foot);
@@ -126,7 +127,8 @@ function tail(prompt, most) {
 
 function scoreOf(choice) {
   if (choice.score === null) return null;
-  return make("span", { class: "note", title: "Sum of log-probabilities / length ^ length penalty" }, choice.score.toFixed(3).replace("-", "−"));
+  const title = "Score: sum of log-probabilities / length to the power of the length penalty";
+  return make("span", { class: "note", title }, choice.score.toFixed(3).replace("-", "−"));
 }
 
 // navigator.clipboard needs https or this machine; a selection works everywhere.
