@@ -8,7 +8,7 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Alternatives, Score
 from dtgpt.inference.text import TextStream
-from dtgpt.serve.openai_request import Prompt
+from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.serve.token_names import TokenNames, by_id
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM
@@ -44,8 +44,10 @@ class Logprobs:
     def add_prompt(self, score: Score) -> None:
         """Add the tokens of the prompt."""
         ids, lists = score.ids, self._lists
-        offsets, end = Offsets(self._tokenizer), len(self._prompt.text)
-        lists.text_offset += [min(offsets.add(i), end) for i in ids]
+        end = len(self._prompt.text)
+        # What a tokenizer puts before a text, such as a begin of text, is not in the text as it was given.
+        offsets = Offsets(self._tokenizer, start=end - len(text_of(self._tokenizer, ids)))
+        lists.text_offset += [min(max(0, offsets.add(i)), end) for i in ids]
         lists.tokens.append(self._names[ids[0]])
         lists.token_logprobs.append(None)
         lists.top_logprobs.append(None)

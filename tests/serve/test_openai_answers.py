@@ -133,7 +133,12 @@ def test_tokens_are_named_by_their_text_their_bytes_or_their_id(tmp_path):
     part_of_a_character = pieces.encode("🫠")[-1]
     assert TokenNames(pieces)[part_of_a_character] == f"token_id:{part_of_a_character}"
     json_file = open_tokenizer(str(tokenizer_json(tmp_path, bos=True)))
-    assert "".join(TokenNames(json_file)[i] for i in json_file.encode("the quick")) == "<s>the quick"
+    ids, names = json_file.encode("the quick"), TokenNames(json_file)
+    assert "".join(names[i] for i in ids) == "<s>the quick"
+    echoed = Logprobs(names, json_file, Prompt(ids, "the quick"), echo=True)
+    echoed.add_prompt(Score(ids=ids, logprobs=[-1.0] * (len(ids) - 1), greedy=[]))
+    offsets = echoed.take(9)["text_offset"]
+    assert offsets[:2] == [0, 0] and "the quick"[offsets[-1] :] == names[ids[-1]]
 
 
 def test_the_chosen_token_is_among_the_likeliest_with_the_same_number_and_names_are_not_lost():
