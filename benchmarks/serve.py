@@ -5,8 +5,8 @@
 
 Random weights, written to a temporary folder. The engine and the server do the same requests with as many slots as
 there are clients: prompts of random ids, and numbers of new tokens from half to one and a half times `--new_tokens`, so
-that clients do not stay in step. The engine takes all requests from a list, and each client of the server sends its
-next one when it has the whole answer to the one before. Clients are a process of their own, and stream.
+that clients do not stay in step. A client sends its next request when it has the whole answer to the one before; the
+engine alone does the same without HTTP. Clients are a process of their own, and stream.
 """
 
 import argparse
@@ -88,15 +88,22 @@ def engine_rate(folder: Path, args: argparse.Namespace) -> float:
 def measure_engine(folder: Path, args: argparse.Namespace) -> None:
     """Print tokens/s of the engine alone."""
     model = dtgpt.load(folder, device=args.device, slots=args.clients)
-    asked = [request for client in zip(*requests_of(args), strict=True) for request in client]
-    jobs = [
-        Job(one["prompt"], Options(max_new_tokens=one["max_tokens"], seed=one["seed"], ends=False)) for one in asked
-    ]
+
+    def job(asked: dict[str, Any]) -> Job:
+        return Job(asked["prompt"], Options(max_new_tokens=asked["max_tokens"], seed=asked["seed"], ends=False))
 
     def work(session: Session) -> float:
         warm_up(session, args.clients, model.config.seq_length, model.mesh.device.type == "cuda")
-        begin = time.monotonic()
-        new = sum(len(found.ids) for sequences in session.run(jobs) for found in sequences)
+        begin, new = time.monotonic(), 0
+        clients = [iter(map(job, requests)) for requests in requests_of(args)]
+        running = {session.submit(next(client)): client for client in clients}
+        while running:
+            for update in session.step():
+                new += len(update.ids)
+                if update.completions is not None:
+                    client = running.pop(update.job)
+                    if (following := next(client, None)) is not None:
+                        running[session.submit(following)] = client
         return new / (time.monotonic() - begin)
 
     print(model.generator.run(lambda: Need(args.clients, 1), work))

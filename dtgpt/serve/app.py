@@ -32,8 +32,8 @@ def make_app(service: Service) -> Starlette:
 
 
 def paths_of(routes: Iterable[BaseRoute]) -> frozenset[str]:
-    """Return the paths of routes, in the order of the alphabet."""
-    return frozenset(route.path for route in routes if isinstance(route, Route))
+    """Return the paths of routes, without those that have parameters: the number of paths in metrics is bounded."""
+    return frozenset(route.path for route in routes if isinstance(route, Route) and "{" not in route.path)
 
 
 def status_routes(service: Service) -> list[Route]:
@@ -61,12 +61,12 @@ def status_routes(service: Service) -> list[Route]:
 
 async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpProblem)
-    return answer(request.url.path, error)
+    return answer(request.scope["path"], error)
 
 
 async def _user_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, UserError)
-    return answer(request.url.path, bad_request(error))
+    return answer(request.scope["path"], bad_request(error))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from dtgpt.util.console import byte_size
 from dtgpt.util.errors import shown, shown_name
 
 CLOSE = {"Connection": "close"}  # for requests whose body is not read to its end
+DISCARDED = 2**24  # bytes beyond the limit that are read: a client that still sends would not see the answer
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -35,28 +36,30 @@ def check_content_type(request: Request) -> None:
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not re.fullmatch(r"application/[\w.!#$&^-]+\+json", kind):
         what = f"the Content-Type is {shown(given)}" if given else "there is no Content-Type"
-        raise HttpProblem(415, f"{what}; send JSON, with Content-Type: application/json", headers=CLOSE)
+        raise HttpProblem(415, f"{what}; send JSON, with Content-Type: application/json")
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
-    too_long = HttpProblem(
-        413, f"the body has more than {byte_size(limits.body)}; send a shorter request", headers=CLOSE
-    )
+    sentence = f"the body has more than {byte_size(limits.body)}; send a shorter request"
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 20 or int(declared) > limits.body):
-        raise too_long
-    body = bytearray()
+    if declared.isdecimal() and (len(declared) > 20 or int(declared) > limits.body + DISCARDED):
+        raise HttpProblem(413, sentence, headers=CLOSE)
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.read_seconds):
             async for piece in request.stream():
-                body += piece
-                if len(body) > limits.body:
-                    raise too_long
+                size += len(piece)
+                if size > limits.body + DISCARDED:
+                    raise HttpProblem(413, sentence, headers=CLOSE)
+                if size <= limits.body:
+                    body += piece
     except TimeoutError:
         sentence = f"the body did not arrive within {limits.read_seconds:g} s; send it at once"
         raise HttpProblem(408, sentence, headers=CLOSE) from None
     except ClientDisconnect:
         raise HttpProblem(400, "the connection ended before the body was complete", headers=CLOSE) from None
+    if size > limits.body:
+        raise HttpProblem(413, sentence)
     return bytes(body)
 
 

@@ -55,10 +55,13 @@ def allow_many_connections() -> None:
 
 class HttpServer:
     """An application behind a listener, whose event loop has a thread of its own. `watch`: is called every few seconds
-    on the event loop."""
+    on the event loop. `ended`: is called when the thread ends, for whatever reason."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, watch: Callable[[], None] = lambda: None):
-        self._listener, self._watch = listener, watch
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, watch: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self._listener, self._watch, self._ended = listener, watch, ended
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
             app, lifespan="off", ws="none", log_config=None, log_level="error", access_log=False, proxy_headers=False,
@@ -89,6 +92,8 @@ class HttpServer:
             self._server.run([self._listener])  # which leaves signals alone outside of the main thread
         except OSError as error:
             self._error = error
+        finally:
+            self._ended()
 
     async def _tick(self) -> None:
         self._watch()

@@ -11,7 +11,6 @@ class Limits:
     nesting: int = 32  # levels of lists and objects in a JSON body
     read_seconds: float = 30.0  # for a body to arrive
     prompts: int = 128  # of a request
-    choices: int = 128  # for a prompt
     queue: int = 1024  # rows (sequences) of all requests that are not finished
     seconds: float = 300.0  # for a request, from its arrival
     retry_after: int = 1  # seconds after which a client that was refused should ask again

@@ -1,7 +1,7 @@
 """Counters of a server, and their text for Prometheus."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 ROUND_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
@@ -59,7 +59,7 @@ class Metrics:
         self.request_seconds = Histogram("dtgpt_request_seconds", "Seconds from request to end of answer.", SECONDS)
         self.round_seconds = Histogram("dtgpt_round_seconds", "Seconds of a round of the engine.", ROUND_SECONDS)
 
-    def text(self, gauges: dict[str, tuple[str, float]]) -> str:
+    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """Return all counters and the `gauges` (description and value by name) in Prometheus' text format."""
         lines = [line for metric in vars(self).values() for line in metric.lines()]
         for name, (description, value) in gauges.items():

@@ -20,7 +20,7 @@ class Server:
         self._service, self._host = service, host
         several = service.generator.mesh.world > 1
         watch = partial(end_where_a_rank_is_silent, service.worker) if several else (lambda: None)
-        self._http = HttpServer(make_app(service), listener, watch)
+        self._http = HttpServer(make_app(service), listener, watch, service.worker.stop)
 
     def serve(self, session: Session, warm: bool, drain: float) -> None:
         """Serve until a signal ends it and running requests are finished, within `drain` seconds. `warm`: run steps of
