@@ -13,8 +13,8 @@ from dtgpt.serve.openai_answer import ENCODER, Answer, Stream
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
 from dtgpt.serve.service import LONG, THREADS, Service, watched
+from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.token_names import TokenNames
-from dtgpt.serve.worker import ClientGone, Ticket
 
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
 

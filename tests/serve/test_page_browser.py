@@ -185,6 +185,29 @@ def test_several_answers_side_by_side(visit):
     assert len({box["y"] for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
 
 
+def test_the_prompt_can_have_its_probabilities_and_may_be_empty(visit):
+    page = visit()
+    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
+    page.check("#field-echo")
+    ask(page, temperature=0)
+    ended(page)
+    assert "".join(page.locator(".t.lead").all_text_contents()) == PROMPT and written(page) == STORY
+    page.hover(".t >> nth=0")
+    assert page.inner_text("#popover .hint") == "The first token has no probability."
+    page.hover(".t >> nth=1")
+    assert page.locator("#popover button").count() > 4 and page.locator("#popover button:enabled").count() == 0
+    page.uncheck("#field-echo")
+    ask(page, "", max_tokens=4)
+    expect(page.locator("#place")).to_have_text("2 of 2")
+    ended(page)
+    assert written(page) == "haha"
+    page.check("input[value=beams]", force=True)
+    ask(page, "", beam_width=1)
+    expect(page.locator("#place")).to_have_text("3 of 3")
+    ended(page)
+    assert written(page) == "haha" and page.inner_text(".text .lead") == "<|endoftext|>"
+
+
 def test_beams_side_by_side_with_scores_and_probabilities(visit):
     page = visit()
     page.check("input[value=beams]", force=True)
