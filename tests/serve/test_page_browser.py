@@ -162,6 +162,13 @@ def test_stop_frees_the_slots_and_keeps_the_text(visit, service):
     ended(page)
     after = written(page)
     assert after.startswith(before) and len(after) == len(before) + 10 and set(after) == {"h", "a"}
+    page.check("input[value=beams]", force=True)
+    ask(page, "other " * 8, beam_width=4, max_tokens=900)
+    wait_until(lambda: service.worker.status().running > 0)
+    page.keyboard.press("Escape")
+    ended(page)
+    wait_until(lambda: service.worker.status().running == 0, seconds=1)
+    assert page.inner_text("#place") == "3 of 3" and written(page) == after  # nothing has come of the search
 
 
 def test_going_on_completes_a_character_that_was_cut(visit):
