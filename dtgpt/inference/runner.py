@@ -8,6 +8,8 @@ from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
 from dtgpt.inference.graphs import StepGraphs
+from dtgpt.inference.prefill import Prefill
+from dtgpt.inference.prompt_batches import padded_length
 from dtgpt.inference.results import Pending
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
@@ -20,8 +22,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
-# Tokens of a prompt that is read at once, padded for the same reason: the length follows from the request alone.
-PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 class Runner:
@@ -42,6 +42,7 @@ class Runner:
         self.state = SlotState(slots, config.seq_length, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
+        self.prompts = Prefill(self.step, self._graphs, scratch=slots)
         self._attached = False
         if self._graphs is not None:
             mesh.before_end.append(release_of(self._graphs))
@@ -50,15 +51,16 @@ class Runner:
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
         """Fill the cache of a slot with the tokens `ids`, whose positions begin with `first`."""
         self._attach()
-        length = next((size for size in PROMPT_LENGTHS if size >= len(ids)), 0)
-        if self._graphs is None or first or not length or length > self.state.positions:
+        if self._graphs is None or first or padded_length(len(ids), self.state.positions) is None:
             return self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
-        inputs = self._tensor([*ids, *[0] * (length - len(ids))]), self._tensor([slot])
+        self.prompts.read([slot], [ids])
 
-        def idle() -> tuple[Tensor, Tensor]:
-            return torch.zeros_like(inputs[0]), self._tensor([self.slots])
-
-        self._graphs.run(("prefill", length), self.step.prefill_padded, inputs, idle)
+    @torch.no_grad()
+    def prefill_batch(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Fill the cache of each of `slots`, all different, with a prompt that begins at position 0, in one pass. The
+        prompts are such as `group_prompts` puts together."""
+        self._attach()
+        self.prompts.read(slots, prompts)
 
     @torch.no_grad()
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:

@@ -16,8 +16,8 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
         _run(session, [_job(2, min(2, positions - 2))])
         return
     for length in PROMPT_LENGTHS:
-        if length + 2 <= positions:
-            _run(session, [_job(length + 1, 1)])
+        if length <= positions:
+            _run(session, [_job(min(length + 1, positions - 1), 1)])  # all of a prompt but its last token is prefilled
     rows = sorted({min(size, slots) for size in BUCKETS})
     for sampling in SAMPLINGS:
         for size in rows:
