@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.data.tokenizers.char import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids
@@ -107,6 +108,14 @@ def test_special_names_in_a_text_are_tokens_and_a_missing_prompt_begins_a_docume
     with pytest.raises(HttpProblem, match="does not know the character") as caught:
         read(characters, prompt="é")
     assert caught.value.param == "prompt"
+
+
+def test_a_model_of_ids_alone_takes_ids_and_no_stop_strings():
+    generator = generator_of(CONFIG, Ids(257))
+    assert read(generator, prompt=[5, 6], echo=True).prompts == [Prompt([5, 6], "")]
+    for wrong in ({"prompt": "text"}, {}, {"prompt": [5], "stop": "x"}):
+        with pytest.raises(HttpProblem, match="ids alone|in which stop strings"):
+            read(generator, **wrong)
 
 
 @pytest.mark.parametrize("asked", [
