@@ -13,7 +13,7 @@ from torch import Tensor
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Context
-from dtgpt.ops.attention.cached import attend_chunk, attend_rows
+from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts
 from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.util.errors import UserError
 
@@ -93,8 +93,7 @@ class LayerCache:
         if isinstance(work, Rows):
             return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
         if isinstance(work, Prompts):
-            for kept, new in ((self.keys, k), (self.values, v)):
-                kept[:, :, : new.shape[1]].index_copy_(0, work.slots, new.transpose(1, 2))
+            write_prompts(k, v, self.keys, self.values, work.slots)
             return causal_attention(q, k, v, backend=self.backend)
         if work is None:
             raise RuntimeError("the stages have a cache, but were not run by a step of inference")

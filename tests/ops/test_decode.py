@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference
+from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
 from dtgpt.ops.decode.blocks import run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
 
@@ -104,6 +104,18 @@ def test_a_row_has_the_same_bits_in_every_company(shape):
         slots, positions = case.slots[rows], case.positions[rows]
         for alone, together in zip(own, kept, strict=True):
             assert torch.equal(alone[slots, :, positions], together[slots, :, positions]), count
+
+
+@pytest.mark.parametrize(("length", "dim"), [(16, 64), (130, 32), (192, 128), (64, 24)])
+def test_prompts_are_written_where_the_reference_writes_them(length, dim):
+    packed = random(3, length, 2, 4, dim)  # as a packed projection holds k and v: their positions are not dense
+    k, v = packed[:, :, :, 2], packed[:, :, :, 3]
+    slots = torch.tensor([4, 0, 2], device=CUDA)
+    found, expected = ([torch.zeros(6, 2, 200, dim, dtype=k.dtype, device=CUDA) for _ in range(2)] for _ in range(2))
+    write_prompts(k, v, *found, slots)
+    for kept, new in zip(expected, (k, v), strict=True):
+        kept[slots, :, :length] = new.transpose(1, 2)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 128), (2, 2, 16)])

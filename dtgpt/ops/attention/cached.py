@@ -47,6 +47,24 @@ def attend_rows_reference(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     return (probabilities.to(q.dtype) @ seen_values).flatten(1, 2)
 
 
+def write_prompts(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write k and v `[B, T, N_kv, D]` at the positions 0..T - 1 of keys and values `[slots, N_kv, P, D]`. slots: int64
+    `[B]`; of rows that share a slot one remains."""
+    if not has_triton(k):
+        for kept, new in ((keys, k), (values, v)):
+            kept[:, :, : new.shape[1]].index_copy_(0, slots, new.transpose(1, 2))
+        return
+    from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
+
+    size, (batch, length, heads, _) = k.shape[-1], k.shape
+    if k.stride() != v.stride() or k.stride(-1) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    kernels.write_kernel[(math.ceil(length / 64), heads, batch)](
+        k, v, keys, values, slots, *k.stride()[:3], length,
+        KV_HEADS=heads, SIZE=size, BLOCK=1 << (size - 1).bit_length(), LENGTH=keys.shape[2], ROWS=64, num_warps=4,
+    )  # fmt: skip
+
+
 def stage_bytes(keys: Tensor) -> int:
     """Return the bytes of keys and values of one split, as kernels hold them in shared memory."""
     return 2 * SPLIT * keys.shape[-1] * keys.itemsize

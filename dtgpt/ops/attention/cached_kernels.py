@@ -58,6 +58,23 @@ def split_kernel(
 
 
 @triton.jit
+def write_kernel(
+    k, v, keys, values, slots, batch, position, head_stride, T,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write ROWS positions of one head of one sequence of k and v `[B, T, N_kv, D]`, with the strides batch, position and
+    head_stride, to the cache `[slots, N_kv, LENGTH, D]`. BLOCK: D, as a power of two."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK)
+    inside = (t < T)[:, None] & (d < SIZE)[None, :]
+    source = row * batch + head * head_stride + t.to(tl.int64)[:, None] * position + d[None, :]
+    target = ((tl.load(slots + row) * KV_HEADS + head) * LENGTH + t)[:, None] * SIZE + d[None, :]
+    tl.store(keys + target, tl.load(k + source, inside), inside)
+    tl.store(values + target, tl.load(v + source, inside), inside)
+
+
+@triton.jit
 def merge_kernel(
     partial, state, positions, out,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
