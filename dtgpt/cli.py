@@ -17,7 +17,19 @@ from dtgpt.util.errors import UserError, remedy, shown
 
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
-COMMANDS = ("prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "convert", "inspect", "plot")
+COMMANDS = (
+    "prepare",
+    "tokenizer",
+    "train",
+    "plan",
+    "compare",
+    "generate",
+    "serve",
+    "eval",
+    "convert",
+    "inspect",
+    "plot",
+)
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
@@ -36,6 +48,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       continue texts with a run's newest checkpoint, another model, or a server
   dtgpt serve MODEL [--host ADDRESS] [--port N]
       answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
+  dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE
+      measure a model on tasks with known answers
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
       convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
   dtgpt inspect MODEL | PREFIX

@@ -26,6 +26,7 @@ from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.sinks import check_wandb
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
+from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -50,6 +51,7 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
+    tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
     for note in recipe.notes(plan.dp, device.type):
         say(note, warning=True)
