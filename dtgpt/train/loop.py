@@ -3,10 +3,14 @@
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
 """
 
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
 
 from dtgpt.checkpoint.load import check_same_model, load_training
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
@@ -18,6 +22,7 @@ from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
+from dtgpt.run.sinks import TIMED
 from dtgpt.train import startup
 from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
@@ -106,7 +111,7 @@ class Loop:
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
-                self.report = stack.enter_context(Report(*made))
+                self.report = stack.enter_context(Report(*made, trainer.samples_before))
 
             self.mesh.on_rank_0(open_report)
 
@@ -199,10 +204,21 @@ class Loop:
             "lr": trainer.optimizer.lr.item(),
             "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
+            "batch_size": trainer.sizes.at(trainer.step - 1),
             **trainer.optimizer.metrics(),
-            **trainer.sizes.metrics(trainer.step - 1),
+            **self._times(),
         }
         self.report.step(trainer.step, metrics, record)
+
+    def _times(self) -> dict[str, float]:
+        """Return the mean seconds of the parts of a step since the last progress line, of the slowest rank each."""
+        timers, names = self.trainer.timers, [*TIMED]
+        if not timers.enabled:
+            return {}
+        own = timers.take()
+        seconds = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=self.mesh.device)
+        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
+        return {f"{name}_seconds": value for name, value in zip(names, slowest, strict=True) if value >= 0}
 
     def _report_held_out(self, part: Part) -> None:
         if losses := self.trainer.held_out_loss(part, self.interrupted):
@@ -236,6 +252,7 @@ class Loop:
         samples = trainer.samples_before(trainer.step)
         state = describe(asdict(self.recipe), trainer.settings, trainer.schedule, trainer.step, samples)
         state |= {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **self.interval.state()}
+        begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)
         except (OSError, UserError) as error:
@@ -244,6 +261,9 @@ class Loop:
                 again = f"to go on, add --resume {checkpoints.parent}"
                 raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
             say(f"{error}; training goes on", warning=True)
+        else:
+            if trainer.timers.enabled:
+                self.report.saved(trainer.step, self.mesh.max(time.perf_counter() - begin))
 
     def _check_folder(self) -> None:
         """Raise UserError, on all ranks, where the run folder is gone."""

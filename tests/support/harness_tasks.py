@@ -15,12 +15,13 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from tests.interop.test_interop_huggingface import InMemory
 
-WORDS = (
+TEXT = (
     "the a an of to in and that was her his it with for as on she he they but had at from this not by which or were "
     "winter river garden stone lantern morning captain village window letter silver bridge mountain kitchen harbour "
     "forest quiet broken golden narrow ancient gentle sudden distant walked opened carried watched remembered answered "
     "followed believed waited turned house water light table children Grüße café 1984 3,000 don't it's"
-).split()
+)
+WORDS = TEXT.split()
 TASKS = ("local_lambada", "local_wikitext", "local_hellaswag", "local_generation")
 
 
