@@ -1,0 +1,128 @@
+"""Samples to score, packed by length into padded batches. Every rank packs the same samples in the same way."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.inference.request import check_range
+from dtgpt.inference.share import from_rank_0
+from dtgpt.models.config import ModelConfig
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+LENGTH_MULTIPLE = 16  # of the length of a batch: kernels are specialised for addresses that 16 divides
+
+
+class Sample(NamedTuple):
+    """Ids of which those after the first `context` are scored."""
+
+    ids: Sequence[int]
+    context: int = 1  # at least one id, since nothing predicts the first one
+
+    def last(self, positions: int) -> "Sample":
+        """Return the sample without the ids at its beginning for which a model does not have enough positions. The last
+        id takes no position, since it is predicted and not read."""
+        surplus = max(0, len(self.ids) - positions - 1)
+        return Sample(self.ids[surplus:], max(1, self.context - surplus))
+
+
+class Samples:
+    """Samples in flat arrays: `ids` int32 `[N]`, `lengths` and `contexts` int64 `[S]`."""
+
+    def __init__(self, ids: np.ndarray, lengths: np.ndarray, contexts: np.ndarray):
+        self.ids, self.lengths, self.contexts = ids, lengths, contexts
+        self.starts = np.cumsum(lengths) - lengths  # of each sample in `ids`
+        self.target_ends = np.cumsum(lengths - contexts)  # of each sample in the array of all targets
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.target_ends[-1]) if len(self) else 0
+
+    def targets_of(self, index: int) -> slice:
+        """Return where the targets of a sample stand in the array of all targets."""
+        end = int(self.target_ends[index])
+        return slice(end - int(self.lengths[index] - self.contexts[index]), end)
+
+
+def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelConfig) -> Samples:
+    """Return the samples of rank 0 on every rank; those of other ranks do not matter. Raise UserError, on every rank,
+    for a sample that the model cannot score."""
+
+    def check() -> tuple[int, int]:
+        for sample in samples or ():
+            check_sample(sample, config)
+        return len(samples or ()), sum(len(sample.ids) for sample in samples or ())
+
+    count, total = from_rank_0(mesh, check)
+    flat = torch.empty(total + 2 * count, dtype=torch.int32)
+    if mesh.rank == 0:
+        numbers = flat.numpy()
+        numbers[:count] = [len(sample.ids) for sample in samples or ()]
+        numbers[count : 2 * count] = [sample.context for sample in samples or ()]
+        numbers[2 * count :] = np.concatenate([np.asarray(s.ids, np.int32) for s in samples or ()] or [np.array([])])
+    if mesh.world > 1:
+        dist.broadcast(flat, 0, group=mesh.commands)
+    lengths, contexts, ids = flat.split([count, count, total])
+    return Samples(ids.numpy(), lengths.long().numpy(), contexts.long().numpy())
+
+
+def check_sample(sample: Sample, config: ModelConfig) -> None:
+    """Raise UserError for a sample that a model cannot score."""
+    ids, context = sample
+    if not 1 <= context < len(ids):
+        raise UserError(
+            f"a sample of {counted(len(ids), 'token')} has a context of {context}; use 1 to {max(1, len(ids) - 1)}, "
+            "and at least one token after it"
+        )
+    if len(ids) > config.seq_length + 1:
+        raise UserError(
+            f"a sample of {counted(len(ids), 'token')} needs {len(ids) - 1} positions, but the model has "
+            f"{config.seq_length}; leave its beginning out"
+        )
+    array = np.asarray(ids)
+    check_range(int(array.min()), int(array.max()), config.vocab_size)
+
+
+def pack(samples: Samples, tokens: int, multiple: int, longest: int) -> list[tuple[np.ndarray, int]]:
+    """Return batches of up to `tokens` tokens, padding included, longest first: indices of samples, and the length that
+    they are padded to. `multiple`: of lengths below `longest`, the number of positions of the model."""
+    order = np.argsort(-samples.lengths, kind="stable")
+    batches, first = [], 0
+    while first < len(order):
+        inputs = int(samples.lengths[order[first]]) - 1
+        length = min(-(-inputs // multiple) * multiple, longest)
+        rows = max(1, tokens // length)
+        batches.append((order[first : first + rows], length))
+        first += rows
+    return batches
+
+
+class Rows(NamedTuple):
+    """A batch on the CPU."""
+
+    tokens: Tensor  # int64 [B, T]
+    asked: Tensor  # int64 [M], indices into the flat B x T positions: those whose next token is scored
+    targets: Tensor  # int64 [M], the next tokens
+
+
+def make_rows(samples: Samples, indices: np.ndarray, length: int) -> Rows:
+    """Return the batch of the samples with these indices, padded with id 0. The order of targets is that of the
+    samples."""
+    tokens = np.zeros((len(indices), length), np.int64)
+    asked, targets = [], []
+    for row, index in enumerate(indices):
+        start, size, context = samples.starts[index], samples.lengths[index], samples.contexts[index]
+        ids = samples.ids[start : start + size]
+        tokens[row, : size - 1] = ids[:-1]
+        asked.append(np.arange(row * length + context - 1, row * length + size - 1))
+        targets.append(ids[context:])
+    flat = np.concatenate(asked), np.concatenate(targets).astype(np.int64)
+    return Rows(torch.from_numpy(tokens), *map(torch.from_numpy, flat))
