@@ -63,7 +63,7 @@ def write_tasks(folder: Path, samples: int = 6, seed: int = 0) -> Path:
     }  # fmt: skip
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    greedy = {"until": ["\n", " the"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
+    greedy = {"until": ["\n", " harbour"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     tasks = {
         "lambada": {"include": str(own / "lambada" / "lambada_openai.yaml")},
         "wikitext": {"include": str(own / "wikitext" / "wikitext.yaml")},

@@ -73,6 +73,8 @@ class SentencePiece(Tokenizer):
     """A SentencePiece .model. `begin`: each text opens with the model's begin of text, as Megatron-LM's Llama2Tokenizer
     does."""
 
+    names_special = False
+
     def __init__(self, name: str, model: bytes, begin: bool = False):
         self.name, self._begin = name, begin
         self.ranks = [model]

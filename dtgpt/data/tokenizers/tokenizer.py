@@ -37,6 +37,7 @@ class Tokenizer(ABC):
     begin_of_text: int | None = None
     ranks: list[bytes]
     spells = True  # whether text becomes tokens at all, and tokens text
+    names_special = True  # whether `encode` may read the names of special tokens
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the libraries' objects, which are made again when they are used."""
