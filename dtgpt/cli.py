@@ -17,7 +17,9 @@ from dtgpt.util.errors import UserError, remedy, shown
 
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
-COMMANDS = ("prepare", "tokenizer", "train", "plan", "compare", "generate", "lm-eval", "convert", "inspect", "plot")
+COMMANDS = (
+    "prepare", "tokenizer", "train", "plan", "compare", "generate", "eval", "lm-eval", "convert", "inspect", "plot",
+)  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
@@ -34,6 +36,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       run the same steps under several plans and on one process, and compare
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
       continue texts with the newest checkpoint of a run, or another model
+  dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE
+      measure a model on tasks with known answers
   dtgpt lm-eval MODEL --tasks NAME[,NAME ...]
       evaluate a model with lm-evaluation-harness
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt

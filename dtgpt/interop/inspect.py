@@ -77,14 +77,26 @@ def _model(source: Source) -> Iterator[str]:
 
 
 def _tensors(source: Source) -> Iterator[str]:
+    for name, shape, digest in tensor_digests(source):
+        yield f"  {digest}  {name} {shape}"
+
+
+def tensor_digests(source: Source) -> Iterator[tuple[str, list[int], str]]:
+    """Yield name, shape and the SHA-256 of the fp32 values of each parameter, whatever the file's format. Of a token
+    table, the padding is left out: its values are arbitrary, and not every format has it."""
     for name in parameter_shapes(source.config):
         values = source.read(name)
-        if has_vocabulary(
-            name, source.config
-        ):  # without the padding, whose values are arbitrary, and which not every format has
+        if has_vocabulary(name, source.config):
             values = values[: source.config.vocab_size]
-        digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
-        yield f"  {digest}  {name} {list(values.shape)}"
+        yield name, list(values.shape), hashlib.sha256(values.contiguous().numpy().data).hexdigest()
+
+
+def model_digest(source: Source) -> str:
+    """Return the SHA-256 of what `tensor_digests` yields, a line each: the same for equal weights in every format."""
+    digest = hashlib.sha256()
+    for name, shape, own in tensor_digests(source):
+        digest.update(f"{own}  {name} {shape}\n".encode())
+    return digest.hexdigest()
 
 
 def _size(checkpoint: Checkpoint) -> str:

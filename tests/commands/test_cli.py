@@ -115,7 +115,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
     [
         (["trian", "x"], ["'trian'", "did you mean dtgpt train?"]),
         (["Plan", "x"], ["'Plan'", "did you mean dtgpt plan?"]),
-        (["eval", "x"], ["'eval'; use one of prepare, tokenizer, train, plan, compare, generate, convert"]),
+        (["evil", "x"], ["'evil'", "did you mean dtgpt eval?"]),
         (["recrod"], ["'recrod'; use one of prepare"]),
         (["\udcff" * 100], ["use one of prepare"]),
         (["train"], ["needs a recipe file"]),
@@ -154,13 +154,15 @@ def test_every_command_explains_itself(capsys, words):
     assert code == 0 and "usage: dtgpt" in out
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "compare", "convert", "generate", "plot", "prepare", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["train", "plan", "compare", "convert", "generate", "eval", "plot", "prepare", "inspect"]
+)
 def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     own = {
         "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to",
         "plot": "--output TEXT  ",
-        "generate": "--top-k", "prepare": "--append-eod", "inspect": "--digest",
+        "generate": "--top-k", "eval": "--overlapping-eval", "prepare": "--append-eod", "inspect": "--digest",
     }  # fmt: skip
     code, out, _ = in_process([command, "--help"], capsys)
     assert code == 0 and f"usage: dtgpt {command} " in out and max(map(len, out.splitlines())) <= 80

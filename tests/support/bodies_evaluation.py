@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dtgpt.commands.eval import command
 from dtgpt.config.recipe import Recipe
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import Scorer, scorer_of
@@ -43,3 +44,12 @@ def score_in_training(recipe: Recipe, samples: list[Sample], scoring: bool) -> t
             losses.append(run.mean_loss(run.train_step()))
             add()
         return found, losses
+
+
+def evaluate(words: list[str]) -> int:
+    """The exit code of `dtgpt eval`."""
+    return command(words)
+
+
+def refused_evaluation(words: list[str]) -> str:
+    return sentence(lambda: command(words))

@@ -1,0 +1,209 @@
+"""`dtgpt eval`: measure a model on LAMBADA, WikiText-103 and HellaSwag."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import dtgpt
+from dtgpt.checkpoint.load import Saved
+from dtgpt.commands.command import Command
+from dtgpt.config.plan import Plan
+from dtgpt.evaluation.catalog import Asked, asked_for, prepare
+from dtgpt.evaluation.files import DataFile
+from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
+from dtgpt.evaluation.scoring import Scorer, scorer_of
+from dtgpt.evaluation.tasks import Prepared, TaskOptions
+from dtgpt.inference.load import open_model
+from dtgpt.inference.model import Model
+from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.inference.share import from_rank_0
+from dtgpt.interop.inspect import model_digest
+from dtgpt.interop.tokenizer import named_tokenizer
+from dtgpt.models.source import Source
+from dtgpt.util.console import counted, duration, say
+from dtgpt.util.errors import UserError, remedy
+from dtgpt.util.field_types import PATH, Bounds
+from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
+from dtgpt.util.storage import write_json
+from dtgpt.util.threads import Threads
+
+LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
+COLUMNS = 79
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Measure a model on tasks with known answers. MODEL is a run folder, whose newest checkpoint is used, or any model
+    that `dtgpt convert` reads. Under torchrun, the processes share the work by a plan.
+
+    lambada      accuracy of the last word (form megatron), or lm-evaluation-harness's
+                 lambada_openai (lm-eval)
+    wikitext103  perplexity of the whole text (megatron), or article by article (lm-eval)
+    hellaswag    accuracy in choosing one of four endings, as llm.c measures it while it trains (llm.c), or lm-eval
+
+    Each task needs a file: JSON lines, CSV or plain text, compressed or not."""
+
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "task": "tasks and results", "plan": "execution", "tokenizer": "tokenizer",
+    }  # fmt: skip
+
+    task: Annotated[tuple[str, ...], "lambada, wikitext103 or hellaswag; several are measured in turn"] = ()
+    data: Annotated[tuple[str, ...], "file of each task, in the order of the tasks"] = ()
+    form: Annotated[
+        Literal["auto", "megatron", "lm-eval", "llm.c"],
+        "whose procedure to follow; auto: megatron for lambada and wikitext103, llm.c for hellaswag",
+    ] = "auto"
+    strict: Annotated[bool, "lambada, megatron: predict the whole last word, not its last token alone"] = False
+    overlapping_eval: Annotated[
+        int | None, "wikitext103, megatron: tokens from one window to the next; none: windows do not overlap", Bounds(1)
+    ] = None
+    limit: Annotated[
+        int | None, "measure the first passages, windows or items alone, for a look; none: all", Bounds(1)
+    ] = None
+    output: Annotated[str, "file for the results as JSON, replaced when they are complete", PATH] = "eval.json"
+    batch_tokens: Annotated[
+        int | None, "tokens of a batch, padding included; none: as many as keep the device busy", Bounds(1)
+    ] = None
+    plan: Annotated[
+        str | None, "parallel plan, such as tp2_pp2; none: a replica in each process that torchrun started"
+    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
+    ] = "auto"
+    tokenizer: Annotated[
+        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
+    ] = None
+    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
+    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+
+
+@memory_errors_as_user_errors("use smaller batches (--batch-tokens)")
+def evaluate(path: Path, options: EvalOptions) -> None:
+    form = None if options.form == "auto" else options.form
+    how = TaskOptions(form=form, strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
+    asked, output = asked_for(options.task, options.data, how), Path(options.output)
+    check_output(output)
+    plan = Plan() if options.plan is None else options.plan
+    source, settings, mesh = open_model(path, plan, options.device, options.precision)
+    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
+    tokenizer = named or tokenizer_of(path, source.config)
+    prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
+    positions = source.config.seq_length
+    from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
+    scorer = scorer_of(Model(source, settings, mesh, path, tokenizer=tokenizer))
+    scorer.tokens = options.batch_tokens or scorer.tokens
+    with Threads(1) as threads:  # a digest takes seconds, in which the device works
+        digest = threads.submit(model_digest, source) if mesh.rank == 0 else None
+        measured = measure(scorer, asked, prepared)
+        if digest is not None:
+            described = describe_model(path, source, digest.result())
+    if mesh.rank == 0:
+        show(measured)
+        where = {"device": device_name(mesh.device), "precision": str(settings.dtype).removeprefix("torch.")}
+        write_results(output, {
+            "dtgpt": dtgpt.__version__, "model": described, "tokenizer": tokenizer.name, "plan": mesh.plan.name,
+            "processes": mesh.world, **where, "results": list(map(as_json, measured)),
+        })  # fmt: skip
+
+
+def measure(scorer: Scorer, asked: Sequence[Asked], prepared: Sequence[tuple[DataFile, Prepared]]) -> list[Measured]:
+    """Score the tasks in turn, and return their results on rank 0, which alone has what was `prepared`; nothing on the
+    other ranks."""
+    measured = []
+    for number, one in enumerate(asked):
+        begin = time.perf_counter()
+        if scorer.mesh.rank:
+            scorer.score(None)
+            continue
+        file, (samples, to_result) = prepared[number]
+        progress = Progress(one.task.name, len(samples), scorer.mesh.plan.dp)
+        scores = scorer.score(samples, progress.add)
+        progress.finish()
+        if scores is not None:
+            measured.append(Measured(one, file, to_result(scores), time.perf_counter() - begin))
+    return measured
+
+
+def show(measured: Sequence[Measured]) -> None:
+    """Print what Megatron-LM prints of the tasks that it has, a table of all, and how each was measured."""
+    for one in measured:
+        if one.result.line is not None:
+            say(megatron_lines(one.result.line))
+    say(table([one.result for one in measured]))
+    for one in measured:
+        say(task_lines(one))
+
+
+def describe_model(path: Path, source: Source, digest: str) -> dict[str, Any]:
+    """Return what a file of results says of its model."""
+    config = source.config
+    described: dict[str, Any] = {"path": str(path), "sha256": digest, "parameters": config.num_parameters}
+    described |= {"architecture": config.architecture, "positions": config.seq_length}
+    if isinstance(source, Saved):
+        described |= {"checkpoint": str(source.checkpoint.folder), "step": source.checkpoint.state.get("step")}
+    return described
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError, before anything is computed, where results cannot be written to `path`."""
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder; name a file, such as {path / 'eval.json'}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--output {path} is in {folder}, which is not a folder; make it, or give another path")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output {path} cannot be written in {folder}; give a path in a folder of your own")
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Write results as JSON, whole or not at all. Raise UserError where that fails."""
+    try:
+        write_json(path, results)
+    except OSError as error:
+        advice = remedy(error, "check the disk")
+        raise UserError(f"{path} cannot be written ({error.strerror or error}); {advice}, or give --output") from None
+    say(f"results -> {path}")
+
+
+class Progress:
+    """Lines of progress of a task on stderr: on a terminal one that is renewed."""
+
+    def __init__(self, name: str, samples: int, replicas: int):
+        """replicas: of the model, each of which scores its share of the samples; `add` counts those of one."""
+        self._name, self._samples, self._replicas, self._done = name, samples, replicas, 0
+        self._terminal = sys.stderr.isatty()
+        self._begin = self._last = time.monotonic()
+
+    def add(self, samples: int) -> None:
+        """Count samples that are done."""
+        self._done = min(self._samples, self._done + samples * self._replicas)
+        now = time.monotonic()
+        if now - self._last >= LAP[not self._terminal]:
+            self._last = now
+            self._say("\r" if self._terminal else "\n")
+
+    def finish(self) -> None:
+        """Report the end."""
+        self._done = self._samples
+        self._say("\n")
+
+    def _say(self, end: str) -> None:
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        text = f"{self._name}: {self._done:,}/{counted(self._samples, 'sample')} in {duration(seconds)}"
+        if self._done < self._samples:
+            text += f", {duration(seconds * (self._samples - self._done) / max(self._done, 1))} left"
+        with suppress(OSError):
+            sys.stderr.write((text.ljust(COLUMNS) if end == "\r" else text) + end)
+            sys.stderr.flush()
+
+
+command = Command(
+    "eval MODEL", EvalOptions, evaluate, "runs/gpt2_tiny-001 --task lambada --data lambada_test.jsonl",
+    aliases={"valid_data": "data", "strict_lambada": "strict", "tasks": "task"},
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""The tasks by name, and which of them is asked for, from which file."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.evaluation import hellaswag, lambada, wikitext
+from dtgpt.evaluation.files import DataFile, read_file
+from dtgpt.evaluation.tasks import Prepared, Task, TaskOptions
+from dtgpt.util.errors import UserError, shown_name
+
+TASKS = {task.name: task for task in (lambada.TASK, wikitext.TASK, hellaswag.TASK)}
+FORMS = ("megatron", "lm-eval", "llm.c")
+OF_MEGATRON = {"strict": "lambada", "overlapping_eval": "wikitext103"}  # options, each of one task alone
+
+
+class Asked(NamedTuple):
+    """A task to measure. The options have its form."""
+
+    task: Task
+    path: Path
+    options: TaskOptions
+
+
+def task_named(name: str) -> Task:
+    """Return the task of a name; Megatron-LM writes it in capitals. Raise UserError for any other name."""
+    if name.lower() in TASKS:
+        return TASKS[name.lower()]
+    near = difflib.get_close_matches(name.lower()[:99], TASKS, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"use {' or '.join(TASKS)}; dtgpt lm-eval knows others"
+    raise UserError(f"there is no task {shown_name(name)}; {advice}")
+
+
+def asked_for(names: Sequence[str], paths: Sequence[str], options: TaskOptions) -> list[Asked]:
+    """Return the tasks with these names and files, in pairs. Raise UserError where they, or the options, do not go
+    together."""
+    tasks = [task_named(name) for name in names]
+    if not tasks:
+        raise UserError(f"no task is given; add --task {'|'.join(TASKS)} and --data FILE")
+    if not paths:
+        raise UserError(f"--task {tasks[0].name} needs --data FILE; {tasks[0].source}")
+    if len(tasks) != len(paths):
+        raise UserError(
+            f"--task has {len(tasks)} names and --data {len(paths)} files; give a file for each task, in its order"
+        )
+    asked = [Asked(task, Path(path), with_form(task, options)) for task, path in zip(tasks, paths, strict=True)]
+    for name, owner in OF_MEGATRON.items():
+        used = any(task.name == owner and own.form == "megatron" for task, _, own in asked)
+        if getattr(options, name) not in (None, False) and not used:
+            raise UserError(
+                f"--{name.replace('_', '-')} belongs to the task {owner} in the form megatron, which is not asked for; "
+                "leave it out"
+            )
+    return asked
+
+
+def with_form(task: Task, options: TaskOptions) -> TaskOptions:
+    """Return the options with the form that they ask for, or the task's own. Raise UserError where the task does not
+    have it."""
+    form = options.form or task.forms[0]
+    if form not in task.forms:
+        raise UserError(f"{task.name} does not have the form {form}; use {' or '.join(task.forms)}")
+    return replace(options, form=form)
+
+
+def task_and_file(word: str) -> Asked:
+    """Return what `hellaswag:FILE` asks for. Raise UserError for any other text."""
+    name, colon, path = word.partition(":")
+    if not colon or not path:
+        raise UserError(f"{shown_name(word)} is not a task with its file; give such as hellaswag:hellaswag_val.jsonl")
+    task = task_named(name)
+    return Asked(task, Path(path), with_form(task, TaskOptions()))
+
+
+def prepare(asked: Asked, tokenizer: Tokenizer, positions: int) -> tuple[DataFile, Prepared]:
+    """Read the file of a task, and return it with the samples for a model of so many positions. Raise UserError where
+    that cannot be done."""
+    if not tokenizer.spells:
+        raise UserError(f"the tokenizer {tokenizer.name} does not encode text; give the one of the model")
+    file = read_file(asked.path, asked.task.source)
+    prepared = asked.task.prepare(file, tokenizer, positions, asked.options)
+    if not prepared.samples:
+        raise UserError(f"{asked.path} has nothing to measure; {asked.task.source}")
+    return file, prepared

@@ -1,0 +1,143 @@
+"""Test data in files: JSON lines, CSV or plain text, compressed or not, with a digest of what was read."""
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from dtgpt.data.prepare.compressed import SUFFIXES, decompressed
+from dtgpt.data.prepare.documents import BYTE_ORDER_MARK, LONGEST_FIELD, paired
+from dtgpt.util.console import byte_size
+from dtgpt.util.errors import UserError, remedy, shown
+from dtgpt.util.storage import open_regular, parse_json
+
+LARGEST = 1 << 30  # bytes of a file, unpacked
+KINDS: dict[str, Literal["json", "csv"]] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
+
+
+class DataFile(NamedTuple):
+    """What a file holds."""
+
+    path: Path
+    kind: Literal["json", "csv", "text"]
+    text: str  # with "\\n" at the end of each line
+    digest: str  # SHA-256 of the bytes, unpacked
+
+
+class Record(NamedTuple):
+    """An entry of a file, and where it stands, for messages."""
+
+    place: str
+    fields: dict[str, Any]
+
+    def field(self, name: str, kind: type, what: str) -> Any:
+        """Return a field. Raise UserError where there is none, or it is not `what`, a `kind`."""
+        if name not in self.fields:
+            known = ", ".join(map(str, self.fields))
+            raise UserError(f'{self.place} has no "{name}", only {known[:120] or "nothing"}; give {what} there')
+        value = self.fields[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(f'{self.place} has "{name}": {shown(value)}; give {what} there')
+        return paired(value) if isinstance(value, str) else value
+
+
+def read_file(path: Path, source: str) -> DataFile:
+    """Return what a file holds, whatever it is compressed with. `source`: a sentence that says where to get such a
+    file. Raise UserError where there is none, or it cannot be read."""
+    if not path.exists():
+        raise UserError(f"the data {path} does not exist; {source}")
+    if path.is_dir():
+        raise UserError(f"the data {path} is a folder; name a file: {source}")
+    content = bytearray()
+    try:
+        with open_regular(path) as file:
+            for piece in decompressed(file, str(path)):
+                content += piece
+                if len(content) > LARGEST:
+                    raise UserError(f"{path} has more than {byte_size(LARGEST)}, unpacked; give a part of it")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error})"
+        raise UserError(f"the data {path} {reason}; {remedy(error, 'give another file')}") from None
+    digest = hashlib.sha256(content).hexdigest()
+    try:
+        text = content.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line} is not UTF-8; convert the file with iconv -t UTF-8") from None
+    if not text.strip():
+        raise UserError(f"the data {path} is empty; {source}")
+    return DataFile(path, _kind_of(path), text.replace("\r\n", "\n"), digest)
+
+
+def _kind_of(path: Path) -> Literal["json", "csv", "text"]:
+    name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
+    return KINDS.get(name.suffix.lower(), "text")
+
+
+def json_records(file: DataFile) -> Iterator[Record]:
+    """Yield the objects of JSON lines, or of one array. Raise UserError for anything else."""
+    is_array = file.text.lstrip().startswith("[")
+    for place, value in _json_array(file) if is_array else _json_lines(file):
+        if not isinstance(value, dict):
+            raise UserError(f"{place} is {shown(value)}, not a JSON object; write an object in each line")
+        yield Record(place, value)
+
+
+def _json_array(file: DataFile) -> Iterator[tuple[str, Any]]:
+    try:
+        values = parse_json(file.text)
+    except ValueError as error:
+        raise UserError(f"{file.path} is not JSON ({error}); write an object in each line") from None
+    for number, value in enumerate(values, 1):
+        yield f"{file.path}, entry {number}", value
+
+
+def _json_lines(file: DataFile) -> Iterator[tuple[str, Any]]:
+    for place, line in lines_of(file):
+        try:
+            yield place, parse_json(line)
+        except ValueError as error:
+            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"{place} is not JSON ({reason}); write an object in each line") from None
+
+
+def lines_of(file: DataFile) -> Iterator[tuple[str, str]]:
+    """Yield where it stands, and the text, of each line that is not blank."""
+    for number, line in enumerate(file.text.split("\n"), 1):
+        if line.strip():
+            yield f"{file.path}, line {number}", line
+
+
+def csv_records(file: DataFile, keys: tuple[str, ...]) -> Iterator[Record]:
+    """Yield the rows of CSV. The first row names the columns; it may be missing where there is one column alone, whose
+    name is then the first of `keys`. Raise UserError where none of `keys` is a column."""
+    csv.field_size_limit(LONGEST_FIELD)
+    reader = csv.reader(io.StringIO(file.text, newline=""), strict=True)
+    header: list[str] | None = None
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{file.path}, line {number} is not CSV ({error}); quote its texts") from None
+        if header is None:
+            named = any(key in row for key in keys)
+            if not named and len(row) > 1:
+                raise UserError(f'{file.path} has no column "{keys[0]}" but {", ".join(row)[:120]}; name it so')
+            header = row if named else [keys[0]]
+            if named:
+                continue
+        if len(header) == 1:
+            row = row or [""]  # a blank line is an empty text
+        elif not row:
+            continue
+        if len(row) != len(header):
+            raise UserError(
+                f"{file.path}, line {number} has {len(row)} columns, where there are {len(header)}; quote its texts"
+            )
+        yield Record(f"{file.path}, line {number}", dict(zip(header, row, strict=True)))

@@ -1,0 +1,96 @@
+"""What a task is: samples from a file, and figures from their scores."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.files import DataFile
+from dtgpt.evaluation.scoring import TokenScores
+from dtgpt.util.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """How a task is measured; a value of None is the task's own."""
+
+    form: str | None = None  # whose procedure: "megatron", "lm-eval" or "llm.c"
+    strict: bool = False  # LAMBADA by Megatron-LM: the whole last word instead of its last token
+    overlapping_eval: int | None = None  # WikiText-103 by Megatron-LM: tokens from one window to the next
+    limit: int | None = None  # measure the first items alone
+
+
+class Result(NamedTuple):
+    """The figures of a task."""
+
+    task: str
+    form: str
+    procedure: str  # in words
+    metrics: dict[str, float]  # by name, the main one first
+    samples: int  # number of items measured
+    unit: str  # plural noun for the items
+    line: str | None = None  # as Megatron-LM prints it
+    details: dict[str, Any] = {}  # noqa: RUF012  # what else the figures depend on
+
+
+class Prepared(NamedTuple):
+    """Samples of a task, and what makes a result of their scores."""
+
+    samples: list[Sample]
+    measure: Callable[[list[TokenScores]], Result]
+
+
+class Prepare(Protocol):
+    def __call__(self, file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
+        """Return the samples of a file for a model of so many positions. Raise UserError where the file does not hold
+        the task's data."""
+
+
+class Task(NamedTuple):
+    """A task by its name."""
+
+    name: str
+    forms: tuple[str, ...]  # whose procedures there are, the default first
+    source: str  # a sentence that says where the data come from
+    prepare: Prepare
+
+
+def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, in which names of special tokens are text as any other."""
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+
+
+def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return a context, in place of an empty one the token that begins a document. Raise UserError where the tokenizer
+    has none."""
+    if context:
+        return context
+    if tokenizer.opening is None:
+        raise UserError(f"the tokenizer {tokenizer.name} has no end of text to begin a document with; give another one")
+    return [tokenizer.opening]
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """Return the ids of each (context, continuation) as lm-evaluation-harness makes them: blanks at the end of a
+    context go to the continuation, both are encoded together, and the ids are cut at the length of the context's own.
+    An empty context is the token that begins a document."""
+    moved = [(context.rstrip(), context[len(context.rstrip()) :] + more) for context, more in pairs]
+    different = list(dict.fromkeys(context for context, _ in moved))
+    lengths = dict(zip(different, map(len, encoded(tokenizer, different)), strict=True))
+    found = []
+    for (context, _), ids in zip(moved, encoded(tokenizer, ["".join(pair) for pair in moved]), strict=True):
+        if not context:
+            begin = opened([], tokenizer)
+            ids = ids if ids[:1] == begin else [*begin, *ids]
+        cut = lengths[context] or 1
+        found.append((ids[:cut], ids[cut:]))
+    return found
+
+
+def mean_and_error(values: list[bool]) -> tuple[float, float]:
+    """Return the fraction of true values, and its standard error, as lm-evaluation-harness estimates it."""
+    mean = float(np.mean(values))
+    return mean, (mean * (1 - mean) / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0

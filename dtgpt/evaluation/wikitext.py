@@ -1,0 +1,208 @@
+"""WikiText-103's perplexity (Merity et al. 2016) by Megatron-LM's procedure, which makes it comparable between
+tokenizers (Shoeybi et al. 2019, appendix E.1), and by lm-evaluation-harness's, article by article."""
+
+import csv
+import io
+import math
+import re
+from itertools import pairwise
+from typing import NamedTuple
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
+from dtgpt.evaluation.scoring import TokenScores
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded, opened
+from dtgpt.util.errors import UserError
+
+SOURCE = (
+    "WikiText-103's test set of 245,566 words is wiki.test.tokens of wikitext-103-v1 "
+    "(https://huggingface.co/datasets/Salesforce/wikitext), as one text or a row a line; --form lm-eval takes "
+    "wiki.test.raw of wikitext-2-raw-v1"
+)
+COLUMNS = ("text", "page")  # of rows, or of articles
+BLANK_LINE = " \n"  # in WikiText; data sets that have a row a line have an empty row for it
+LARGEST_EXPONENT = 20  # of a perplexity by Megatron-LM's procedure
+
+# What the detokenizer of Megatron-LM, and of lm-evaluation-harness, replaces, in this order (facts of both programs):
+# texts by texts, and what stands between two signs by the same without blanks around it.
+CONTRACTION = ("s '", "s'")
+QUOTED_DIGIT = (re.compile(r"/' [0-9]/"), "/'[0-9]/")  # replaced by these very characters
+NUMBERS = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
+PUNCTUATION = tuple((f" {sign} ", f"{sign} ") for sign in ":;.!?,")
+ENCLOSED = tuple(
+    re.compile(rf"({re.escape(begin)})\s*([^{re.escape(end)}]*?)\s*({re.escape(end)})")
+    for begin, end in ("()", "[]", "{}", '""', "''")
+)
+REST = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \xb0 ", "\xb0"), (" \n", "\n"), ("\n ", "\n"),
+    (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+
+
+def detokenize(text: str) -> str:
+    """Return WikiText's tokens as ordinary text."""
+    text = text.replace(*CONTRACTION)
+    text = QUOTED_DIGIT[0].sub(QUOTED_DIGIT[1], text)
+    for before, after in (*NUMBERS, *PUNCTUATION):
+        text = text.replace(before, after)
+    for enclosed in ENCLOSED:
+        text = enclosed.sub(r"\1\2\3", text)
+    for before, after in REST:
+        text = text.replace(before, after)
+    return text
+
+
+def rows_of(file: DataFile) -> list[Record] | None:
+    """Return the rows of CSV or JSON lines, each with a text under `text` or `page`; None for plain text."""
+    if file.kind == "csv" or (file.kind == "text" and _is_one_column(file.text)):
+        return list(csv_records(file, COLUMNS))
+    return list(json_records(file)) if file.kind == "json" else None
+
+
+def whole_text(file: DataFile) -> str:
+    """Return the text of a file: as it is, or that of its rows, of which an empty one stands for a blank line."""
+    if (rows := rows_of(file)) is None:
+        return file.text
+    texts = [row.field("page" if "page" in row.fields else "text", str, "a text") for row in rows]
+    if len(texts) == 1:
+        return texts[0]
+    return "".join(text if text.endswith("\n") else f"{text}\n" if text else BLANK_LINE for text in texts)
+
+
+def _is_one_column(text: str) -> bool:
+    """Return whether a text file is CSV of one column, as exports of the data set are: no WikiText begins with a
+    quote."""
+    if not text.startswith('"'):
+        return False
+    try:
+        return all(len(row) <= 1 for row in csv.reader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error:
+        return False
+
+
+def articles(file: DataFile) -> list[str]:
+    """Return the articles of a file, headings included, as lm-evaluation-harness's data set has them: `page` of JSON
+    lines or CSV, or a text cut before each heading of the first level."""
+    rows = rows_of(file)
+    if rows and all("page" in row.fields for row in rows):
+        return [row.field("page", str, "an article") for row in rows]
+    lines = whole_text(file).split("\n")
+    cuts = [0, *(number for number, line in enumerate(lines) if is_title(line)), len(lines)]
+    pages = ["\n".join(lines[first:end]) for first, end in pairwise(cuts)]
+    return [page for page in pages[:-1] if page.strip()] + pages[-1:]
+
+
+def is_title(line: str) -> bool:
+    """Return whether a line is a heading of the first level, ` = Title = `."""
+    bare = line.replace("= = =", "===").replace("= =", "==").strip()
+    return bare.startswith("= ") and bare.endswith(" =")
+
+
+class Window(NamedTuple):
+    """Part of a text of T tokens: ids from `first` up to `end`, of which those from `counted` on are predicted and
+    counted."""
+
+    first: int
+    counted: int
+    end: int
+
+
+def overlapping_windows(tokens: int, positions: int, step: int | None) -> list[Window]:
+    """Return Megatron-LM's windows of `positions` predictions, `step` tokens from one to the next (None: as many as
+    there are positions): in all but the first, the last `step` predictions count alone. Windows may count nothing."""
+    step = max(1, positions if step is None else step)
+    count = max(1, math.ceil(max(tokens - 1 - step, 0) / step) + 1)
+    windows = []
+    for number in range(count):
+        first = number * step
+        skipped = max(0, positions - step) if number else 0
+        windows.append(Window(first, first + 1 + skipped, min(first + positions + 1, tokens)))
+    return windows
+
+
+def rolling_windows(tokens: int, positions: int) -> list[Window]:
+    """Return lm-evaluation-harness's windows of a text of T ids, the first of which is not predicted: each id is
+    counted once, and the last window begins earlier, so that it is as long as the others."""
+    windows, done = [], 1
+    while done < tokens:
+        end = min(done + positions, tokens)
+        windows.append(Window(max(0, end - positions - 1), done, end))
+        done = end
+    return windows
+
+
+def _samples(ids: list[int], windows: list[Window]) -> list[Sample]:
+    """Return a sample for each window that counts anything."""
+    return [Sample(ids[first:end], counted - first) for first, counted, end in windows if counted < end]
+
+
+def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
+    """Return the windows of a file: see `Prepare`."""
+    if options.form == "lm-eval":
+        return _prepare_articles(file, tokenizer, positions, options.limit)
+    return _prepare_whole(file, tokenizer, positions, options.overlapping_eval, options.limit)
+
+
+def _prepare_whole(
+    file: DataFile, tokenizer: Tokenizer, positions: int, step: int | None, limit: int | None
+) -> Prepared:
+    if step is not None and step > positions:
+        raise UserError(
+            f"--overlapping-eval {step} leaves tokens out between windows of {positions}; use 1 to {positions}"
+        )
+    text = whole_text(file)
+    words = len(text.strip().split(" "))
+    (ids,) = encoded(tokenizer, [detokenize(text)])
+    if len(ids) < 2 or words < 2:
+        raise UserError(f"{file.path} has {words} words, too few for a perplexity; give a longer text")
+    windows = overlapping_windows(len(ids), positions, step)
+    samples = _samples(ids, windows)[:limit]
+    details = {"overlapping_eval": step, "words": words, "tokens": len(ids), "windows": len(windows)}
+
+    def measure(scores: list[TokenScores]) -> Result:
+        counted = sum(len(own.logprobs) for own in scores)  # T - 1, if there is no limit
+        loss, ratio = -sum(own.logprob for own in scores) / counted, (len(ids) - 1) / (words - 1)
+        ppl, adjusted = (math.exp(min(LARGEST_EXPONENT, exponent)) for exponent in (loss, loss * ratio))
+        line = (
+            f" validation results on WIKITEXT103 | avg loss: {loss:.4E} | ppl: {ppl:.4E} | "
+            f"adjusted ppl: {adjusted:.4E} | token ratio: {ratio} |"
+        )
+        metrics = {"adjusted_ppl": adjusted, "ppl": ppl, "loss": loss, "token_ratio": ratio}
+        procedure = f"Megatron-LM: windows of {positions} predictions, {step or positions} tokens from one to the next"
+        return Result("wikitext103", "megatron", procedure, metrics, counted, "tokens", line, details)
+
+    return Prepared(samples, measure)
+
+
+def _prepare_articles(file: DataFile, tokenizer: Tokenizer, positions: int, limit: int | None) -> Prepared:
+    pages = articles(file)[:limit]
+    samples = []
+    for ids in encoded(tokenizer, [detokenize(page) for page in pages]):
+        whole = [*opened([], tokenizer), *ids]
+        samples += _samples(whole, rolling_windows(len(whole), positions))
+    words, size = sum(len(re.split(r"\s+", page)) for page in pages), sum(len(page.encode()) for page in pages)
+    if not samples:
+        raise UserError(f"{file.path} has no article; give WikiText's raw text")
+    details = {"words": words, "bytes": size, "tokens": sum(len(s.ids) - s.context for s in samples)}
+
+    def measure(scores: list[TokenScores]) -> Result:
+        nats = -sum(own.logprob for own in scores)
+        metrics = {
+            "word_perplexity": _exp(nats / words), "byte_perplexity": _exp(nats / size),
+            "bits_per_byte": nats / size / math.log(2),
+        }  # fmt: skip
+        procedure = "lm-evaluation-harness, wikitext: each article alone, rolling from the end of text"
+        return Result("wikitext103", "lm-eval", procedure, metrics, len(pages), "articles", None, details)
+
+    return Prepared(samples, measure)
+
+
+def _exp(exponent: float) -> float:
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+TASK = Task("wikitext103", ("megatron", "lm-eval"), SOURCE, prepare)

@@ -1,0 +1,317 @@
+"""`dtgpt eval`: figures equal an independent script in float64, under every plan; files and sentences."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.cli import main
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.evaluation.wikitext import detokenize
+from dtgpt.interop.inspect import model_digest
+from dtgpt.interop.open import open_source
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.random.philox import root_key
+from tests.interop.test_interop_huggingface import InMemory
+from tests.support import bodies_evaluation as bodies
+from tests.support.hugging_face import hugging_face_twin
+from tests.support.ranks import pool
+
+CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=48, vocab_size=257, init_std=0.4)
+BYTES = make_tokenizer("bytes", [], 0)
+PASSAGES = [f"{number} and {number * 7 % 10} make a sum of the word{number % 3}" for number in range(20)]
+WIKI = "".join(f" \n = Title {number} = \n \n It 's the {number} @.@ 5 th , or not . \n" for number in range(12))
+ITEMS = [
+    {
+        "activity_label": f"Label {number}", "ctx_a": f"A man [title] {number}.", "ctx_b": "he", "label": number % 4,
+        "ctx": f"A man [title] {number}. he", "endings": [f"goes {'on ' * (number * ending % 5)}." for ending in range(4)],
+    }
+    for number in range(9)
+]  # fmt: skip
+PLANS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2_pp2": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "weights"
+    save_weights(InMemory(model), path, "here", BYTES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    (path / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
+    (path / "wiki.txt").write_text(WIKI)
+    (path / "hellaswag.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    return path
+
+
+@pytest.fixture
+def evaluate(folder, tmp_path, monkeypatch, capsys):
+    """Run the command in a folder of its own; return the results in its file, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stop:
+            main(["eval", str(folder), *map(str, words)])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 0, err
+        return json.loads((tmp_path / "eval.json").read_text()), out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(folder, tmp_path, monkeypatch, capsys):
+    """Run a command that ends with a sentence; return it."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stop:
+            main(["eval", *map(str, words)])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and err.count("\n") == 1 and not out, err
+        assert not list(tmp_path.glob("eval.json"))
+        return err
+
+    return call
+
+
+def three(data):
+    return ["--task", "lambada", "wikitext103", "hellaswag", "--data", data / "lambada.jsonl", data / "wiki.txt"] + [
+        data / "hellaswag.jsonl"
+    ]
+
+
+class Oracle:
+    """Log-probabilities by transformers in float64, one sample at a time."""
+
+    def __init__(self, model):
+        self.twin = hugging_face_twin(model).double().eval()
+
+    @torch.no_grad()
+    def score(self, ids: list[int], context: int):
+        logits = self.twin(torch.tensor([ids[:-1]])).logits[0, context - 1 :]
+        targets = torch.tensor(ids[context:])
+        found = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        return found.numpy(), bool((logits.argmax(-1) == targets).all())
+
+    def lambada(self) -> float:
+        right = 0
+        for text in PASSAGES:
+            word = text.split()[-1]
+            context = BYTES.encode(text[: text.rfind(word)].strip())
+            ids = [*context, *BYTES.encode(f" {word}")]
+            right += self.score(ids[-49:], len(context) - max(0, len(ids) - 49))[1]
+        return right / len(PASSAGES)
+
+    def wikitext(self, step: int) -> tuple[float, float]:
+        ids, length = BYTES.encode(detokenize(WIKI)), CONFIG.seq_length
+        nats = -self.score(ids[: length + 1], 1)[0].sum()
+        done = length + 1
+        while done < len(ids):  # windows end `step` tokens further each
+            end = done + step
+            window = ids[end - length - 1 : end]
+            nats -= self.score(window, length + 1 - step)[0].sum()
+            done = min(end, len(ids))
+        loss = nats / (len(ids) - 1)
+        return loss, math.exp(loss * (len(ids) - 1) / (len(WIKI.strip().split(" ")) - 1))
+
+    def hellaswag(self) -> tuple[float, float]:
+        right = []
+        for item in ITEMS:
+            context = BYTES.encode(item["ctx"])
+            found = [self.score([*context, *BYTES.encode(f" {e}")][-49:], len(context))[0] for e in item["endings"]]
+            best = np.argmax([f.sum() for f in found]), np.argmax([f.mean() for f in found])
+            right.append([place == item["label"] for place in best])
+        return tuple(np.mean(right, axis=0))
+
+
+def metrics(results):
+    return {one["task"]: one["metrics"] for one in results["results"]}
+
+
+def test_figures_are_those_of_an_independent_script(model, data, evaluate):
+    oracle = Oracle(model)
+    found = metrics(evaluate(*three(data), "--strict", "--overlapping_eval", 5)[0])
+    assert found["lambada"]["acc"] == oracle.lambada()
+    loss, adjusted = oracle.wikitext(5)
+    assert found["wikitext103"]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["wikitext103"]["adjusted_ppl"] == pytest.approx(min(adjusted, math.exp(20)), rel=1e-5)
+    assert (found["hellaswag"]["acc"], found["hellaswag"]["acc_norm"]) == oracle.hellaswag()
+
+
+def test_windows_without_overlap(model, data, evaluate):
+    found = metrics(evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt")[0])
+    assert found["wikitext103"]["loss"] == pytest.approx(Oracle(model).wikitext(CONFIG.seq_length)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_has_the_same_figures(folder, data, tmp_path, plan):
+    words = [str(folder), *map(str, three(data)), "--strict", "--overlapping_eval", "5", "--device", "cpu"]
+    alone, together = tmp_path / "alone.json", tmp_path / "together.json"
+    bodies.evaluate([*words, "--output", str(alone)])
+    assert pool().run(PLANS[plan], bodies.evaluate, [*words, "--output", str(together), "--plan", plan]) == (
+        [0] * PLANS[plan]
+    )
+    expected, found = (json.loads(path.read_text()) for path in (alone, together))
+    assert found["plan"] == plan and found["processes"] == PLANS[plan]
+    for task, figures in metrics(expected).items():
+        assert metrics(found)[task] == pytest.approx(figures, rel=1e-6)
+
+
+def test_without_a_plan_processes_are_replicas(folder, data, tmp_path):
+    words = [str(folder), "--task", "lambada", "--data", str(data / "lambada.jsonl"), "--output", f"{tmp_path}/x.json"]
+    pool().run(2, bodies.evaluate, words)
+    assert json.loads((tmp_path / "x.json").read_text())["plan"] == "dp2"
+
+
+def test_a_file_that_is_missing_is_one_sentence_on_every_rank(folder, tmp_path):
+    words = [str(folder), "--task", "lambada", "--data", "none.jsonl", "--output", f"{tmp_path}/x.json"]
+    for said in pool().run(2, bodies.refused_evaluation, words):
+        assert "none.jsonl does not exist" in said and "github.com/cybertronai/bflm" in said
+
+
+def test_what_is_printed_and_written(folder, data, evaluate):
+    results, out, err = evaluate(*three(data), "--strict", "on")
+    lines = out.splitlines()
+    first, second = (one["line"] for one in results["results"][:2])
+    assert lines[:3] == ["-" * (len(first) + 1), first, "-" * (len(first) + 1)] and lines[4] == second
+    assert results["results"][2]["line"] is None
+    assert first.startswith(" validation results on LAMBADA | number correct: ")
+    figure = results["results"][2]["metrics"]["acc_norm"]
+    assert any(line.split()[:4] == ["hellaswag", "llm.c", "acc_norm", f"{figure:.4f}"] for line in lines)
+    assert [one["samples"] for one in results["results"]] == [20, len(BYTES.encode(detokenize(WIKI))) - 1, 9]
+    assert "lambada: 20/20 samples" in err
+    content = (data / "hellaswag.jsonl").read_bytes()
+    assert results["results"][2]["data"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert results["model"]["sha256"] == model_digest(open_source(folder))
+    assert results["model"]["parameters"] == CONFIG.num_parameters and results["precision"] == "float32"
+    assert results["results"][0]["strict"] is True and "strict" in results["results"][0]["procedure"]
+
+
+def test_the_forms_of_the_harness(model, data, evaluate):
+    found = metrics(evaluate(*three(data), "--form", "lm-eval")[0])
+    assert found["lambada"].keys() == {"acc", "acc_stderr", "ppl"}
+    assert found["wikitext103"].keys() == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    oracle, right = Oracle(model), 0
+    for item in ITEMS:
+        query = BYTES.encode(
+            f"{item['activity_label']}: {item['ctx_a'].replace(' [title]', '. ').replace('  ', ' ')} He"
+        )
+        sums = []
+        for ending in item["endings"]:
+            ids = [*query, *BYTES.encode(f" {ending.replace('  ', ' ')}")]
+            sums.append(oracle.score(ids[-49:], len(query) - max(0, len(ids) - 49))[0].sum())
+        right += np.argmax(sums) == item["label"]
+    assert found["hellaswag"]["acc"] == right / len(ITEMS)
+
+
+def test_packed_files_have_the_same_digest(data, evaluate, tmp_path):
+    content = (data / "lambada.jsonl").read_bytes()
+    digests = set()
+    for name, packed in (
+        ("x.jsonl.gz", gzip.compress(content)),
+        ("x.jsonl.bz2", bz2.compress(content)),
+        ("y", content),
+    ):
+        (tmp_path / name).write_bytes(packed)
+        results, _, _ = evaluate("--task", "lambada", "--data", name, "--limit", 3, "--batch-tokens", 1)
+        digests.add(results["results"][0]["data"]["sha256"])
+        assert results["results"][0]["samples"] == 3 and results["results"][0]["limit"] == 3
+    assert digests == {hashlib.sha256(content).hexdigest()}
+
+
+def test_options_of_megatron(data, evaluate):
+    results, _, _ = evaluate("--task", "LAMBADA", "--valid-data", data / "lambada.jsonl", "--strict-lambada")
+    assert results["results"][0]["strict"] is True
+
+
+def test_a_model_that_computes_nan_is_not_json_nan(folder, data, evaluate, monkeypatch):
+    monkeypatch.setattr("dtgpt.evaluation.scoring.token_scores", _nan)
+    results, out, _ = evaluate("--task", "lambada", "--data", data / "lambada.jsonl")
+    assert results["results"][0]["metrics"]["ppl"] is None and "nan" in out
+
+
+def _nan(logits, targets, vocab_size):
+    from dtgpt.ops.sampling.scores import token_scores
+
+    return token_scores(logits * math.nan, targets, vocab_size)
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--task", "lambda", "--data", "x"], "did you mean lambada?"),
+    (["--task", "piqa", "--data", "x"], "lm-eval knows others"),
+    (["--data", "x"], "no task is given"), (["--task", "lambada"], "needs --data FILE; LAMBADA's 5,153"),
+    (["--task", "lambada", "hellaswag", "--data", "x"], "2 names and --data 1"),
+    (["--task", "hellaswag", "--data", "none"], "none does not exist; HellaSwag's 10,042 items"),
+    (["--task", "wikitext103", "--data", "none"], "wiki.test.tokens"),
+    (["--task", "hellaswag", "--data", "x", "--form", "megatron"], "hellaswag does not have the form megatron"),
+    (["--task", "hellaswag", "--data", "x", "--strict"], "--strict belongs to the task lambada"),
+    (["--task", "lambada", "--data", "x", "--strict", "--form", "lm-eval"], "form megatron"),
+    (["--task", "lambada", "--data", "x", "--overlapping_eval", "3"], "--overlapping-eval belongs to"),
+    (["--task", "lambada", "--data", "x", "--overlapping_eval", "0"], "use 1 or more"),
+    (["--task", "lambada", "--data", "x", "--limit", "0"], "use 1 or more"),
+    (["--task", "lambada", "--data", "x", "--output", "no/where.json"], "is not a folder"),
+    (["--task", "lambada", "--data", "x", "--output", "."], "is a folder"),
+    (["--task", "lambada", "--data", "."], "is a folder; name a file"),
+    (["--task", "lambada", "--data", "x", "--form", "mine"], "use one of auto, megatron"),
+])  # fmt: skip
+def test_what_cannot_be_asked_for_is_one_sentence(refused, folder, words, expected):
+    assert expected in refused(folder, *words)
+
+
+@pytest.mark.parametrize("task, name, content, expected", [
+    ("lambada", "x.jsonl", b'{"text": "a b"}\n{"text": 5}\n', 'line 2 has "text": 5'),
+    ("lambada", "x.jsonl", b'{"text": "a b"}\n{"txt": "c"}\n', 'line 2 has no "text", only txt'),
+    ("lambada", "x.jsonl", b'{"text": "a b"}\n\n{"text": \n', "line 3 is not JSON"),
+    ("lambada", "x.jsonl", b'{"text": " "}\n', "has no word to predict"),
+    ("lambada", "x.jsonl", b"7\n", "is 7, not a JSON object"), ("lambada", "x.json", b"[]", "nothing to measure"),
+    ("lambada", "x.json", b'["a"', "is not JSON"), ("lambada", "x.json", b"[" * 99999, "not JSON"),
+    ("lambada", "x.txt", b" \n\n", "is empty"), ("lambada", "x.txt", b"a b\n\xff c", "line 2 is not UTF-8"),
+    ("lambada", "x.csv", b'a,b\n"c', 'has no column "text" but a, b'),
+    ("lambada", "x.csv", b'text,b\n"c', "line 2 is not CSV"), ("lambada", "x.csv", b"text,b\nc", "line 2 has 1 columns"),
+    ("lambada", "x.gz", b"\x1f\x8b\x08damaged", "is damaged"), ("lambada", "x.txt", b"PAR1\x00", "a Parquet file"),
+    ("hellaswag", "x.jsonl", b'{"ctx": "a", "label": 1, "endings": ["b"]}', "no list of 4 texts"),
+    ("hellaswag", "x.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "has the label None"),
+    ("hellaswag", "x.jsonl", b'{"ctx": "a", "label": 4, "endings": ["b", "c", "d", "e"]}', "has the label 4"),
+    ("hellaswag", "x.jsonl", b'{"label": 3, "endings": ["b", "c", "d", "e"]}', 'no "ctx_a"'),
+    ("hellaswag", "x.txt", b"a\n1\nb\nc\nd\n", "5 lines of text, which are not items of 6"),
+    ("hellaswag", "x.txt", b"a\nb\nc\nd\ne\nf\n", "line 2 has the label 'b'"),
+    ("wikitext103", "x.txt", b"word", "too few"), ("wikitext103", "x.jsonl", b'{"words": "a"}', 'no "text"'),
+])  # fmt: skip
+def test_files_with_other_content_are_one_sentence(refused, folder, tmp_path, task, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert expected in refused(folder, "--task", task, "--data", name)
+
+
+def test_what_the_files_lack_for_a_form(refused, folder, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"ctx": "a", "label": 1, "endings": ["b", "c", "d", "e"]}))
+    words = ["--task", "hellaswag", "--data", "x.jsonl", "--form", "lm-eval"]
+    assert "line 1 lacks activity_label" in refused(folder, *words)
+    (tmp_path / "x.txt").write_text("some text of a few words")
+    words = ["--task", "wikitext103", "--data", "x.txt", "--overlapping_eval", "49"]
+    assert "use 1 to 48" in refused(folder, *words)
+
+
+def test_results_on_a_full_disk_leave_no_half_a_file(refused, folder, data, tmp_path, monkeypatch):
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dtgpt.commands.eval.write_json", full)
+    monkeypatch.chdir(tmp_path)
+    said = bodies.refused_evaluation([str(folder), "--task", "lambada", "--data", str(data / "lambada.jsonl")])
+    assert "free space there" in said and not list(tmp_path.iterdir())
