@@ -88,7 +88,8 @@ def check_package() -> None:
 def evaluate(path: Path, options: LmEvalOptions, words: list[str]) -> int:
     """Run the harness on rank 0 with its options `words`; other ranks follow."""
     check_package()
-    given = {"model": str(path), **{name: value for name, value in asdict(options).items() if value is not None}}
+    usual = asdict(LmEvalOptions())
+    given = {"model": str(path), **{name: value for name, value in asdict(options).items() if value != usual[name]}}
     if Process.from_environment().rank:
         open_shared(**given).follow()
         return 0

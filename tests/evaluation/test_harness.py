@@ -149,6 +149,16 @@ def test_the_command_prints_the_harness_table_and_takes_its_options(folder, tmp_
     assert {name: len(rows) for name, rows in saved_answers(tmp_path).items()} == {TASKS[0]: 2, TASKS[3]: 2}
 
 
+def test_answers_in_the_cache_of_the_harness_are_not_asked_for_again(folder, tmp_path, monkeypatch, ours):
+    given = {"model": str(folder / "model"), "device": "cpu"}
+    options = {"use_cache": str(tmp_path / "answers"), "limit": 2}
+    first = evaluate(folder, "dtgpt", given, **options)
+    monkeypatch.setattr("dtgpt.evaluation.shared_model.SharedModel.score", lambda *_: pytest.fail("scored again"))
+    monkeypatch.setattr("dtgpt.evaluation.shared_model.SharedModel.generate", lambda *_: pytest.fail("made again"))
+    again = json.dumps(answers(evaluate(folder, "dtgpt", given, **options)))
+    assert again == json.dumps(answers(first)) and answers(first)[TASKS[1]] == answers(ours)[TASKS[1]][:2]
+
+
 @pytest.mark.parametrize("words, sentence", [
     (["--tasks", "nothing_of_this_name"], "Tasks not found: nothing_of_this_name"),
     (["--tasks", "local_lambada", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
