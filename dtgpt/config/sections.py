@@ -76,6 +76,15 @@ class LogConfig:
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
     eval_interval: Annotated[int, "number of steps between held-out evaluations; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of held-out samples per evaluation", Bounds(1)] = 512
+    eval_tasks: Annotated[
+        str | None, "tasks to measure as dtgpt eval does, each with its file, as in 'hellaswag:FILE lambada:FILE'"
+    ] = None
+    eval_tasks_interval: Annotated[
+        int | None,
+        "number of steps between measurements of the tasks; 0: at the end only; none: eval_interval",
+        Bounds(0),
+    ] = None
+    eval_tasks_limit: Annotated[int | None, "largest number of items to measure of a task; none: all", Bounds(1)] = None
     sample_interval: Annotated[int, "number of steps between generated texts; 0: at the end only", Bounds(0)] = 0
     sample_tokens: Annotated[int, "number of tokens to generate; 0: no generated texts", Bounds(0)] = 200
     prompt: Annotated[str, "beginning of generated texts; empty: the model begins a document"] = ""

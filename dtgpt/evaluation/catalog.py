@@ -1,6 +1,7 @@
 """The tasks by name, and which of them is asked for, from which file."""
 
 import difflib
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,13 +67,20 @@ def with_form(task: Task, options: TaskOptions) -> TaskOptions:
     return replace(options, form=form)
 
 
-def task_and_file(word: str) -> Asked:
-    """Return what `hellaswag:FILE` asks for. Raise UserError for any other text."""
-    name, colon, path = word.partition(":")
-    if not colon or not path:
-        raise UserError(f"{shown_name(word)} is not a task with its file; give such as hellaswag:hellaswag_val.jsonl")
-    task = task_named(name)
-    return Asked(task, Path(path), with_form(task, TaskOptions()))
+def tasks_and_files(words: str, options: TaskOptions) -> list[Asked]:
+    """Return what `hellaswag:FILE lambada:FILE` asks for; quotes hold blanks in a path. Raise UserError for any other
+    text."""
+    try:
+        parts = shlex.split(words)
+    except ValueError as error:
+        raise UserError(f"{shown_name(words)} is not a list of tasks ({error}); close the quotes") from None
+    pairs = [part.partition(":") for part in parts]
+    for part, (_, colon, path) in zip(parts, pairs, strict=True):
+        if not colon or not path:
+            raise UserError(
+                f"{shown_name(part)} is not a task with its file; give such as hellaswag:hellaswag_val.jsonl"
+            )
+    return asked_for([name for name, _, _ in pairs], [path for _, _, path in pairs], options)
 
 
 def prepare(asked: Asked, tokenizer: Tokenizer, positions: int) -> tuple[DataFile, Prepared]:

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from dtgpt.evaluation.catalog import Asked
 from dtgpt.evaluation.files import DataFile
-from dtgpt.evaluation.tasks import Result
+from dtgpt.evaluation.tasks import ERROR, Result
 
-ERROR = "_stderr"  # ending of the name of a metric's standard error
 HEADER = ("task", "form", "metric", "value")
 
 
@@ -31,9 +30,7 @@ def table(results: Sequence[Result]) -> str:
     """Return the metrics of tasks in columns, a standard error beside its metric."""
     rows = [HEADER]
     for result in results:
-        for name, value in result.metrics.items():
-            if name.endswith(ERROR):
-                continue
+        for name, value in result.figures.items():
             error = result.metrics.get(f"{name}{ERROR}")
             shown = number_text(value) + ("" if error is None else f" \xb1 {error:.4f}")
             rows.append((result.task, result.form, name, shown))

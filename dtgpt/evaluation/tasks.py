@@ -12,6 +12,8 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.util.errors import UserError
 
+ERROR = "_stderr"  # ending of the name of a metric's standard error
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
@@ -34,6 +36,11 @@ class Result(NamedTuple):
     unit: str  # plural noun for the items
     line: str | None = None  # as Megatron-LM prints it
     details: dict[str, Any] = {}  # noqa: RUF012  # what else the figures depend on
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The metrics without standard errors."""
+        return {name: value for name, value in self.metrics.items() if not name.endswith(ERROR)}
 
 
 class Prepared(NamedTuple):

@@ -7,34 +7,59 @@ from dtgpt.run.sinks import read_records
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import atomic_file
 
+CURVES = (("loss", "training", "-"), ("valid_loss", "held out", "o--"))  # metric, name and style
+
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Draw training and held-out loss of each run folder over its steps into `output` (.png). Raises UserError if a run
-    has no losses, or `output` cannot be written."""
+    """Draw training and held-out loss of each run folder over its steps into `output` (.png), and below them the main
+    figure of each task that a run has measured. Raises UserError if a run has no losses, or `output` cannot be
+    written."""
     if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
         raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
     pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for run in runs:
-        records = read_records(run / "metrics.jsonl")
-        color, label = None, run.name.replace("$", r"\$").lstrip("_")
-        if not any("loss" in r or "valid_loss" in r for r in records):
-            pyplot.close(figure)
+    records = {run: read_records(run / "metrics.jsonl") for run in runs}
+    for run, own in records.items():
+        if not any("loss" in record or "valid_loss" in record for record in own):
             raise UserError(f"{run} has no losses to draw; give run folders such as runs/gpt2_tiny-001")
-        for name, kind, style in (("loss", "training", "-"), ("valid_loss", "held out", "o--")):
-            points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-            if points:
-                (line,) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-                line.set_label(f"{label}, {kind}")
-                color = line.get_color()
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figures = sorted({name for own in records.values() for record in own for name in main_figures(record)})
+    ratios = [2] + [1] * len(figures)
+    options = {"squeeze": False, "sharex": True, "height_ratios": ratios, "figsize": (8, 5 + 2.5 * len(figures))}
+    picture, panels = pyplot.subplots(len(ratios), layout="constrained", **options)
+    losses, *below = panels[:, 0]
+    losses.set(ylabel="loss (nats per token)")
+    for panel, name in zip(below, figures, strict=True):
+        panel.set(ylabel=name)
+    for run, own in records.items():
+        label, color = run.name.replace("$", r"\$").lstrip("_"), None
+        for name, kind, style in CURVES:
+            color = _draw(losses, own, name, style, f"{label}, {kind}", color)
+        for panel, name in zip(below, figures, strict=True):
+            _draw(panel, own, name, "o-", label, color)
+    for panel in panels[:, 0]:
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[-1, 0].set(xlabel="optimizer step")
     try:
         with atomic_file(output) as file:
-            figure.savefig(file, format="png", dpi=120)
+            picture.savefig(file, format="png", dpi=120)
     finally:
-        pyplot.close(figure)
+        pyplot.close(picture)
+
+
+def main_figures(record: dict[str, Any]) -> list[str]:
+    """Return the name, such as hellaswag/acc_norm, of the first figure of each task in a record."""
+    firsts = {name.partition("/")[0]: name for name in reversed(record) if "/" in name}
+    return list(firsts.values())
+
+
+def _draw(panel: Any, records: list[dict[str, Any]], name: str, style: str, label: str, color: Any) -> Any:
+    """Draw the values of a metric, in a color if one is given, and return the color; nothing where there are none."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    if not points:
+        return color
+    (line,) = panel.plot(*zip(*points, strict=True), style, color=color, markersize=4)
+    line.set_label(label)
+    return line.get_color()
 
 
 def import_pyplot() -> Any:

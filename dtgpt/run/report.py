@@ -94,6 +94,13 @@ class Report:
         suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
         say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{suffix}")
 
+    def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
+        """Print and record the figures of tasks, by task and name, the main one of each first."""
+        named = {f"{task}/{name}": value for task, own in figures.items() for name, value in own.items()}
+        self._write({"step": step, **named})
+        for task, own in figures.items():
+            say(f"step {step}: {task}: {'  '.join(f'{name} {value:.4f}' for name, value in own.items())}")
+
     def sample(self, step: int, text: str) -> None:
         say(f"---- sample at step {step}\n{text}\n----")
         path = sample_path(self.run, step)
@@ -176,6 +183,8 @@ class NullReport:
     def held_out(self, *_) -> None: ...
 
     def saved(self, *_) -> None: ...
+
+    def tasks(self, *_) -> None: ...
 
     def sample(self, *_) -> None: ...
 

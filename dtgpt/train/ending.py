@@ -1,6 +1,7 @@
 """The end of a run: what is left to do after its last step, and why it ends before."""
 
 import signal
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 HELD_OUT: tuple[Part, ...] = ("valid", "test")
-LEFT = {"valid": "held-out loss", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
+LEFT = {"valid": "held-out loss", "tasks": "tasks", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
 
 
@@ -29,9 +30,9 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
     return done > steps
 
 
-def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, data: Dataset) -> list[str]:
+def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, tasks: Sequence[str], data: Dataset) -> list[str]:
     """Return what a run that has done all its `steps` does not hold of the last one: names of LEFT. Says so where that
-    is nothing. `sample`: whether it should hold a generated text."""
+    is nothing. `sample`: whether it should hold a generated text; `tasks`: those that it should have measured."""
     metrics, picture = run / "metrics.jsonl", run / "loss.png"
     records = [record for record in read_records(metrics) if record["step"] == steps]
     left: list[str] = []
@@ -39,6 +40,9 @@ def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, data: Datas
         wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
         if wanted and not any(f"{part}_loss" in record for record in records):
             left.append(part)
+    measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
+    if not measured.issuperset(tasks):
+        left.append("tasks")
     if sample and not sample_path(run, steps).is_file():
         left.append("sample")
     drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime

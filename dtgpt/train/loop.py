@@ -26,6 +26,7 @@ from dtgpt.run.sinks import TIMED
 from dtgpt.train import startup
 from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
+from dtgpt.train.tasks import TaskEvaluation, tasks_of
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -53,7 +54,8 @@ def train(recipe: Recipe) -> int:
         left: list[str] = []
         if checkpoint and checkpoint.state["step"] == recipe.num_steps:
             sizes = recipe.num_steps, recipe.model.seq_length
-            left = mesh.on_rank_0(lambda: left_to_do(run, *sizes, bool(recipe.log.sample_tokens), dataset))
+            tasks = [asked.task.name for asked in tasks_of(recipe.log)]
+            left = mesh.on_rank_0(lambda: left_to_do(run, *sizes, bool(recipe.log.sample_tokens), tasks, dataset))
             if not left:
                 return 0
         stack.enter_context(stop)
@@ -79,6 +81,7 @@ class Due(NamedTuple):
     record: bool  # which goes into the metrics, too
     evaluate: bool
     save: bool
+    tasks: bool
     sample: bool
     last: bool  # the last step of the recipe
 
@@ -89,6 +92,7 @@ class Loop:
     def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
+        self.tasks = TaskEvaluation(trainer)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
 
@@ -145,7 +149,7 @@ class Loop:
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
             due = self._due(first, stopping)
-            if due.report or due.evaluate or due.save or due.sample:
+            if due.report or due.evaluate or due.save or due.tasks or due.sample:
                 self._between_steps(result, due, must_save=due.last or stopping)
         return stopping or self.interrupted()
 
@@ -153,11 +157,13 @@ class Loop:
         """Return what the step just taken calls for; `first`: the step at which this process began."""
         step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
         record = last or is_due(step, log.interval) or step == 1  # as without a resume
+        between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
         return Due(
             report=record or step == first + 1,
             record=record,
             evaluate=last or is_due(step, log.eval_interval),
             save=last or is_due(step, self.recipe.checkpoint.interval) or stopping,
+            tasks=bool(self.tasks.names) and (last or is_due(step, between_tasks)),
             sample=last or is_due(step, log.sample_interval),
             last=last,
         )
@@ -174,6 +180,8 @@ class Loop:
                 self._report_held_out("valid")
             if due.save:
                 self._save(must_save)
+            if due.tasks:
+                self._report_tasks()
             if due.last:
                 self._report_held_out("test")
             if due.sample:
@@ -227,6 +235,10 @@ class Loop:
             check_finite(self.trainer.step, names, *known)
             self.report.held_out(self.trainer.step, part, *losses)
 
+    def _report_tasks(self) -> None:
+        if (results := self.tasks.measure(self.interrupted)) is not None:
+            self.report.tasks(self.trainer.step, {result.task: result.figures for result in results})
+
     def _report_sample(self) -> None:
         if (text := self.trainer.sample(self._must_end)) is not None:
             self.report.sample(self.trainer.step, text)
@@ -238,6 +250,8 @@ class Loop:
             self._report_held_out("valid")
         if "test" in left:
             self._report_held_out("test")
+        if "tasks" in left:
+            self._report_tasks()
         if "sample" in left:
             self._report_sample()
         if not (early := self.interrupted()):

@@ -27,6 +27,7 @@ from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
+from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -53,6 +54,7 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     check_wandb(recipe.log.wandb)
     if recipe.log.tensorboard:
         import_tensorboard()
+    tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
     for note in recipe.notes(plan.dp, device.type):
         say(note, warning=True)

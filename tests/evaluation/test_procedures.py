@@ -9,7 +9,7 @@ import pytest
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer
 from dtgpt.evaluation import hellaswag, lambada, wikitext
 from dtgpt.evaluation.batches import Sample
-from dtgpt.evaluation.catalog import asked_for, prepare, task_and_file
+from dtgpt.evaluation.catalog import asked_for, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import TaskOptions, encode_pairs
 from tests.support.serving import serving_cases
@@ -149,7 +149,7 @@ JOINED = ' \n = One = \n \n He said , " no " . \n'
 ])  # fmt: skip
 def test_every_form_of_wikitext_is_the_same_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content.encode())
-    asked = task_and_file(f"wikitext103:{tmp_path / name}")
+    (asked,) = tasks_and_files(f"wikitext103:{tmp_path / name}", TaskOptions())
     expected = BYTES.encode(wikitext.detokenize(JOINED))
     assert prepare(asked, BYTES, 999)[1].samples == [Sample(expected, 1)]
 
@@ -186,8 +186,10 @@ def test_lambada_of_the_harness(tmp_path):
 ])  # fmt: skip
 def test_every_form_of_lambada_is_the_same_data(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    found = prepare(task_and_file(f"lambada:{tmp_path / name}"), BYTES, 99)[1].samples
-    assert found == [Sample(BYTES.encode(text), len(text) - 1) for text in ("one two", "three four")]
+    (asked,) = tasks_and_files(f"lambada:{tmp_path / name}", TaskOptions())
+    assert prepare(asked, BYTES, 99)[1].samples == [
+        Sample(BYTES.encode(text), len(text) - 1) for text in ("one two", "three four")
+    ]
 
 
 def test_blanks_at_the_end_of_a_context_go_to_the_continuation(gpt2):
@@ -244,7 +246,8 @@ def test_hellaswag_of_the_harness(tmp_path):
 def test_every_form_of_hellaswag_is_the_same_item(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     expected, _ = measured(tmp_path, "hellaswag", items(), 99, "data.jsonl")
-    assert prepare(task_and_file(f"hellaswag:{tmp_path / name}"), BYTES, 99)[1].samples == expected
+    (asked,) = tasks_and_files(f"hellaswag:{tmp_path / name}", TaskOptions())
+    assert prepare(asked, BYTES, 99)[1].samples == expected
 
 
 def test_a_long_context_loses_its_beginning(tmp_path):

@@ -1,0 +1,106 @@
+"""Tasks that a run measures while it trains: the figures of `dtgpt eval` under every plan, and not a bit of the loss."""
+
+import json
+
+import pytest
+
+from dtgpt.commands.eval import command
+from dtgpt.run.plot import main_figures
+from dtgpt.run.sinks import read_records
+from dtgpt.train.loop import train
+from dtgpt.train.tasks import tasks_of
+from dtgpt.util.errors import UserError
+from tests.support import bodies_train as bodies
+from tests.support.ranks import pool
+from tests.support.runs import change, losses, newest_run
+
+PLANS = {"dp2_zero3": 2, "tp2_sp_pp2": 4}
+ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
+
+
+@pytest.fixture
+def files(tmp_path):
+    items = [{"ctx": f"{n} and {n + 1}", "label": n % 4, "endings": ENDINGS} for n in range(11)]
+    (tmp_path / "hs.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (tmp_path / "my lambada.txt").write_text("".join(f"{n} and {n + 1} make {2 * n + 1}.\n" for n in range(6)))
+    return tmp_path
+
+
+@pytest.fixture
+def recipe(recipe, files):
+    tasks = f"hellaswag:{files}/hs.jsonl 'lambada:{files}/my lambada.txt'"
+    log = {"eval_tasks": tasks, "eval_interval": 2, "sample_tokens": 0, "eval_tasks_interval": None}
+    return change(recipe, steps=5, log=log, model={"num_layers": 4, "seq_length": 32}, micro_batch_size=2)
+
+
+def figures(run) -> dict[int, dict[str, float]]:
+    records = [r for r in read_records(run / "metrics.jsonl") if any("/" in name for name in r)]
+    return {r["step"]: {name: value for name, value in r.items() if "/" in name} for r in records}
+
+
+def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
+    assert train(recipe) == 0
+    run, out = newest_run(recipe), capsys.readouterr().out
+    found = figures(run)
+    assert list(found) == [2, 4, 5]
+    assert list(found[5]) == [
+        "hellaswag/acc_norm", "hellaswag/acc", "lambada/acc", "lambada/correct", "lambada/ppl"
+    ]  # fmt: skip
+    assert f"step 4: hellaswag: acc_norm {found[4]['hellaswag/acc_norm']:.4f}  acc" in out
+    output = files / "eval.json"
+    words = ["--task", "lambada", "hellaswag", "--data", f"{files}/my lambada.txt", f"{files}/hs.jsonl"]
+    assert command([str(run), *words, "--output", str(output), "--device", "cpu"]) == 0
+    for result in json.loads(output.read_text())["results"]:
+        for name, value in result["metrics"].items():
+            if not name.endswith("_stderr"):
+                assert found[5][f"{result['task']}/{name}"] == pytest.approx(value, rel=1e-5)
+    assert train(change(recipe, log={"eval_tasks": None})) == 0
+    assert losses(newest_run(recipe)) == losses(run)
+    assert not figures(newest_run(recipe))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_has_the_same_figures(recipe, plan):
+    recipe = change(recipe, log={"eval_tasks_interval": 0})
+    assert train(recipe) == 0
+    alone = figures(newest_run(recipe))
+    assert list(alone) == [5]
+    assert pool().run(PLANS[plan], bodies.train_until, change(recipe, plan=plan), -1, 0) == [0] * PLANS[plan]
+    assert figures(newest_run(recipe))[5] == pytest.approx(alone[5], rel=1e-3)
+
+
+def test_a_run_that_was_killed_before_its_tasks_measures_them_when_it_goes_on(recipe, capsys):
+    assert train(recipe) == 0
+    run = newest_run(recipe)
+    expected = figures(run)[5]
+    kept = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "hellaswag" not in line]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    capsys.readouterr()
+    assert train(change(recipe, resume=str(run))) == 0
+    assert "left to do: tasks" in capsys.readouterr().out
+    assert figures(run)[5] == expected
+    assert train(change(recipe, resume=str(run))) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_limit_and_the_picture(recipe):
+    assert train(change(recipe, steps=1, log={"eval_tasks_limit": 3})) == 0
+    run = newest_run(recipe)
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert 3 * figures(run)[1]["hellaswag/acc"] % 1 == pytest.approx(0)
+    assert main_figures({"step": 1, "a/x": 1, "a/y": 2, "loss": 3, "b/z": 4}) == ["b/z", "a/x"]
+
+
+@pytest.mark.parametrize("tasks, words", [
+    ("hellaswag", "hellaswag is not a task with its file"), ("hellaswag:", "is not a task with its file"),
+    ("piqa:x", "there is no task piqa"), ("lambada:x lambada:y", "has lambada twice"), ("'lambada:x", "close the quotes"),
+    ("lambada:/no/such", "/no/such does not exist; LAMBADA's"), ("", "no task is given"),
+])  # fmt: skip
+def test_tasks_that_cannot_be_measured_are_told_before_a_run_begins(recipe, tmp_path, tasks, words):
+    with pytest.raises(UserError, match=words):
+        train(change(recipe, log={"eval_tasks": tasks}))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_of_ids_cannot_encode_tasks(recipe):
+    assert [asked.task.name for asked in tasks_of(recipe.log)] == ["hellaswag", "lambada"]
