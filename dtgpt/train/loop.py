@@ -9,9 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch.distributed import ReduceOp
-
 from dtgpt.checkpoint.load import check_same_model, load_training
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import Saver
@@ -22,7 +19,6 @@ from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
-from dtgpt.run.sinks import TIMED
 from dtgpt.train import startup
 from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
@@ -214,19 +210,9 @@ class Loop:
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
             **trainer.optimizer.metrics(),
-            **self._times(),
+            **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
-
-    def _times(self) -> dict[str, float]:
-        """Return the mean seconds of the parts of a step since the last progress line, of the slowest rank each."""
-        timers, names = self.trainer.timers, [*TIMED]
-        if not timers.enabled:
-            return {}
-        own = timers.take()
-        seconds = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=self.mesh.device)
-        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
-        return {f"{name}_seconds": value for name, value in zip(names, slowest, strict=True) if value >= 0}
 
     def _report_held_out(self, part: Part) -> None:
         if losses := self.trainer.held_out_loss(part, self.interrupted):

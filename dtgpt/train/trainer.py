@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
@@ -20,6 +21,7 @@ from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scal
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
+from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
 from dtgpt.util.timers import Timers
 
@@ -124,6 +126,16 @@ class Trainer:
         given = self.stages, self.mesh, self.settings, tokenizer, log
         text = evaluate.sample(*given, self.seed, self.step, interrupted)
         return None if self.mesh.any(interrupted()) else text
+
+    def times(self) -> dict[str, float]:
+        """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;
+        nothing without timers. Waits for the device."""
+        if not self.timers.enabled:
+            return {}
+        own = self.timers.take()
+        seconds = torch.tensor([own.get(name, -1.0) for name in TIMED], dtype=torch.float64, device=self.mesh.device)
+        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
+        return {f"{name}_seconds": value for name, value in zip(TIMED, slowest, strict=True) if value >= 0}
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""
