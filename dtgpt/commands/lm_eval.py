@@ -15,6 +15,7 @@ from dtgpt.util.hardware import memory_errors_as_user_errors
 
 TAKEN = {"--model": "the first word", "-M": "the first word", "--model_args": "options such as --plan and --precision",
          "-a": "options such as --plan and --precision"}  # fmt: skip
+NAMING_TASKS = ("--ta", "-t", "--co", "-C")  # --tasks and --config, which the harness takes in short forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class HarnessCommand(Command):
             return super().__call__(words)
         own, passed = split_words(words)
         (path,), options = self.read(own)
+        if not any(word.startswith(NAMING_TASKS) for word in passed):
+            raise UserError(f"dtgpt lm-eval needs --tasks, such as dtgpt lm-eval {self.example}")
         return evaluate(path, options, passed)
 
 
@@ -68,13 +71,15 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
             f"dtgpt lm-eval needs MODEL before {shown_name(own[0])}, such as dtgpt lm-eval {command.example}"
         )
     for word in rest:
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):  # dashes are the same as underlines in dtgpt, not in the harness
+            name = f"--{name[2:].replace('-', '_')}"
         if name in TAKEN:
             raise UserError(f"{name} is not an option of dtgpt lm-eval, which takes the model from {TAKEN[name]}")
-        if name.startswith("--") and name[2:].replace("-", "_") in OWN:
-            own += [word] if equals else [word, *[value for value in [next(rest, None)] if value is not None]]
+        if name.startswith("--") and name[2:] in OWN:
+            own += [word] if equals else [word, *[given for given in [next(rest, None)] if given is not None]]
         else:
-            passed.append(word)
+            passed.append(f"{name}{equals}{value}")
     return own, passed
 
 

@@ -162,13 +162,14 @@ def test_answers_in_the_cache_of_the_harness_are_not_asked_for_again(folder, tmp
 @pytest.mark.parametrize("words, sentence", [
     (["--tasks", "nothing_of_this_name"], "Tasks not found: nothing_of_this_name"),
     (["--tasks", "local_lambada", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
-    (["--limit", "1"], "No tasks specified"),
     (["--tasks", "local_lambada", "--log_samples"], "Specify --output_path"),
 ])  # fmt: skip
 def test_what_the_harness_refuses_is_one_sentence_before_the_model_is_read(monkeypatch, words, sentence):
     from functools import partial
 
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setattr("dtgpt.evaluation.harness.open_shared", lambda **given: pytest.fail("the model was read"))
     with pytest.raises(UserError, match=f"lm-evaluation-harness refuses: .*{sentence}") as error:
         command(["model", *words])
@@ -177,18 +178,31 @@ def test_what_the_harness_refuses_is_one_sentence_before_the_model_is_read(monke
 
 def test_words_are_divided_between_the_two_programs():
     own, passed = split_words(
-        ["runs/a", "--tasks", "x", "y", "--plan", "tp2", "--vocab-file=v.json", "--limit", "3", "--device", "cpu"]
+        [
+            "runs/a",
+            "--tasks",
+            "x",
+            "y-z",
+            "--plan",
+            "tp2",
+            "--vocab-file=v.json",
+            "--num-fewshot=3",
+            "-L",
+            "-1",
+            "--device",
+        ]
     )
-    assert own == ["runs/a", "--plan", "tp2", "--vocab-file=v.json", "--device", "cpu"]
-    assert passed == ["--tasks", "x", "y", "--limit", "3"]
+    assert own == ["runs/a", "--plan", "tp2", "--vocab-file=v.json", "--device"]
+    assert passed == ["--tasks", "x", "y-z", "--num_fewshot=3", "-L", "-1"]
 
 
 @pytest.mark.parametrize("words, sentence", [
     ([], "needs MODEL"),
     (["--tasks", "x", "model"], "needs MODEL before --tasks"),
     (["model", "--model", "hf"], "takes the model from the first word"),
-    (["model", "--model_args=pretrained=x"], "takes the model from options such as --plan"),
+    (["model", "--model-args=pretrained=x"], "takes the model from options such as --plan"),
     (["model", "--tasks", "x", "--device", "tpu"], "device"),
+    (["model", "--limit", "3"], "needs --tasks, such as dtgpt lm-eval runs/"),
     (["model", "--tasks", "x", "--plan"], "plan"),
 ])  # fmt: skip
 def test_words_that_are_wrong_are_one_sentence(words, sentence):
