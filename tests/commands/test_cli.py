@@ -161,7 +161,7 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
     monkeypatch.setenv("COLUMNS", "80")
     own = {
         "train": "--optimizer.lr", "plan": "--world", "compare": "--tolerance", "convert": "--to",
-        "plot": "--output TEXT  ",
+        "plot": "PNG file to write",
         "generate": "--top-k", "eval": "--overlapping-eval", "prepare": "--append-eod", "inspect": "--digest",
     }  # fmt: skip
     code, out, _ = in_process([command, "--help"], capsys)

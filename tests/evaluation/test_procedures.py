@@ -6,12 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from dtgpt.data.tokenizers.char import Ids
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer
 from dtgpt.evaluation import hellaswag, lambada, wikitext
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.catalog import asked_for, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import TaskOptions, encode_pairs
+from dtgpt.util.errors import UserError
 from tests.support.serving import serving_cases
 from tests.support.vocabularies import gpt2_files
 
@@ -187,9 +189,8 @@ def test_lambada_of_the_harness(tmp_path):
 def test_every_form_of_lambada_is_the_same_data(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     (asked,) = tasks_and_files(f"lambada:{tmp_path / name}", TaskOptions())
-    assert prepare(asked, BYTES, 99)[1].samples == [
-        Sample(BYTES.encode(text), len(text) - 1) for text in ("one two", "three four")
-    ]
+    expected = [Sample(BYTES.encode("one two"), 6), Sample(BYTES.encode("three four"), 9)]
+    assert prepare(asked, BYTES, 99)[1].samples == expected
 
 
 def test_blanks_at_the_end_of_a_context_go_to_the_continuation(gpt2):
@@ -272,3 +273,10 @@ def test_numbers_that_have_no_perplexity():
 
 def test_markup_of_wikihow():
     assert hellaswag.clean("  a [title] b [x] c  ") == "a. b c"
+
+
+def test_a_tokenizer_that_does_not_encode_text_is_refused(tmp_path):
+    (tmp_path / "x").write_text("one two")
+    (asked,) = tasks_and_files(f"lambada:{tmp_path / 'x'}", TaskOptions())
+    with pytest.raises(UserError, match="does not encode text"):
+        prepare(asked, Ids(9), 99)

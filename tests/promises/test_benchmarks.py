@@ -250,3 +250,19 @@ def test_a_save_is_measured_until_the_weights_may_change(monkeypatch):
     way = checkpoint.Way(lambda: None, lambda: until(0.4), lambda: until(0.6))
     times = checkpoint.stall_and_total(training, way, at_once=False)
     assert 0.15 < times["stall"] < 0.35 and 0.58 < times["total"] < 1.5
+
+
+def test_scoring_is_timed_beside_transformers(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import evaluate
+
+    file = tmp_path / "results.json"
+    sizes = ["--model", "tiny", "--dtype", "fp32", "--device", "cpu", "--samples", "40", "--peer_batch", "8"]
+    arguments = [*sizes, "--peer_part", "0.5", "--rounds", "1", "--json", str(file)]
+    assert call(evaluate.main, "evaluate.py", arguments, monkeypatch) == 0
+    results = json.loads(file.read_text())
+    assert [r["task"] for r in results["tasks"]] == ["lambada", "hellaswag"] and results["forward"] > 0
+    for r in results["tasks"]:
+        assert r["samples"] == 40 and r["difference"] < 1e-5 and r["times"] > 0
+        assert r["of_forward"] == pytest.approx(r["tokens"] / r["seconds"][0] / results["forward"])
+    assert sum(line.split()[:1] == ["hellaswag"] for line in capsys.readouterr().out.splitlines()) == 1
