@@ -18,7 +18,8 @@ from dtgpt.util.errors import UserError, remedy, shown
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 COMMANDS = (
-    "prepare", "tokenizer", "train", "plan", "compare", "generate", "eval", "lm-eval", "convert", "inspect", "plot",
+    "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert", "inspect",
+    "plot",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -35,7 +36,9 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
   dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
       run the same steps under several plans and on one process, and compare
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
-      continue texts with the newest checkpoint of a run, or another model
+      continue texts with a run's newest checkpoint, another model, or a server
+  dtgpt serve MODEL [--host ADDRESS] [--port N]
+      answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
   dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE
       measure a model on tasks with known answers
   dtgpt lm-eval MODEL --tasks NAME[,NAME ...]

@@ -1,12 +1,23 @@
 """`dtgpt generate`: continue texts with a model."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from dtgpt.commands.ask import (
+    RemoteModel,
+    address_of,
+    check_options,
+    converse_remotely,
+    show_remote,
+    write_remote_results,
+)
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
+from dtgpt.commands.http_client import HttpClient
 from dtgpt.commands.prompts import Line, read_prompts_file
+from dtgpt.commands.serve import KEY
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
@@ -19,12 +30,14 @@ from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
 NEW_TOKENS = 200  # where nothing is said of it
+OF_SERVER = ("plan", "device", "precision", "slots", "tokenizer", "vocab_file", "merge_file")  # options
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
-    convert` reads. Under torchrun, the processes share the model by a plan.
+    convert` reads. Under torchrun, the processes share the model by a plan. Or it is the address of a server that
+    `dtgpt serve` runs, such as http://127.0.0.1:5000: without --prompt, each line that is typed is then continued.
 
     A text depends on the prompt, its number in the file, the options and the seed, and not on other prompts or the
     plan.
@@ -32,7 +45,7 @@ class GenerateOptions:
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "prompt": "prompts and results", "max_new_tokens": "sampling", "num_beams": "beam search",
-        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer",
+        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer", "api_key": "server",
     }  # fmt: skip
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
@@ -79,12 +92,17 @@ class GenerateOptions:
     ] = None
     vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
     merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    api_key: Annotated[str | None, f"key that the server wants; none: that in ${KEY}, if set"] = None
 
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots)")
 def generate(path: Path, options: GenerateOptions) -> None:
     check_modes(options)
     base = sampling_of(options)
+    if (address := address_of(path)) is not None:
+        return ask_server(address, base, options)
+    if options.api_key is not None:
+        raise UserError(f"--api-key is for a server, and {path} is a model; leave it out")
     source, settings, mesh = open_model(path, options.plan, options.device, options.precision)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
@@ -105,6 +123,28 @@ def check_modes(options: GenerateOptions) -> None:
         raise UserError(f"--{one} and --{other} both say where prompts come from; leave one out")
     if options.interactive and options.output:
         raise UserError("--interactive writes to the terminal; leave --output out")
+
+
+def ask_server(address: str, base: dict[str, Any], options: GenerateOptions) -> None:
+    """Continue texts with the model of a server. Raise UserError for options that belong to the server."""
+    for name in OF_SERVER:
+        if getattr(options, name) != getattr(GenerateOptions, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} is an option of the server at {address}; leave it out, or give it to dtgpt serve"
+            )
+    model = RemoteModel(HttpClient(address, options.api_key or os.environ.get(KEY)), NEW_TOKENS)
+    given = check_options(base)
+    if options.prompts_file or options.output:
+        results, path = _result_file(options), options.prompts_file
+        results.check()
+        write_remote_results(
+            model, _lines(options), results, base, lambda line: f"{path}, line {line.number}: " if path else ""
+        )
+    elif options.prompt:
+        show_remote(model, options.prompt, given)
+    else:
+        converse_remotely(model, given)
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
@@ -162,15 +202,24 @@ def _converse(model: Model, base: dict[str, Any]) -> None:
     model.generator.run(prepare, work)
 
 
+def _result_file(options: GenerateOptions) -> ResultFile:
+    return ResultFile(Path(options.output) if options.output else None)
+
+
+def _lines(options: GenerateOptions) -> list[Line]:
+    """Return the prompts of the file, or of the command line."""
+    return read_prompts_file(Path(options.prompts_file)) if options.prompts_file else [Line(1, options.prompt, {})]
+
+
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     lines: list[Line] = []
     jobs: list[Job] = []
-    results = ResultFile(Path(options.output) if options.output else None)
+    results = _result_file(options)
 
     def prepare() -> Need:
         results.check()
-        path = Path(options.prompts_file) if options.prompts_file else None
-        lines.extend(read_prompts_file(path) if path else [Line(1, options.prompt, {})])
+        path = options.prompts_file
+        lines.extend(_lines(options))
         for index, line in enumerate(lines):
             try:
                 jobs.append(make_job(model, line, base, index))

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
@@ -35,7 +35,7 @@ def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = 
             if not several:
                 write(update.text)
             elif update.completions is not None:
-                _write_several(prompt, update.completions)
+                write_several(prompt, [(found.text or "", found.score) for found in update.completions])
         if stopped() and not asked:
             session.cancel(number)
             asked = True
@@ -43,10 +43,11 @@ def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = 
         write("\n")
 
 
-def _write_several(prompt: str, completions: list[Completion]) -> None:
-    for number, completion in enumerate(completions, 1):
-        score = "" if completion.score is None else f", score {completion.score:.4f}"
-        write(f"--- {number} of {len(completions)}{score}\n{prompt}{completion.text}\n")
+def write_several(prompt: str, found: Sequence[tuple[str, float | None]]) -> None:
+    """Write several continuations of a prompt to stdout, beams with their scores."""
+    for number, (text, score) in enumerate(found, 1):
+        beam = "" if score is None else f", score {score:.4f}"
+        write(f"--- {number} of {len(found)}{beam}\n{prompt}{text}\n")
 
 
 class Keyboard:

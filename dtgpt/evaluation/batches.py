@@ -1,6 +1,7 @@
 """Samples to score, packed by length into padded batches. Every rank packs the same samples in the same way."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """Samples in flat arrays: `ids` int32 `[N]`, `lengths` and `contexts` int64 `[S]`."""
+    """Samples in flat arrays of int64: `ids [N]`, `lengths [S]` and `contexts [S]`."""
 
     def __init__(self, ids: np.ndarray, lengths: np.ndarray, contexts: np.ndarray):
         self.ids, self.lengths, self.contexts = ids, lengths, contexts
@@ -55,40 +56,47 @@ class Samples:
 def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelConfig) -> Samples:
     """Return the samples of rank 0 on every rank; those of other ranks do not matter. Raise UserError, on every rank,
     for a sample that the model cannot score."""
+    own = samples or ()
+    count, total = from_rank_0(mesh, lambda: (len(own), sum(len(sample.ids) for sample in own)))
+    flat = torch.zeros(total + 2 * count, dtype=torch.int64)
 
-    def check() -> tuple[int, int]:
-        for sample in samples or ():
-            check_sample(sample, config)
-        return len(samples or ()), sum(len(sample.ids) for sample in samples or ())
-
-    count, total = from_rank_0(mesh, check)
-    flat = torch.empty(total + 2 * count, dtype=torch.int32)
-    if mesh.rank == 0:
+    def fill() -> None:
         numbers = flat.numpy()
-        numbers[:count] = [len(sample.ids) for sample in samples or ()]
-        numbers[count : 2 * count] = [sample.context for sample in samples or ()]
-        numbers[2 * count :] = np.concatenate([np.asarray(s.ids, np.int32) for s in samples or ()] or [np.array([])])
+        numbers[:count] = [len(sample.ids) for sample in own]
+        numbers[count : 2 * count] = [sample.context for sample in own]
+        numbers[2 * count :] = np.fromiter(chain.from_iterable(sample.ids for sample in own), np.int64, total)
+        check_samples(samples_in(flat, count), config)
+
+    from_rank_0(mesh, fill)
     if mesh.world > 1:
         dist.broadcast(flat, 0, group=mesh.commands)
-    lengths, contexts, ids = flat.split([count, count, total])
-    return Samples(ids.numpy(), lengths.long().numpy(), contexts.long().numpy())
+    return samples_in(flat, count)
 
 
-def check_sample(sample: Sample, config: ModelConfig) -> None:
-    """Raise UserError for a sample that a model cannot score."""
-    ids, context = sample
-    if not 1 <= context < len(ids):
+def samples_in(flat: Tensor, count: int) -> Samples:
+    """Return the samples in one array: lengths `[count]`, contexts `[count]`, ids."""
+    numbers = flat.numpy()
+    return Samples(numbers[2 * count :], numbers[:count], numbers[count : 2 * count])
+
+
+def check_samples(samples: Samples, config: ModelConfig) -> None:
+    """Raise UserError for the first sample that a model cannot score."""
+    lengths, contexts = samples.lengths, samples.contexts
+    wrong = (contexts < 1) | (contexts >= lengths)
+    if wrong.any():
+        length, context = lengths[wrong.argmax()], contexts[wrong.argmax()]
         raise UserError(
-            f"a sample of {counted(len(ids), 'token')} has a context of {context}; use 1 to {max(1, len(ids) - 1)}, "
+            f"a sample of {counted(int(length), 'token')} has a context of {context}; use 1 to {max(1, length - 1)}, "
             "and at least one token after it"
         )
-    if len(ids) > config.seq_length + 1:
+    longest = int(lengths.max(initial=0))
+    if longest > config.seq_length + 1:
         raise UserError(
-            f"a sample of {counted(len(ids), 'token')} needs {len(ids) - 1} positions, but the model has "
+            f"a sample of {counted(longest, 'token')} needs {longest - 1} positions, but the model has "
             f"{config.seq_length}; leave its beginning out"
         )
-    array = np.asarray(ids)
-    check_range(int(array.min()), int(array.max()), config.vocab_size)
+    if longest:
+        check_range(int(samples.ids.min()), int(samples.ids.max()), config.vocab_size)
 
 
 def pack(samples: Samples, tokens: int, multiple: int, longest: int) -> list[tuple[np.ndarray, int]]:
@@ -111,18 +119,19 @@ class Rows(NamedTuple):
     tokens: Tensor  # int64 [B, T]
     asked: Tensor  # int64 [M], indices into the flat B x T positions: those whose next token is scored
     targets: Tensor  # int64 [M], the next tokens
+    places: Tensor  # int64 [M], where each target stands among those of all samples
 
 
 def make_rows(samples: Samples, indices: np.ndarray, length: int) -> Rows:
-    """Return the batch of the samples with these indices, padded with id 0. The order of targets is that of the
-    samples."""
+    """Return the batch of the samples with these indices, padded with id 0."""
     tokens = np.zeros((len(indices), length), np.int64)
-    asked, targets = [], []
+    asked, targets, places = [], [], []
     for row, index in enumerate(indices):
         start, size, context = samples.starts[index], samples.lengths[index], samples.contexts[index]
         ids = samples.ids[start : start + size]
         tokens[row, : size - 1] = ids[:-1]
         asked.append(np.arange(row * length + context - 1, row * length + size - 1))
         targets.append(ids[context:])
-    flat = np.concatenate(asked), np.concatenate(targets).astype(np.int64)
+        places.append(np.arange(size - context) + samples.target_ends[index] - (size - context))
+    flat = map(np.concatenate, (asked, targets, places))
     return Rows(torch.from_numpy(tokens), *map(torch.from_numpy, flat))

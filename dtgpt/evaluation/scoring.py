@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, Samples, make_rows, pack, share_samples
+from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
 from dtgpt.inference.model import Model
 from dtgpt.inference.results import Pending
 from dtgpt.inference.step import gather_columns
@@ -55,7 +55,8 @@ class TokenScores(NamedTuple):
 
 
 class Scorer:
-    """Scores samples with the stages of a model. All ranks of its mesh call the same methods."""
+    """Scores samples with the stages of a model. All ranks of its mesh call the same methods. Compiled stages of a run
+    in training need `torch.compiler.set_stance("force_eager")` around them: their code is made for a batch."""
 
     def __init__(
         self, stages: Sequence[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, tokens: int | None = None
@@ -77,28 +78,30 @@ class Scorer:
         plan, place = self.mesh.plan, self.mesh.place
         multiple = LENGTH_MULTIPLE * (plan.tp if plan.sequence_parallel else 1)
         batches = pack(shared, self.tokens, multiple, self.config.seq_length)
-        queue: deque[tuple[np.ndarray, Pending[Scores] | None]] = deque()
+        queue: deque[tuple[Rows, Pending[Scores] | None]] = deque()
 
-        def finish(indices: np.ndarray, pending: Pending[Scores] | None) -> None:
+        def finish(rows: Rows, pending: Pending[Scores] | None) -> None:
             if pending is not None and place.tp == 0:
-                _keep(results, shared, indices, pending.wait())
-            progress(len(indices))
+                scores = pending.wait()
+                results[:, rows.places] = torch.stack([scores.logprobs, scores.greedy.float()])
+            progress(len(rows.tokens))
 
-        with torch.compiler.set_stance("force_eager"):  # compiled stages of a run in training are made for its batches
+        try:
             for number, first in enumerate(range(0, len(batches), plan.dp)):
                 if number % CHECKED == 0 and interrupted():
                     return None
                 # Stages that are sharded over replicas run in step: one without a batch repeats another, uncounted.
                 turn = first + place.dp
-                indices, length = batches[turn if turn < len(batches) else first]
-                scores = self._score_batch(make_rows(shared, indices, length))
+                rows = make_rows(shared, *batches[turn if turn < len(batches) else first])
+                scores = self._score_batch(rows)
                 if turn < len(batches):
-                    queue.append((indices, None if scores is None else Pending(scores)))
+                    queue.append((rows, None if scores is None else Pending(scores)))
                 if len(queue) > IN_FLIGHT:
                     finish(*queue.popleft())
             while queue:
                 finish(*queue.popleft())
-        reshard(*self.stages)
+        finally:
+            reshard(*self.stages)
         if self.mesh.world > 1:  # each result is not zero on the one rank that has it
             dist.all_reduce(results, group=self.mesh.commands)
         logprobs, greedy = results[0].numpy(), results[1].numpy() > 0
@@ -106,7 +109,7 @@ class Scorer:
 
     def _score_batch(self, rows: Rows) -> Scores | None:
         """Return the scores of the asked positions; None on a rank that does not hold the head."""
-        tokens, asked, targets = (to_device(tensor, self.mesh.device) for tensor in rows)
+        tokens, asked, targets = (to_device(tensor, self.mesh.device) for tensor in rows[:3])
         scores: list[Scores] = []
         with _scoring_head(self.stages, self.mesh, asked, targets, scores):
             run_in_turn(self.stages, self.mesh, Batch(tokens), self.dtype)
@@ -116,15 +119,6 @@ class Scorer:
 def scorer_of(model: Model) -> Scorer:
     """Return a scorer of a model that `dtgpt.load` has made. While it scores, nothing else may use the model."""
     return Scorer(model.stages, model.mesh, model.config, model.dtype)
-
-
-def _keep(results: Tensor, samples: Samples, indices: np.ndarray, scores: Scores) -> None:
-    """Write the scores of a batch to where the targets of its samples stand in `results [2, N]`."""
-    done = 0
-    for at in map(samples.targets_of, indices):
-        own = slice(done, done + at.stop - at.start)
-        results[0, at], results[1, at] = scores.logprobs[own], scores.greedy[own]
-        done = own.stop
 
 
 @contextmanager

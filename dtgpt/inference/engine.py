@@ -65,10 +65,11 @@ class Engine:
         self, stages: list[Decoder], mesh: Mesh, config: ModelConfig, dtype: torch.dtype, slots: int,
         vocab_size: int | None = None, timeout: float = 600.0, graphs: bool = False,
     ):  # fmt: skip
-        """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn, those of the tokenizer; None:
-        those of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`: as of
-        `Runner`."""
+        """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
+        tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`: as
+        of `Runner`."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
+        self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
         self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size, graphs)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
@@ -90,7 +91,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Take a request, and return the handle that its events have. Raises UserError, one sentence, for a request
         that can never be served."""
-        request.validate(self.config.vocab_size, self.config.seq_length, self.slots)
+        request.validate(self.vocab_size, self.config.seq_length, self.slots)
         handle, self._submitted = self._submitted, self._submitted + 1
         choices = range(request.choices)
         self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
@@ -116,6 +117,11 @@ class Engine:
             before, self._launched = self._launched, None if work is None else self._launch(work)
             events, self._ended = self._ended, []
             return events if before is None else events + self._collect(before)
+
+    def ping(self) -> None:
+        """Raise UserError where another rank has ended. For times without steps."""
+        with failures_shared(self.mesh, self._channel, self.timeout):
+            self.commands.ping()
 
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
@@ -169,7 +175,7 @@ class Engine:
         searches = [one.search.search for one in active if one.search is not None]
         alternatives = max([one.request.alternatives for one in active] + [one.alternatives for one in searches])
         rounded = 1 << (alternatives - 1).bit_length() if alternatives else 0
-        variant = variant_of([one.request.sampling for one in active], min(rounded, self.config.vocab_size))
+        variant = variant_of([one.request.sampling for one in active], min(rounded, self.vocab_size))
         return variant._replace(beams=bool(searches))
 
     def _collect(self, launched: _Launched) -> list[Event]:

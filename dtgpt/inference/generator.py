@@ -93,9 +93,15 @@ class Generator:
 
     def check(self, job: Job) -> None:
         """Raise UserError for a job that this model can never do."""
-        job.request(self.special).validate(self.config.vocab_size, self.config.seq_length, MOST_SLOTS)
+        job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
         if job.options.stop_strings:
             self.tokenizer  # noqa: B018  # which says why there is none
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that may be drawn and that a job may name: a model may have more than its tokenizer."""
+        known, whole = self.known_tokenizer, self.config.vocab_size
+        return min(whole, known.vocab_size) if known else whole
 
     @property
     def slots(self) -> int:
@@ -237,8 +243,5 @@ class Generator:
                 f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "
                 f"memory beside the weights, but {fits} do; use fewer, or cut the model over more processes"
             )
-        vocab_size = self.config.vocab_size
-        if self.mesh.rank == 0 and self.known_tokenizer:
-            vocab_size = min(vocab_size, self.known_tokenizer.vocab_size)
-        sizes = min(wanted, fits), share(self.mesh, vocab_size)
+        sizes = min(wanted, fits), share(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
         self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True)

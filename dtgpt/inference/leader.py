@@ -47,6 +47,10 @@ class Leader:
         self._channel.send(Kind.DECODE, [steps, *map(int, variant), *slots])
         return self._runner.decode(slots, steps, variant)
 
+    def ping(self) -> None:
+        """Make sure that the other ranks still run: where one has ended, sending raises."""
+        self._channel.send(Kind.PING)
+
     def release(self) -> None:
         """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
         self._channel.send(Kind.RELEASE)

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
+    PING = 8  # nothing; there is nothing to do
 
 
 class Channel:

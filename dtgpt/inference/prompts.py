@@ -43,10 +43,11 @@ def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: Model
     return Prompts([check_ids(prompt, config) for prompt in several], None, single)
 
 
-def encode(text: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Return the ids of a prompt; an empty one begins a document. Raise UserError where the tokenizer or the model does
-    not know it."""
-    ids = tokenizer.encode(text)
+def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, special: bool = False) -> list[int]:
+    """Return the ids of a prompt; an empty one begins a document. `special`: the names of special tokens in it stand
+    for these, where the tokenizer knows such names. Raise UserError where the tokenizer or the model does not know the
+    text."""
+    ids = tokenizer.encode(text, special and tokenizer.names_special)
     if not ids:
         if tokenizer.opening is None:
             raise UserError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.ops.random.philox import fold_words
 from dtgpt.ops.sampling.sequences import (
     MOST_BIASES,
     MOST_NGRAM,
@@ -116,7 +116,7 @@ def parameters_of(sampling: Sampling, special: SpecialIds, prompt: int, prompt_i
 
     prompt: number of ids of the prompt. The draws of a sequence belong to (seed, prompt_index, choice).
     """
-    key_0, key_1 = fold(root_key(sampling.seed), "text", prompt_index, choice).tolist()
+    key_0, key_1 = fold_words(sampling.seed, "text", prompt_index, choice)
     colon, newline = special.colon, special.newline
     if not sampling.prevent_newline_after_colon or colon is None or newline is None:
         colon, newline = NONE, NONE

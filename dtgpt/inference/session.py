@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import Beams
-from dtgpt.inference.completion import Completion, Score
+from dtgpt.inference.completion import Alternatives, Completion, Score
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import PROMPT, Event, Request
@@ -23,23 +23,31 @@ class Job(NamedTuple):
     ids: list[int]
     options: Options
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
+    rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
+
+    @property
+    def beams(self) -> Beams | None:
+        """The rules of the beam search; None: no search."""
+        options = self.options
+        if self.rules is not None or options.num_beams == 1:
+            return self.rules
+        return Beams(
+            width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
+        )
 
     @property
     def rows(self) -> int:
         """The slots of the cache that it takes."""
-        return max(self.options.num_return_sequences, self.options.num_beams)
+        beams = self.beams
+        return self.options.num_return_sequences if beams is None else beams.width
 
     def request(self, special: SpecialIds) -> Request:
         """Return what the engine is asked for. `special`: the tokenizer's."""
-        options, beams = self.options, None
-        if options.num_beams > 1:
-            beams = Beams(
-                width=options.num_beams, length_penalty=options.length_penalty, early_stopping=options.early_stopping
-            )
+        options = self.options
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, beams=beams,
+            alternatives=options.top_logprobs, beams=self.beams,
         )  # fmt: skip
 
 
@@ -48,8 +56,12 @@ class Update(NamedTuple):
 
     job: int  # as `Session.submit` numbers it
     choice: int
-    ids: list[int]
-    text: str
+    ids: list[int]  # new tokens, with the one that ends the sequence
+    text: str  # new text, whole characters alone; what may become a stop string is held back
+    logprobs: list[float]  # of each of `ids`, as in `Completion`
+    alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
+    finish: str | None  # the reason of the end, with the last update of a sequence
+    prompt: Score | None  # the scores of the prompt with every update, where asked for
     completions: list[Completion] | None
 
 
@@ -76,6 +88,10 @@ class Session:
         if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
         return [update for event in self._engine.step() if (update := self._take(event)) is not None]
+
+    def ping(self) -> None:
+        """Raise UserError where another rank has ended. For times without steps."""
+        self._engine.ping()
 
     def close(self) -> None:
         """End all jobs, and let the other ranks go on without the engine."""
@@ -131,7 +147,10 @@ class Session:
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]
-        return Update(event.request, event.choice, sequence.ids[before:], text, completions)
+        return Update(
+            event.request, event.choice, sequence.ids[before:], text, sequence.logprobs[before:],
+            sequence.alternatives[before:], sequence.finish, job.prompt, completions,
+        )  # fmt: skip
 
 
 class _OpenJob:
@@ -140,12 +159,12 @@ class _OpenJob:
     def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
         self._job = job
         self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
-        self._prompt: Score | None = None
+        self.prompt: Score | None = None
 
     def take_scores(self, event: Event) -> None:
         """Keep the scores of the prompt."""
         alternatives = event.alternatives if self._job.options.top_logprobs else []
-        self._prompt = Score(
+        self.prompt = Score(
             ids=self._job.ids, logprobs=event.logprobs, greedy=list(event.greedy), alternatives=alternatives
         )
 
@@ -159,7 +178,7 @@ class _OpenJob:
             logprobs=sequence.logprobs,
             finish_reason=sequence.finish or "",
             alternatives=sequence.alternatives,
-            prompt=self._prompt,
+            prompt=self.prompt,
             score=sequence.score,
         )
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from dtgpt.config.sections import LogConfig
 from dtgpt.evaluation.catalog import Asked, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import Scorer
@@ -47,7 +49,8 @@ class TaskEvaluation:
         scorer = Scorer(trainer.stages, trainer.mesh, settings.model, settings.dtype, tokens)
         for number in range(len(self.names)):
             prepared = self._prepared[number] if self._prepared else None
-            scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
+            with torch.compiler.set_stance("force_eager"):  # batches of other shapes would be compiled anew
+                scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
             if scores is None:
                 return None
             if prepared:

@@ -29,12 +29,12 @@ class UserError(Exception):
     """Bad input: one sentence that names the value, the rule and the remedy. Shown without a traceback, exit code 2."""
 
 
-def optional_package(package: str, what: str, module: str = "") -> Any:
-    """Import a package of the extra `data`, which `what` needs. Raises UserError if it is missing."""
+def optional_package(package: str, what: str, module: str = "", extra: str = "data") -> Any:
+    """Import a package of an extra, which `what` needs. Raises UserError if it is missing."""
     try:
         return import_module(module or package)
     except ImportError:
-        sentence = f"{what} needs the package {package}, which is missing; run pip install 'dtgpt[data]'"
+        sentence = f"{what} needs the package {package}, which is missing; run pip install 'dtgpt[{extra}]'"
         raise UserError(sentence) from None
 
 

@@ -185,6 +185,14 @@ def test_long_runs_and_odd_characters_are_encoded(gpt2):
     assert gpt2.encode_batch(["x"])[0].dtype == np.uint32
 
 
+def test_a_million_blanks_are_refused_in_one_sentence_and_without_a_panic(gpt2, capfd):
+    blanks = " " * 1_050_000
+    for encode in (gpt2.encode, lambda text: gpt2.encode(text, special=True), lambda text: gpt2.encode_batch([text])):
+        with pytest.raises(UserError, match="a run of blanks that is too long"):
+            encode(blanks)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "name, content, words",
     [

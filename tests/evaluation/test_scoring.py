@@ -16,7 +16,7 @@ from dtgpt.parallel.mesh import Mesh
 from tests.inference.test_inference import LENGTH, VOCABULARY, their_model
 from tests.support import bodies_evaluation as bodies
 from tests.support.ranks import pool
-from tests.support.runs import change, training
+from tests.support.runs import change
 
 PLANS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2_pp2": 4, "dp2_tp2": 4, "pp2_zbv": 2}
 TRAINING = {"dp2_zero3": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4}
@@ -178,13 +178,3 @@ def test_training_stages_score_alike_under_every_plan_and_no_loss_changes(recipe
         for step, single in zip(found, alone, strict=True):
             for (logprobs, _), (expected, _) in zip(step, single, strict=True):
                 np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.compiler
-def test_compiled_stages_score_alike(recipe):
-    def scores(compiled: str):
-        run = training(change(recipe, compile=compiled))
-        return Scorer(run.stages, run.mesh, run.settings.model, run.settings.dtype).score(samples(256, 32))
-
-    for own, plain in zip(scores("on"), scores("off"), strict=True):
-        assert np.array_equal(own.logprobs, plain.logprobs)

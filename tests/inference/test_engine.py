@@ -187,9 +187,12 @@ def test_an_engine_serves_again_after_release_and_the_stages_are_plain_in_betwee
 
 def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
     engine = engine_of(1, vocab_size=7)
-    engine.submit(Request(ids=[100], sampling=Sampling(max_new_tokens=20, temperature=50.0, ends=False)))
+    engine.submit(Request(ids=[5], sampling=Sampling(max_new_tokens=20, temperature=50.0, ends=False)))
     drawn = [token for _ in range(9) for event in engine.step() for token in event.ids]
     assert len(drawn) == 20 and max(drawn) < 7
+    for wrong in (Request(ids=[7], sampling=GREEDY), Request(ids=[5], sampling=replace(GREEDY, logit_bias={7: 1.0}))):
+        with pytest.raises(UserError, match="0 to 6"):  # the logits of such an id are cut off
+            engine.submit(wrong)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtgpt.ops.random.philox import bits, fold, normal, philox, root_key, row_chunks, uniform, uniform_rows
+from dtgpt.ops.random.philox import bits, fold, fold_words, normal, philox, root_key, row_chunks, uniform, uniform_rows
 
 KEY = fold(root_key(1), "test")
 WHOLE = (5, 6, 7, 30)
@@ -180,3 +180,9 @@ def test_rows_of_their_own_equal_that_part_of_the_whole():
         found = uniform_rows(keys, rows, last)
         for i, row in enumerate(rows.tolist()):
             assert torch.equal(found[i], uniform(keys[i], (range(row, row + 1), last))[0])
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, -(2**63), 123456789123])
+def test_words_of_a_key_are_those_of_its_tensor(seed):
+    for data in ((), ("text",), ("text", 0, 3), (2**40, "other", 127)):
+        assert list(fold_words(seed, *data)) == fold(root_key(seed), *data).tolist()

@@ -18,6 +18,7 @@ class ScriptedEngine:
         self.running: dict[tuple[int, int], int] = {}  # (handle, choice) -> tokens so far
         self.ended: list[Event] = []
         self.released = False
+        self.pings = 0
 
     @property
     def busy(self) -> bool:
@@ -67,6 +68,9 @@ class ScriptedEngine:
             del self.running[row]
         logprobs = [-float(i) for i in range(done, done + len(new))]
         return Event(*row, new, logprobs, [[] for _ in new], finish)
+
+    def ping(self) -> None:
+        self.pings += 1
 
     def release(self) -> None:
         self.released = True

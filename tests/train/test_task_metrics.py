@@ -8,10 +8,11 @@ from dtgpt.commands.eval import command
 from dtgpt.run.plot import main_figures
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
+from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.util.errors import UserError
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
-from tests.support.runs import change, losses, newest_run
+from tests.support.runs import change, losses, newest_run, training
 
 ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
 
@@ -98,3 +99,15 @@ def test_tasks_that_cannot_be_measured_are_told_before_a_run_begins(recipe, tmp_
     with pytest.raises(UserError, match=words):
         train(change(recipe, log={"eval_tasks": tasks}))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.compiler
+def test_compiled_stages_measure_the_same(recipe):
+    def measured(compiled: str):
+        return TaskEvaluation(training(change(recipe, compile=compiled))).measure(lambda: False)
+
+    assert measured("on") == measured("off")
+
+
+def test_a_request_to_end_leaves_tasks_out(recipe):
+    assert TaskEvaluation(training(recipe)).measure(lambda: True) is None

@@ -2,7 +2,8 @@
 
 import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 # The same as tiktoken writes it.
 PATTERNS = (PATTERN, r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""")
 LONGEST_RUN = 2000  # characters
+LONG = 100_000  # characters of a text that may have a run of blanks which tiktoken cannot split
 SMALLEST = 257  # 256 bytes and the end of text
 
 
@@ -53,16 +55,29 @@ class ByteLevel(Tokenizer):
         return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=ids, special_tokens=self.specials)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        with panics_as_user_errors(self.name):
-            if special:
-                return self._encoding.encode(text, allowed_special="all", disallowed_special=())
-            return self._encoding.encode_ordinary(text)
+        """Raise UserError for a text with a run of about a million blanks."""
+        with self._failures_as_user_errors():
+            if not special and len(text) < LONG:
+                return self._encoding.encode_ordinary(text)
+            # A run that is too long is then an error, while `encode_ordinary` panics, and writes that to stderr.
+            return self._encoding.encode(text, allowed_special="all" if special else set(), disallowed_special=())
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         allowed = set(self.specials) if special else frozenset()
-        with panics_as_user_errors(self.name):
+        with self._failures_as_user_errors():
             encode = self._encoding.encode_to_numpy
             return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
+
+    @contextmanager
+    def _failures_as_user_errors(self) -> Iterator[None]:
+        """Tell in one sentence that a library fails: it steps back through a run of blanks, within limits."""
+        try:
+            with panics_as_user_errors(self.name):
+                yield
+        except ValueError:
+            raise UserError(
+                f"the text has a run of blanks that is too long for the tokenizer {self.name}; shorten the run"
+            ) from None
 
     def _decode(self, ids: list[int]) -> str:
         return b"".join(map(self.bytes_of, ids)).decode(errors="replace")

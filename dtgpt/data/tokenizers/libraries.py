@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
+ENCODING = Lock()  # threads share the library's object, of which `special` is a state
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -38,7 +40,7 @@ class HuggingFace(Tokenizer):
         return parse_tokenizer(self.name, self._content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        with panics_as_user_errors(self.name):
+        with panics_as_user_errors(self.name), ENCODING:
             try:
                 self._parsed.encode_special_tokens = not special
                 return self._parsed.encode(text).ids

@@ -32,17 +32,17 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 FOLD = MASK
 
 
-def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+def _multiply(word: Any, multiplier: int) -> tuple[Any, Any]:
     """Return the high and the low word of a product."""
     product = word * multiplier
     return ((product >> 32) + word) & MASK, product & MASK
 
 
-def philox(key: Sequence[Tensor], counter: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
     """Evaluate Philox4x32-10.
 
-    key: two words, counter: four words, each an int64 tensor (or an int, in a counter); their shapes broadcast to that
-    of the four words returned.
+    key: two words, counter: four words, each an int64 tensor or an int; their shapes broadcast to that of the four
+    words returned, which are ints where all of them are.
     """
     k0, k1 = key
     # The `& MASK` also hides an arange from Inductor's index algebra, which would multiply it in 32 bits.
@@ -65,11 +65,23 @@ def fold(key: Tensor, *data: int | str | Tensor) -> Tensor:
     An int or an int64 tensor enters as its 64 bits, a string as its 64-bit BLAKE2b digest.
     """
     for item in data:
-        if isinstance(item, str):
-            item = int.from_bytes(hashlib.blake2b(item.encode(), digest_size=8).digest(), "little")
-        words = philox(key.unbind(-1), (item & MASK, (item >> 32) & MASK, 0, FOLD))
+        number = _digest(item) if isinstance(item, str) else item
+        words = philox(key.unbind(-1), (number & MASK, (number >> 32) & MASK, 0, FOLD))
         key = torch.stack(torch.broadcast_tensors(*words[:2]), dim=-1)
     return key
+
+
+def fold_words(seed: int, *data: int | str) -> tuple[int, int]:
+    """Return the words of `fold(root_key(seed), *data)`, without tensors, which take a millisecond."""
+    key = seed & MASK, (seed >> 32) & MASK
+    for item in data:
+        number = _digest(item) if isinstance(item, str) else item
+        key = philox(key, (number & MASK, (number >> 32) & MASK, 0, FOLD))[:2]
+    return key
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _ranges(part: Part) -> list[range]:

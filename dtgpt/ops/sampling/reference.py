@@ -32,7 +32,7 @@ def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tupl
     """Return log-probabilities under values fp32 `[B, V]`: those of the tokens, `[B]`; the ids of the likeliest,
     `[B, alternatives]`; and theirs."""
     measured = torch.log_softmax(values, dim=-1)
-    top = likeliest(values, alternatives)
+    top = likeliest(values, alternatives) if alternatives else tokens.new_empty(len(tokens), 0)
     return measured.gather(1, tokens[:, None])[:, 0], top, measured.gather(1, top)
 
 

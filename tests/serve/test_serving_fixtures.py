@@ -1,8 +1,10 @@
-"""Answers of Megatron-LM's text generation server of 2023, given again by the engine.
+"""Answers of Megatron-LM's text generation server of 2023, given again by the engine and by the server.
 
-The cases are requests to a model by rules, with the answers: see `serving_cases`; tests/ops/test_sampling.py has those
-of filters. What dtgpt does otherwise on purpose is taken out of a recorded answer before it is compared: tokens that a
-shorter prompt of a batch got beyond the number asked for, and the padding of beams.
+The cases are requests, with the answers: see `serving_cases`; tests/ops/test_sampling.py has those of filters. Those of
+`behaviour` go to a model by rules each, those of `validation` to one model, over HTTP. What dtgpt does otherwise on
+purpose is taken out of a recorded answer before it is compared: tokens that a shorter prompt of a batch got beyond the
+number asked for, the padding of beams, and the form and status of refusals. Where its types of numbers are others, the
+table of rules in `tests.support.megatron_rules`, which every recorded refusal must follow, says what is expected.
 """
 
 import json
@@ -16,16 +18,24 @@ import torch
 from dtgpt.data.tokenizers.open import from_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import BeamSearch
+from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Request
+from dtgpt.inference.session import Job, Session
 from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.reference import likeliest
+from dtgpt.serve.app import make_app
+from dtgpt.serve.megatron_jobs import answer, make_jobs
+from dtgpt.serve.megatron_request import read_request
 from tests.support.engines import engine_of
-from tests.support.megatron_api import ApiRequest, engine_requests, serve
+from tests.support.megatron_rules import FAILS, MEGATRON, OURS, length_refusal, refusal
 from tests.support.model_by_rules import model_by_rules
+from tests.support.server import client, served
 from tests.support.serving import serving_cases
 from tests.support.vocabularies import gpt2_files
 
+WORLD = [{"logits": {"995": 9}}]  # the rules of the model of `validation`
+INVALID, LAX = object(), object()
 TOLERANCE = 1e-5  # absolute and relative, of log-probabilities and scores
 END = "<|endoftext|>"
 
@@ -39,20 +49,131 @@ def named(case: dict) -> str:
     return case.get("note", json.dumps(case.get("request", case)))
 
 
+@pytest.fixture(scope="module")
+def world():
+    return model_by_rules(WORLD)
+
+
+@pytest.fixture(scope="module")
+def app_client(world, tokenizer):
+    with served(world, tokenizer) as service, client(make_app(service)) as http:
+        yield http
+
+
+@pytest.mark.parametrize("case", serving_cases("validation"), ids=named)
+def test_the_server_answers_as_megatrons_did(case, app_client, world, tokenizer):
+    response = send(app_client, case)
+    request = parsed(case)
+    if request is INVALID or case["status"] in (405, 415):  # of the framework: form, sentence and status are the same
+        assert (response.status_code, response.json()) == (case["status"], case["body"])
+        return
+    if request is LAX:
+        assert_refused(response)
+        return
+    theirs, ours = (sentence_of(request, types, world, tokenizer) for types in (MEGATRON, OURS))
+    if isinstance(case["body"], str):
+        assert theirs == case["body"]
+    elif case["status"] == 200:
+        assert theirs is None
+    if ours is not None:
+        assert_refused(response, None if ours == FAILS else ours)
+    elif case["status"] == 500 and response.status_code == 400:  # for a reason that Megatron-LM does not tell
+        assert_refused(response)
+    else:
+        assert response.status_code == 200, response.text
+        if theirs is None and case["status"] == 200:
+            assert_answers(request, response.json(), case["body"], world, tokenizer)
+        else:
+            assert len(response.json()["text"]) == len(request["prompts"])
+
+
+def send(http, case: dict):
+    """The answer to a case, sent as it was recorded."""
+    kind = case.get("content_type", "text/plain" if case["status"] == 415 else "application/json")
+    method = case.get("method", "put").upper()
+    return http.request(method, case.get("path", "/api"), content=raw(case), headers={"Content-Type": kind})
+
+
+def raw(case: dict) -> str:
+    return case.get("raw", json.dumps(case.get("request")))
+
+
+def parsed(case: dict):
+    """The JSON value of a case; INVALID where it is not JSON, LAX where Python's reader alone takes it."""
+
+    def without_repetition(pairs: list) -> dict:
+        if len(dict(pairs)) < len(pairs):
+            raise LookupError
+        return dict(pairs)
+
+    def constant(name: str):
+        raise LookupError
+
+    try:
+        return json.loads(raw(case), object_pairs_hook=without_repetition, parse_constant=constant)
+    except LookupError:
+        return LAX
+    except ValueError:
+        return INVALID
+
+
+def sentence_of(request, types, model: Decoder, tokenizer: Tokenizer) -> str | None:
+    """Why a request is refused, None where it is not."""
+    if not isinstance(request, dict):
+        fails = types is MEGATRON and (not isinstance(request, str | list) or "prompts" in request)
+        return FAILS if fails else "prompts argument required"
+    sentence = refusal(request, types)
+    if sentence is None:
+        lengths = [len(tokenizer.encode(prompt)) + request.get("add_BOS", False) for prompt in request["prompts"]]
+        sentence = length_refusal(request, lengths, model.config.seq_length)
+    return sentence
+
+
+def assert_refused(response, sentence: str | None = None) -> None:
+    """`sentence`: that it must have; None: any."""
+    assert response.status_code == 400 and response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["message"] and body["message"]
+    assert sentence is None or body["message"] == sentence
+
+
+def assert_answers(request: dict, ours: dict, recorded: dict, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Compare the answer to an accepted request with what was recorded of it."""
+    if "segments_length" in recorded:
+        assert len(ours["segments"][0]) == recorded["segments_length"]
+    elif "scores" in recorded:
+        assert_same_beams(request, model, tokenizer, ours, recorded)
+    elif request.get("top_k") == 1 or not request.get("tokens_to_generate", 64):
+        assert_same_sequences(request, ours, recorded, tokenizer)
+    else:  # drawn
+        assert ours.keys() == recorded.keys() and len(ours["text"]) == len(recorded["text"])
+        assert all(prompt in text for prompt, text in zip(request["prompts"], ours["text"], strict=True))
+
+
 @pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
 def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])
+    jobs = jobs_of(request, model, tokenizer)
     with engine_of(model, slots=max(8, request.get("beam_width", 1))) as engine:
-        ours = serve(engine, tokenizer, model.config.vocab_size, request)
-    asked = request.get("tokens_to_generate", 64)
+        found = list(Session(engine, tokenizer, special_ids(tokenizer)).run(jobs))
+    ours = answer(read_request(request), tokenizer, jobs, found)
     if "scores" in case["body"]:
         assert_same_beams(request, model, tokenizer, ours, case["body"])
-        return
+    else:
+        assert_same_sequences(request, ours, case["body"], tokenizer)
+
+
+def assert_same_sequences(request: dict, ours: dict, body: dict, tokenizer: Tokenizer) -> None:
+    asked = request.get("tokens_to_generate", 64)
     lengths = [len(tokenizer.encode(prompt)) + request.get("add_BOS", False) for prompt in request["prompts"]]
-    recorded = without_surplus(case["body"], ours, lengths, asked)
+    recorded = without_surplus(body, ours, lengths, asked)
     if asked and request.get("prevent_newline_after_colon"):
         leave_out_forced_colons(recorded, ours, lengths)
     assert_same(ours, recorded)
+
+
+def jobs_of(request: dict, model: Decoder, tokenizer: Tokenizer) -> list[Job]:
+    return make_jobs(read_request(request), tokenizer, model.config, seed=0)
 
 
 def assert_same(ours: dict, recorded: dict) -> None:
@@ -72,7 +193,8 @@ def assert_same_beams(request: dict, model: Decoder, tokenizer: Tokenizer, ours:
     """Compare answers of beams. Megatron sorts all candidates by an unstable sort: of those with equal sums it takes
     any. The engine must find what the search finds; where that is not what was recorded, a search that prefers the
     recorded sequences among equals must find those."""
-    (asked,) = engine_requests(ApiRequest.from_json(request), tokenizer, model.config.vocab_size, seed=0)
+    (job,) = jobs_of(request, model, tokenizer)
+    asked = job.request(special_ids(tokenizer))
     assert_same(ours, search(BeamSearch, asked, model, tokenizer, recorded))
     padded = pad_beams(ours, asked)
     if padded["segments"] != recorded["segments"]:

@@ -1,0 +1,163 @@
+"""`dtgpt serve`: answer requests over HTTP with a model."""
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from dtgpt.commands.command import Command
+from dtgpt.inference.generator import Need
+from dtgpt.inference.load import open_model
+from dtgpt.inference.memory import MOST_SLOTS
+from dtgpt.inference.model import Model
+from dtgpt.inference.prompts import tokenizer_of
+from dtgpt.inference.session import Session
+from dtgpt.interop.tokenizer import named_tokenizer
+from dtgpt.parallel.process import Process
+from dtgpt.util.errors import UserError, optional_package, shown
+from dtgpt.util.field_types import Bounds, Pattern
+from dtgpt.util.hardware import memory_errors_as_user_errors
+
+if TYPE_CHECKING:
+    from dtgpt.serve.server import Server
+
+KEY = "DTGPT_API_KEY"  # environment variable
+SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answer requests over HTTP with a model: those of Megatron-LM's clients (PUT /api), of OpenAI's clients
+    (/v1/completions), and a web page. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
+    convert` reads. Under torchrun, the processes share the model by a plan.
+
+    Requests that arrive join those that run. An answer depends on its request alone, and not on others or the plan.
+
+    SIGTERM or Ctrl-C ends the server: running requests have --drain seconds. A second one ends it at once.
+    """
+
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "host": "address", "api_key": "access", "slots": "limits", "log_prompts": "log", "plan": "execution",
+        "tokenizer": "tokenizer",
+    }  # fmt: skip
+
+    host: Annotated[str, "address to listen on; other than of this machine alone: with --api-key"] = "127.0.0.1"
+    port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
+    name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
+    api_key: Annotated[str | None, f"key that requests must have; none: that in ${KEY}, if set"] = None
+    open: Annotated[bool, "allow an address that other machines reach without a key"] = False
+    slots: Annotated[
+        str, f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
+        Pattern("auto|[1-9][0-9]{0,2}", f"is not a number of texts; use 1 to {MOST_SLOTS}, or auto"),
+    ] = "auto"  # fmt: skip
+    queue: Annotated[int, "texts that may wait or run; further requests are refused", Bounds(1, 100_000)] = 1024
+    seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
+    drain: Annotated[float, "seconds that running requests have when the server ends", Bounds(0, 3600)] = 20.0
+    log_prompts: Annotated[bool, "write prompts to the log"] = False
+    plan: Annotated[
+        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
+    ] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
+    ] = "auto"
+    warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
+    tokenizer: Annotated[
+        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
+    ] = None
+    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
+    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+
+
+@memory_errors_as_user_errors("serve fewer texts at the same time (--slots)")
+def serve(path: Path, options: ServeOptions) -> None:
+    for package in ("starlette", "uvicorn"):
+        optional_package(package, "dtgpt serve", extra="serve")
+    from dtgpt.serve.http import bind
+
+    slots, key = slots_of(options), key_of(options)
+    leads = Process.from_environment().rank == 0
+    listener = bind(options.host, options.port) if leads else None
+    if listener is not None:
+        check_access(options, listener, key)
+    source, settings, mesh = open_model(path, options.plan, options.device, options.precision)
+    named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
+    tokenizer = named or tokenizer_of(path, source.config)
+    model = Model(source, settings, mesh, path, slots, tokenizer)
+    need = Need(rows=slots or MOST_SLOTS, at_once=1)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if listener is None:
+        _follow(model, need, options.drain)
+    else:
+        _lead(model, need, _server(model, path, options, listener, key), options)
+
+
+def _lead(model: Model, need: Need, server: "Server", options: ServeOptions) -> None:
+    """Serve, on rank 0."""
+
+    def work(session: Session) -> None:
+        model.generator.describe()
+        server.serve(session, options.warm_up, options.drain)
+
+    try:
+        model.generator.run(lambda: need, work)
+    finally:
+        server.close()
+
+
+def _follow(model: Model, need: Need, seconds: float) -> None:
+    """Do what rank 0 commands, until it ends."""
+    from dtgpt.serve.life import EndBySignal
+
+    EndBySignal(None, seconds).install()
+    model.generator.run(lambda: need, lambda session: None)
+
+
+def _server(model: Model, path: Path, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
+    from dtgpt.serve.guard import names_of
+    from dtgpt.serve.limits import Limits
+    from dtgpt.serve.server import Server
+    from dtgpt.serve.service import Service
+    from dtgpt.serve.worker import Worker
+
+    generator = model.generator
+    limits = Limits(queue=options.queue, seconds=options.seconds)
+    worker = Worker(generator.check, lambda: generator.slots, limits)
+    service = Service(
+        generator, worker, options.name or path.resolve().name, api_key=key, hosts=names_of(options.host, listener),
+        log_prompts=options.log_prompts,
+    )  # fmt: skip
+    return Server(service, listener, options.host)
+
+
+def slots_of(options: ServeOptions) -> int | None:
+    """Return the number of slots that is asked for; None: as many as fit. Raise UserError for too many."""
+    if options.slots == "auto":
+        return None
+    if int(options.slots) > MOST_SLOTS:
+        raise UserError(f"--slots {options.slots} is too large; use 1 to {MOST_SLOTS}, or auto")
+    return int(options.slots)
+
+
+def key_of(options: ServeOptions) -> str | None:
+    """Return the key that requests must have. Raise UserError for one that no header can hold."""
+    key = os.environ.get(KEY) or None if options.api_key is None else options.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+        raise UserError("the API key is empty or has characters other than visible ASCII; use letters and digits")
+    return key
+
+
+def check_access(options: ServeOptions, listener: socket.socket, key: str | None) -> None:
+    """Raise UserError where other machines could use the server and nothing says that they may."""
+    from dtgpt.serve.guard import is_loopback
+
+    if not is_loopback(listener.getsockname()[0]) and key is None and not options.open:
+        raise UserError(
+            f"--host {shown(options.host)} lets other machines use the server; give a key with --api-key or ${KEY}, or "
+            "allow everybody with --open on"
+        )
+
+
+command = Command("serve MODEL", ServeOptions, serve, "runs/gpt2_tiny-001 --port 5000")

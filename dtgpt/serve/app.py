@@ -1,0 +1,83 @@
+"""The routes of a server, behind its checks."""
+
+from collections.abc import Iterable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from dtgpt.serve import megatron, openai, page, tokens
+from dtgpt.serve.guard import Guard
+from dtgpt.serve.problems import HttpProblem, answer, bad_request
+from dtgpt.serve.service import Service
+from dtgpt.util.errors import UserError, shown_name
+
+
+def make_app(service: Service) -> Starlette:
+    """Return the application: all routes behind the checks of `Guard`, and errors as answers."""
+    pages = page.routes(service)
+    routes = [*status_routes(service), *megatron.routes(service), *openai.routes(service), *tokens.routes(service)]
+    open_paths = {"/health", *paths_of(pages)}  # a browser cannot send a key for a page
+    routes += pages
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, service=service, paths=paths_of(routes), open_paths=frozenset(open_paths))],
+        exception_handlers={HttpProblem: _problem, UserError: _user_error, HTTPException: _http_exception},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def paths_of(routes: Iterable[BaseRoute]) -> frozenset[str]:
+    """Return the paths of routes, without those that have parameters: the number of paths in metrics is bounded."""
+    return frozenset(route.path for route in routes if isinstance(route, Route) and "{" not in route.path)
+
+
+def status_routes(service: Service) -> list[Route]:
+    """Return the routes that tell how the server is."""
+
+    async def health(request: Request) -> Response:
+        status = service.worker.status()
+        return JSONResponse(
+            {"status": status.state, "model": service.model_id}, 200 if status.healthy else 503,
+            headers={"Cache-Control": "no-store"},
+        )  # fmt: skip
+
+    async def metrics(request: Request) -> Response:
+        status = service.worker.status()
+        gauges = {
+            "dtgpt_waiting": ("Sequences that wait for a slot.", status.waiting),
+            "dtgpt_running": ("Sequences that are generated.", status.running),
+            "dtgpt_slots": ("Sequences that are generated at the same time, at most.", status.slots),
+            "dtgpt_ready": ("1 where the server takes requests.", int(status.healthy)),
+        }
+        return Response(service.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+
+    return [Route("/health", health), Route("/metrics", metrics)]
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpProblem)
+    return answer(request.scope["path"], error)
+
+
+async def _user_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, UserError)
+    return answer(request.scope["path"], bad_request(error))
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Answer what the framework refuses: a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another one")
+        sentence = f"{shown_name(request.method)} is not a method of this path; use {allowed}"
+    elif error.status_code == 404:
+        sentence = f"{shown_name(request.scope['path'])} is not a path of this server; see /v1/models, /api, /health"
+    else:
+        sentence = str(error.detail)
+    return answer(request.scope["path"], HttpProblem(error.status_code, sentence, headers=headers))

@@ -1,0 +1,113 @@
+"""OpenAI's completions and models."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from dtgpt.serve.body import read_json
+from dtgpt.serve.openai_answer import ENCODER, Answer, Stream
+from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
+from dtgpt.serve.problems import HttpProblem, error_object
+from dtgpt.serve.service import LONG, THREADS, Service, watched
+from dtgpt.serve.token_names import TokenNames
+from dtgpt.serve.worker import ClientGone, Ticket
+
+SEED = "X-Seed"  # header of an answer: the seed that gives it again
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of OpenAI's API."""
+    names: list[TokenNames] = []  # made for the first answer: a model may have no tokenizer before it is ready
+
+    def names_of_tokens() -> TokenNames:
+        if not names:
+            names.append(TokenNames(service.generator.known_tokenizer))
+        return names[0]
+
+    async def create(request: Request) -> Response:
+        asked = await _read(await read_json(request, service.limits), service)
+        answer = Answer(asked, service.model_id, service.generator.known_tokenizer, names_of_tokens())
+        headers = {SEED: str(asked.seed), "X-Request-Id": answer.id, "Cache-Control": "no-store"}
+        ticket = service.submit(request, asked.jobs, [prompt.text or prompt.ids for prompt in asked.prompts])
+        if asked.stream:
+            return EventStream(request, ticket, Stream(answer), headers)
+        async with watched(request, ticket):
+            found = await ticket.completions()
+        return json_answer(answer.whole(found), headers)
+
+    async def models(request: Request) -> Response:
+        return json_answer({"object": "list", "data": [_model(service)]})
+
+    async def model(request: Request) -> Response:
+        check_model(request.path_params["model"], service.model_id)
+        return json_answer(_model(service))
+
+    return [
+        Route("/v1/completions", create, methods=["POST"]),
+        Route("/completions", create, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+    ]
+
+
+async def _read(body: dict[str, Any], service: Service) -> CompletionRequest:
+    """Return the request in a JSON object. Encoding a long prompt does not hold other requests up."""
+    arguments = body, service.generator, service.model_id, service.limits
+    if _size(body.get("prompt")) < LONG:
+        return read_request(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(THREADS, read_request, *arguments)
+
+
+def _size(prompt: Any) -> int:
+    """Return the number of characters and ids in what was sent as a prompt."""
+    if isinstance(prompt, list):
+        return sum(len(one) if isinstance(one, str | list) else 1 for one in prompt)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_id, "object": "model", "created": service.created, "owned_by": "dtgpt",
+        "max_model_len": service.config.seq_length,
+    }  # fmt: skip
+
+
+def json_answer(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """Return an answer in JSON, all of it ASCII."""
+    return Response(ENCODER.encode(content), headers=headers, media_type="application/json")
+
+
+class EventStream(Response):
+    """An answer that is sent as it is generated. It begins with the first round, so that what fails before has the
+    status of an error."""
+
+    def __init__(self, request: Request, ticket: Ticket, stream: Stream, headers: dict[str, str]):
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._request, self._ticket, self._stream = request, ticket, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with watched(self._request, self._ticket) as ticket:
+                async for updates in ticket.rounds():
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    if events := self._stream.events(updates):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = self._stream.end()
+        except HttpProblem as problem:
+            if not begun:
+                raise
+            last = b"" if isinstance(problem, ClientGone) else error_event(problem)
+        await send({"type": "http.response.body", "body": last})
+
+
+def error_event(problem: HttpProblem) -> bytes:
+    """Return the event that ends a stream which fails, for which OpenAI's client raises an error."""
+    return b"data: " + ENCODER.encode(error_object(problem)).encode() + b"\n\n"

@@ -1,0 +1,96 @@
+"""The `logprobs` of a choice in OpenAI's form: four lists with an entry for each token."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.completion import Alternatives, Score
+from dtgpt.inference.text import TextStream
+from dtgpt.serve.openai_request import Prompt
+from dtgpt.serve.token_names import TokenNames, by_id
+
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM
+
+
+@dataclass
+class TokenLists:
+    """The four lists. Those of the first token of a text have no log-probability: null."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)  # characters of the text before each token
+
+    def take(self, count: int, length: int) -> dict[str, Any]:
+        """Remove the first `count` entries and return them as an object, for a text of `length` characters: tokens of
+        a stop string and behind it begin where the text ends."""
+        found = {name: values[:count] for name, values in vars(self).items()}
+        found["text_offset"] = [min(offset, length) for offset in found["text_offset"]]
+        for values in vars(self).values():
+            del values[:count]
+        return found
+
+
+class Logprobs:
+    """The log-probabilities of one choice, which arrive with its tokens."""
+
+    def __init__(self, names: TokenNames, tokenizer: Tokenizer | None, prompt: Prompt, echo: bool):
+        self._names, self._tokenizer, self._prompt = names, tokenizer, prompt
+        self._offset = len(prompt.text) if echo else 0  # of the next token
+        self._stream = TextStream(tokenizer, prompt.ids) if tokenizer else None
+        self._lists = TokenLists()
+
+    def add_prompt(self, score: Score) -> None:
+        """Add the tokens of the prompt."""
+        ids, lists = score.ids, self._lists
+        stream, offset = TextStream(self._tokenizer) if self._tokenizer else None, 0
+        for i in ids:
+            lists.text_offset.append(min(offset, len(self._prompt.text)))
+            offset += _length(stream, i, self._tokenizer)
+        lists.tokens.append(self._names[ids[0]])
+        lists.token_logprobs.append(None)
+        lists.top_logprobs.append(None)
+        self._add_scores(ids[1:], score.logprobs, score.alternatives)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], alternatives: Sequence[Alternatives]) -> None:
+        """Add new tokens."""
+        for i in ids:
+            self._lists.text_offset.append(self._offset)
+            self._offset += _length(self._stream, i, self._tokenizer)
+        self._add_scores(ids, logprobs, alternatives)
+
+    def take_shown(self, length: int) -> dict[str, Any]:
+        """Return the entries of tokens that begin within the first `length` characters of the text, which are certain,
+        and forget them."""
+        return self._lists.take(bisect_right(self._lists.text_offset, length), length)
+
+    def take(self, length: int) -> dict[str, Any]:
+        """Return all entries, for a text that has `length` characters, and forget them."""
+        return self._lists.take(len(self._lists.tokens), length)
+
+    def _add_scores(
+        self, ids: Sequence[int], logprobs: Sequence[float], alternatives: Sequence[Alternatives]
+    ) -> None:  # fmt: skip
+        names, lists = self._names, self._lists
+        for place, (i, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            lists.tokens.append(names[i])
+            lists.token_logprobs.append(max(LOWEST, logprob))
+            lists.top_logprobs.append(likeliest(names, i, logprob, alternatives[place] if alternatives else []))
+
+
+def likeliest(names: TokenNames, chosen: int, logprob: float, alternatives: Alternatives) -> dict[str, float]:
+    """Return log-probabilities by name, the likeliest first: those of `alternatives` and that of the chosen token,
+    which is the same number where both have it. Of two tokens with the same text, one is named by its id."""
+    name, found = names[chosen], {}
+    for i, value in alternatives:
+        other = names[i]
+        found[by_id(i) if i != chosen and (other == name or other in found) else other] = max(LOWEST, value)
+    found[name] = max(LOWEST, logprob)
+    return found
+
+
+def _length(stream: TextStream | None, i: int, tokenizer: Tokenizer | None) -> int:
+    """Return the number of characters that are complete with a token."""
+    return 0 if stream is None or tokenizer is None or i >= tokenizer.vocab_size else len(stream.add(i))

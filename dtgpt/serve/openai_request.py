@@ -1,0 +1,179 @@
+"""A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.generator import Generator
+from dtgpt.inference.options import Options
+from dtgpt.inference.prompts import check_ids, encode
+from dtgpt.inference.session import Job
+from dtgpt.serve.limits import Limits
+from dtgpt.serve.openai_keys import read_keys
+from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError, shown
+
+NEW_TOKENS = 16  # where a request does not name them
+SEEDS = 2**32  # of requests that name none
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
+KINDS = "a text, a list of ids, or a list of texts or of lists of ids"
+
+
+class Prompt(NamedTuple):
+    """A prompt of a request."""
+
+    ids: list[int]
+    text: str  # as it was given, or that of the ids; "" without a tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """A request that can be served: a job for each prompt, of `best_of` sequences each, of which the answer has `n`."""
+
+    prompts: list[Prompt]
+    jobs: list[Job]
+    n: int
+    best_of: int
+    seed: int
+    echo: bool
+    logprobs: int | None  # likeliest tokens in place of each token; None: no log-probabilities
+    stream: bool
+    include_usage: bool  # at the end of a stream
+    return_token_ids: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+def read_request(body: dict[str, Any], generator: Generator, model: str, limits: Limits) -> CompletionRequest:
+    """Return the request in a JSON object, to the server of `model`. Raise HttpProblem where it cannot be served."""
+    keys = read_keys(body)
+    check_model(keys["model"], model)
+    if keys["best_of"] is None:
+        keys["best_of"] = keys["n"]
+    _check_together(keys)
+    prompts = _read_prompts(keys["prompt"], generator, limits)
+    seed = secrets.randbelow(SEEDS) if keys["seed"] is None else keys["seed"]
+    jobs = [_job(keys, prompt, index, seed, generator) for index, prompt in enumerate(prompts)]
+    return CompletionRequest(
+        prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
+        **{name: keys[name] for name in ("n", "best_of", "echo", "logprobs", "stream", "return_token_ids")},
+    )  # fmt: skip
+
+
+def check_model(name: str | None, model: str) -> None:
+    """Raise HttpProblem 404 where a request names another model than this server has."""
+    if name is not None and name != model:
+        sentence = f"the model {shown(name)} is not served here; use {shown(model)}, or leave model out"
+        raise HttpProblem(404, sentence, "model", code="model_not_found")
+
+
+def _check_together(keys: dict[str, Any]) -> None:
+    """Raise HttpProblem for keys that contradict each other."""
+    n, best_of = keys["n"], keys["best_of"]
+    for name, is_wrong, sentence in (
+        ("best_of", best_of < n, f"best_of={best_of} is below n={n}; use at least that"),
+        ("best_of", best_of > n and keys["stream"], f"best_of={best_of} above n={n} cannot be streamed; leave one out"),
+        (
+            "stream_options", keys["stream_options"] is not None and not keys["stream"],
+            "stream_options are those of a stream; add stream=true, or leave them out",
+        ),
+        (
+            "max_tokens", keys["max_tokens"] == 0 and not keys["echo"],
+            "max_tokens=0 generates nothing; use 1 or more, or add echo=true",
+        ),
+    ):  # fmt: skip
+        if is_wrong:
+            raise HttpProblem(400, sentence, name)
+
+
+def _read_prompts(given: Any, generator: Generator, limits: Limits) -> list[Prompt]:
+    """Return the prompts of a text, of ids, or of a list of either; None begins a document. In a text, the names of
+    special tokens stand for these, as in vLLM."""
+    several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
+    if not isinstance(several, list):
+        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
+    if not several:
+        raise HttpProblem(400, f"prompt is empty; give {KINDS}", "prompt")
+    if len(several) > limits.prompts:
+        raise HttpProblem(400, f"{len(several)} prompts are too many; send up to {limits.prompts}", "prompt")
+    if given is not None and not any(all(isinstance(one, kind) for one in several) for kind in (str, list)):
+        raise HttpProblem(400, f"prompt={shown(given)} is not a prompt; give {KINDS}", "prompt")
+    try:
+        return [_read_prompt(prompt, generator) for prompt in several]
+    except UserError as error:
+        raise bad_request(error, "prompt") from None
+
+
+def _read_prompt(given: Any, generator: Generator) -> Prompt:
+    """Return a prompt. Raise UserError where it is not one."""
+    if given is None:
+        ids = encode("", generator.tokenizer, generator.config)
+        return Prompt(ids, generator.tokenizer.decode(ids))
+    if isinstance(given, str):
+        return Prompt(encode(given, generator.tokenizer, generator.config, special=True), given)
+    ids = check_ids(given, generator.config)
+    return Prompt(ids, text_of(generator.known_tokenizer, ids))
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
+    """Return the text of ids, of which those that the tokenizer does not have add nothing; "" without a tokenizer."""
+    return "" if tokenizer is None else tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
+
+
+def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> Job:
+    """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
+    positions = generator.config.seq_length
+    new = keys["max_tokens"]
+    if new is None:
+        new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
+    if len(prompt.ids) + new > positions:
+        raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code="context_length_exceeded")
+    job = Job(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
+    try:
+        job.options.check_extra(generator.vocab_size)
+        generator.check(job)
+    except UserError as error:
+        raise _renamed(error) from None
+    return job
+
+
+def _too_long(prompt: int, new: int, positions: int) -> str:
+    """Return the sentence about a request that needs more positions than the model has; programs look for some of its
+    words."""
+    fewer = f"max_tokens={positions - prompt} or less, or " if prompt < positions else ""
+    return (
+        f"a prompt of {counted(prompt, 'token')} and max_tokens={new} need {prompt + new} positions, but this model's "
+        f"maximum context length is {positions} tokens; use {fewer}a shorter prompt"
+    )
+
+
+def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) -> Options:
+    same = (
+        "frequency_penalty", "presence_penalty", "logit_bias", "stop_token_ids", "do_sample", "no_repeat_ngram_size",
+        "top_p_decay", "top_p_bound", "stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon",
+    )  # fmt: skip
+    logprobs = keys["logprobs"]
+    greedy = not keys["do_sample"] or keys["top_p"] == 0  # which leaves the likeliest token alone
+    return Options(
+        max_new_tokens=new_tokens, min_new_tokens=keys["min_tokens"], seed=seed, ends=not keys["ignore_eos"],
+        temperature=0.0 if greedy else keys["temperature"], top_k=max(0, keys["top_k"]), top_p=keys["top_p"] or 1.0,
+        num_return_sequences=keys["best_of"], stop_strings=keys["stop"], top_logprobs=min(logprobs or 0, vocab_size),
+        prompt_logprobs=(keys["echo"] and logprobs is not None) or new_tokens == 0,
+        **{name: keys[name] for name in same},
+    )  # fmt: skip
+
+
+def _renamed(error: UserError) -> HttpProblem:
+    """Return the problem of a wrong value, with OpenAI's names of the options."""
+    sentence = str(error)
+    for name, theirs in OPENAI_NAMES.items():
+        sentence = sentence.replace(name, theirs)
+    return HttpProblem(400, sentence)

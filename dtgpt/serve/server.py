@@ -1,0 +1,50 @@
+"""A server from its start to its end, on rank 0."""
+
+import gc
+import socket
+from functools import partial
+
+from dtgpt.inference.session import Session
+from dtgpt.inference.warm_up import warm_up
+from dtgpt.serve.app import make_app
+from dtgpt.serve.http import HttpServer, allow_many_connections
+from dtgpt.serve.life import EndBySignal, end_where_a_rank_is_silent
+from dtgpt.serve.service import Service
+from dtgpt.util.console import say, say_error
+
+
+class Server:
+    """A service behind a listener. The thread that calls `serve` runs the engine."""
+
+    def __init__(self, service: Service, listener: socket.socket, host: str):
+        self._service, self._host = service, host
+        several = service.generator.mesh.world > 1
+        watch = partial(end_where_a_rank_is_silent, service.worker) if several else (lambda: None)
+        self._http = HttpServer(make_app(service), listener, watch, service.worker.stop)
+
+    def serve(self, session: Session, warm: bool, drain: float) -> None:
+        """Serve until a signal ends it and running requests are finished, within `drain` seconds. `warm`: run steps of
+        all shapes before the port opens."""
+        generator = self._service.generator
+        if warm:
+            graphs = generator.mesh.device.type == "cuda"
+            if graphs:
+                say_error("preparing steps of all shapes, which takes up to a minute (--warm-up off: at first use)")
+            warm_up(session, generator.slots, generator.config.seq_length, graphs)
+        allow_many_connections()
+        gc.collect()
+        gc.freeze()  # what was imported need not be searched for garbage again, which takes as long as many steps
+        EndBySignal(self._service.worker, drain).install()
+        self._http.start()
+        say(f"{self._service.model_id} is served at {self.address}: page /, PUT /api, POST /v1/completions")
+        self._service.worker.run(session)
+
+    def close(self) -> None:
+        """Send the answers that are under way, and close all connections."""
+        self._http.stop()
+
+    @property
+    def address(self) -> str:
+        """The address for a browser."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._http.port}"

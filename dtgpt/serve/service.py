@@ -1,0 +1,109 @@
+"""What all routes share: the model, the worker, and how a request is submitted, watched and logged."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.generator import Generator
+from dtgpt.inference.prompts import encode
+from dtgpt.inference.sampling import SpecialIds
+from dtgpt.inference.session import Job
+from dtgpt.models.config import ModelConfig
+from dtgpt.serve.limits import Limits
+from dtgpt.serve.metrics import Metrics
+from dtgpt.serve.worker import ClientGone, Ticket, Worker
+from dtgpt.util.console import say
+
+TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
+LONG = 2000  # characters of a text that is encoded beside the event loop
+THREADS = ThreadPoolExecutor(2, "tokenizer")
+
+
+@dataclass
+class Service:
+    """A model that is served.
+
+    hosts: names that a Host header may have; None: any. api_key: that every request but those for open paths must
+    have; None: none.
+    """
+
+    generator: Generator
+    worker: Worker
+    model_id: str
+    api_key: str | None = None
+    hosts: frozenset[str] | None = None
+    log_requests: bool = True
+    log_prompts: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def limits(self) -> Limits:
+        return self.worker.limits
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.worker.metrics
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.generator.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Raises UserError where there is none."""
+        return self.generator.tokenizer
+
+    @property
+    def special(self) -> SpecialIds:
+        """The ids that rules look for."""
+        return self.generator.special
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, as `dtgpt.inference.prompts.encode` does; a long text does not hold other
+        requests up."""
+        if len(text) < LONG:
+            return encode(text, self.tokenizer, self.config)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(THREADS, encode, text, self.tokenizer, self.config)
+
+    def submit(self, request: Request, jobs: list[Job], prompts: Sequence[Any] = (), quiet: bool = False) -> Ticket:
+        """Hand the jobs of a request to the worker, as `Worker.submit` does. `prompts`: as the client gave them, for
+        the log of a server that writes prompts down, unless `quiet`."""
+        ticket = self.worker.submit(jobs)
+        request.scope[TICKET] = ticket
+        if self.log_prompts and not quiet:
+            say(f"prompts {json.dumps(list(prompts))}")
+        return ticket
+
+
+async def until_gone(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def watched(request: Request, ticket: Ticket) -> AsyncIterator[Ticket]:
+    """End the jobs of a request when its client goes away, also where nothing is streamed: whoever waits for them gets
+    ClientGone. At the end of the block they are ended in any case."""
+
+    async def watch() -> None:
+        await until_gone(request)
+        ticket.fail(ClientGone())
+
+    task = asyncio.create_task(watch())
+    try:
+        yield ticket
+    finally:
+        ticket.cancel()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

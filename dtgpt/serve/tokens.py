@@ -1,0 +1,90 @@
+"""The routes about the tokenizer, as vLLM has them: with these, lm_eval needs no tokenizer of its own."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.serve.body import read_json
+from dtgpt.serve.openai_keys import read_switch, read_text
+from dtgpt.serve.openai_request import check_model
+from dtgpt.serve.problems import HttpProblem
+from dtgpt.serve.service import THREADS, Service
+from dtgpt.util.errors import shown
+
+Answer = dict[str, Any]
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes `/tokenize`, `/detokenize` and `/tokenizer_info`, on a service."""
+
+    def about(make: Callable[[Answer, Service], Answer]) -> Callable:
+        async def route(request: Request) -> Response:
+            body = await read_json(request, service.limits)
+            name = body.get("model")
+            check_model(None if name is None else read_text("model", name), service.model_id)
+            # Texts may be long: they are encoded and decoded beside the event loop.
+            found = await asyncio.get_running_loop().run_in_executor(THREADS, make, body, service)
+            return JSONResponse(found)
+
+        return route
+
+    async def info(request: Request) -> Response:
+        return JSONResponse(describe(service.tokenizer, service.config.seq_length))
+
+    return [
+        Route("/tokenize", about(tokenize), methods=["POST"]),
+        Route("/detokenize", about(detokenize), methods=["POST"]),
+        Route("/tokenizer_info", info, methods=["GET"]),
+    ]
+
+
+def tokenize(body: Answer, service: Service) -> Answer:
+    """Return the ids of a text, in which names of special tokens stand for these: lm_eval asks for the id of the end of
+    text by its name. Raise HttpProblem for a wrong value."""
+    text, tokenizer = body.get("prompt"), service.tokenizer
+    if not isinstance(text, str):
+        raise HttpProblem(400, f'prompt={shown(text)} is not a text; send one, such as "Hello"', "prompt")
+    ids = tokenizer.encode(text, special=tokenizer.names_special)
+    opening = tokenizer.encode("")  # which some tokenizers put before every text
+    if not _switch(body, "add_special_tokens", True) and ids[: len(opening)] == opening:
+        ids = ids[len(opening) :]
+    found = {"count": len(ids), "max_model_len": service.config.seq_length, "tokens": ids, "token_strs": None}
+    if _switch(body, "return_token_strs", False):
+        found["token_strs"] = [tokenizer.decode([i]) for i in ids]
+    return found
+
+
+def detokenize(body: Answer, service: Service) -> Answer:
+    """Return the text of ids, special tokens by their names. Raise HttpProblem for a wrong value."""
+    ids, most = body.get("tokens"), service.tokenizer.vocab_size - 1
+    if not isinstance(ids, list):
+        raise HttpProblem(400, f"tokens={shown(ids)} is not a list; send ids, such as [0, 1]", "tokens")
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i <= most]
+    if wrong:
+        raise HttpProblem(400, f"{shown(wrong[0])} is not a token of this model; use ids from 0 to {most}", "tokens")
+    return {"prompt": service.tokenizer.decode(ids)}
+
+
+def describe(tokenizer: Tokenizer, positions: int) -> Answer:
+    """Return what Hugging Face's `tokenizer_config.json` has: names of special tokens, null where there is none.
+    `positions`: of the model."""
+    begin = tokenizer.opening if tokenizer.begin_of_text is None else tokenizer.begin_of_text
+    return {
+        "tokenizer_class": type(tokenizer).__name__, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
+        "model_max_length": positions, "bos_token": _name(tokenizer, begin),
+        "eos_token": _name(tokenizer, tokenizer.end_of_text), "pad_token": None, "chat_template": None,
+    }  # fmt: skip
+
+
+def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
+    return None if i is None else tokenizer.decode([i])
+
+
+def _switch(body: Answer, key: str, default: bool) -> bool:
+    value = body.get(key)
+    return default if value is None else read_switch(key, value)

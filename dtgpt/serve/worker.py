@@ -1,0 +1,360 @@
+"""The engine's thread and the event loop's: requests go one way, new tokens the other.
+
+The main thread runs `Worker.run`: it takes what was submitted, lets the session step, and hands all updates of a round
+over in one call. Everything else is for event loops.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from dtgpt.inference.completion import Completion
+from dtgpt.inference.session import Job, Session, Update
+from dtgpt.serve.limits import Limits
+from dtgpt.serve.metrics import Metrics
+from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+HEARTBEAT = 5.0  # seconds between two signs of life for ranks that wait
+
+Command = Callable[[Session], None]
+
+
+class Refused(HttpProblem):
+    """A request that the server does not take now: its queue is full, or it ends."""
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None):
+        super().__init__(status, message, headers={"Retry-After": str(retry_after)} if retry_after else None)
+        self.retry_after = retry_after
+
+
+class Failed(HttpProblem):
+    """A request whose engine has failed."""
+
+    def __init__(self, cause: str):
+        super().__init__(500, f"the engine has failed ({cause}); the server ends")
+
+
+class TimeLimit(HttpProblem):
+    """A request that was not finished in time."""
+
+    def __init__(self, seconds: float):
+        sentence = f"the request was not finished within {seconds:g} s; ask for fewer tokens, or for less at once"
+        super().__init__(504, sentence, headers={"x-should-retry": "false"})
+
+
+class ClientGone(HttpProblem):
+    """A request whose client has closed the connection: nobody reads its answer."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection before the answer was complete")
+
+
+class Ticket:
+    """The jobs of one HTTP request, for the event loop that submitted them."""
+
+    def __init__(self, worker: "Worker", jobs: list[Job]):
+        self.jobs = jobs
+        self.rows = sum(job.rows for job in jobs)
+        self.prompt_tokens = sum(len(job.ids) for job in jobs)
+        self.new_tokens = 0
+        self.started = time.monotonic()
+        self.first: float | None = None  # when the first update arrived
+        self.loop = asyncio.get_running_loop()
+        self._worker = worker
+        self._updates: list[Update] = []
+        self._left = len(jobs)
+        self._error: HttpProblem | None = None
+        self._news = asyncio.Event()
+        self._wakes = True  # whoever reads the updates, at each round; else at the end
+        self._timer = self.loop.call_later(worker.limits.seconds, self.fail, TimeLimit(worker.limits.seconds))
+
+    async def rounds(self) -> AsyncIterator[list[Update]]:
+        """Yield the new updates, those of one round or of several if they came faster than they are read. The `job` of
+        an update is its index in the request. Raise Failed, TimeLimit or ClientGone."""
+        try:
+            while self._left or self._updates or self._error:
+                await self._news.wait()
+                if self._error is not None:
+                    raise self._error
+                updates, self._updates = self._updates, []
+                self._news.clear()
+                yield updates
+        finally:
+            self.cancel()
+
+    async def completions(self) -> list[list[Completion]]:
+        """Return the sequences of each job, when all are finished."""
+        found: list[list[Completion]] = [[] for _ in self.jobs]
+        self._wakes = False
+        async for updates in self.rounds():
+            for update in updates:
+                if update.completions is not None:
+                    found[update.job] = update.completions
+        return found
+
+    def cancel(self) -> None:
+        """End all jobs that are not finished; their slots are free at the next round. May be called again."""
+        self._timer.cancel()
+        if self._left:
+            self._left = 0
+            self._worker._cancel(self)
+
+    def fail(self, error: HttpProblem) -> None:
+        """Let whoever reads the updates get `error`, and end all jobs."""
+        if self._left and self._error is None:
+            self._error = error
+            self._news.set()
+            self.cancel()
+
+    def _take(self, updates: list[Update]) -> None:
+        """Keep the updates of a round, on the event loop."""
+        if not self._left:  # nobody wants them
+            return
+        if self.first is None:
+            self.first = time.monotonic()
+            self._worker.metrics.first_token.observe(self.first - self.started)
+        self.new_tokens += sum(len(update.ids) for update in updates)
+        self._updates += updates
+        self._left -= sum(update.completions is not None for update in updates)
+        if self._wakes or not self._left:
+            self._news.set()
+        if not self._left:
+            self._timer.cancel()
+            self._worker._end(self)
+
+
+class _Place(NamedTuple):
+    """Which job of which ticket a job of the session is."""
+
+    ticket: Ticket
+    job: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a server is doing."""
+
+    state: str  # "starting", "ready", "draining", "stalled" or "failed"
+    waiting: int  # rows that have no slot
+    running: int  # rows that have one
+    slots: int
+
+    @property
+    def healthy(self) -> bool:
+        return self.state == "ready"
+
+
+class Worker:
+    """Jobs of all requests, on one session. `slots`: of the session's cache. `check`: raises UserError for a job that
+    can never be done."""
+
+    def __init__(
+        self, check: Callable[[Job], None], slots: Callable[[], int], limits: Limits | None = None,
+        metrics: Metrics | None = None,
+    ):  # fmt: skip
+        self.limits, self.metrics = limits or Limits(), metrics or Metrics()
+        self._check, self._slots = check, slots
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._tickets: set[Ticket] = set()  # that are not finished, for event loops
+        self._rows = 0  # of these
+        self._state = "starting"
+        self._cause = ""
+        # Of the main thread:
+        self._places: dict[int, _Place] = {}  # by number in the session
+        self._numbers: dict[Ticket, list[int]] = {}
+        self._deadline: float | None = None  # when what still runs ends with what it has
+        self._last_round = time.monotonic()
+
+    # For event loops
+
+    def submit(self, jobs: list[Job]) -> Ticket:
+        """Hand the jobs of a request to the engine. Raise UserError for a job that can never be done, Refused where the
+        queue is full or the server does not take requests."""
+        if self._state != "ready":
+            raise self._refusal()
+        for job in jobs:
+            self._check(job)
+            if job.rows > self._slots():
+                raise UserError(
+                    f"{counted(job.rows, 'sequence')} of one prompt are more than the {self._slots()} that this server "
+                    "generates at the same time; ask for fewer"
+                )
+        rows, limit = sum(job.rows for job in jobs), self.limits.queue
+        if rows > limit:
+            raise UserError(f"the request asks for {rows:,} sequences; ask for {limit:,} at most")
+        if self._rows + rows > limit:
+            raise Refused(
+                429, f"{counted(self._rows, 'sequence')} are waiting or running, and the server takes {limit:,} at "
+                "most; ask again later", self.limits.retry_after,
+            )  # fmt: skip
+        ticket = Ticket(self, jobs)
+        self._tickets.add(ticket)
+        self._rows += rows
+        self.metrics.prompt_tokens.add(ticket.prompt_tokens)
+        self._commands.put(lambda session: self._begin(session, ticket))
+        return ticket
+
+    def _refusal(self) -> HttpProblem:
+        if self._state == "failed":
+            return Failed(self._cause)
+        if self._state == "starting":
+            return Refused(503, "the server is starting; ask again later", self.limits.retry_after)
+        return Refused(503, "the server is ending and takes no new requests; ask another one", self.limits.retry_after)
+
+    def _end(self, ticket: Ticket) -> None:
+        """Count a ticket as finished."""
+        if ticket in self._tickets:
+            self._tickets.discard(ticket)
+            self._rows -= ticket.rows
+            self.metrics.new_tokens.add(ticket.new_tokens)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        self._end(ticket)
+        self._commands.put(lambda session: self._stop(session, ticket))
+
+    def status(self) -> Status:
+        """Return the state and the numbers of rows."""
+        running = min(self._rows, self._slots())
+        state = self._state
+        if state == "ready" and self.seconds_without_round() > self.limits.stalled:
+            state = "stalled"
+        return Status(state, self._rows - running, running, self._slots())
+
+    def seconds_without_round(self) -> float:
+        """Return for how long work has been waiting without a round."""
+        return time.monotonic() - self._last_round if self._rows else 0.0
+
+    def abandon(self, cause: str) -> None:
+        """Answer all requests that the engine has failed, where its thread cannot, and end the process a second later
+        with code 1."""
+        self._state, self._cause = "failed", cause
+        for ticket in list(self._tickets):
+            ticket.fail(Failed(cause))
+        asyncio.get_running_loop().call_later(1.0, os._exit, 1)
+
+    # For any thread, and for signal handlers: `SimpleQueue.put` may interrupt itself
+
+    def drain(self, seconds: float) -> None:
+        """Take no new requests. What is running ends within `seconds` with what it has; then `run` returns."""
+        self._commands.put(lambda session: self._drain(seconds))
+
+    def stop(self) -> None:
+        """End everything at the next round with what it has, and return from `run`."""
+        self.drain(0.0)
+
+    # The main thread
+
+    def run(self, session: Session) -> None:
+        """Serve until `drain` or `stop` was called and everything has ended."""
+        self._state = "ready"
+        try:
+            while self._deadline is None or self._places:
+                self._work(session)
+            self._fail_tickets(self._refusal())  # those that were submitted at the very end
+        except BaseException as error:
+            self._state, self._cause = "failed", str(error) or repr(error)
+            self._fail_tickets(Failed(self._cause))
+            raise
+
+    def _work(self, session: Session) -> None:
+        """Take commands, and let the engine take a step; where there is nothing to do, wait."""
+        self._take_commands(session)
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            for number in list(self._places):
+                session.cancel(number)
+        if session.busy:
+            begin = time.monotonic()
+            updates = session.step()
+            self._last_round = time.monotonic()
+            self.metrics.round_seconds.observe(self._last_round - begin)
+            self._hand_over(updates)
+
+    def _take_commands(self, session: Session) -> None:
+        """Execute what was put into the queue. Wait for it where the engine has nothing to do."""
+        if not session.busy and self._deadline is None:
+            try:
+                self._commands.get(timeout=HEARTBEAT)(session)
+            except Empty:
+                session.ping()
+            self._last_round = time.monotonic()
+        while True:
+            try:
+                self._commands.get_nowait()(session)
+            except Empty:
+                return
+
+    def _begin(self, session: Session, ticket: Ticket) -> None:
+        """Hand the jobs of a ticket to the session."""
+        for index, job in enumerate(ticket.jobs):
+            try:
+                number = session.submit(job)
+            except UserError as error:  # which `submit` should have found
+                return _call(ticket.loop, ticket.fail, bad_request(error))
+            self._places[number] = _Place(ticket, index)
+            self._numbers.setdefault(ticket, []).append(number)
+
+    def _stop(self, session: Session, ticket: Ticket) -> None:
+        for number in self._numbers.get(ticket, []):
+            if number in self._places:
+                session.cancel(number)
+
+    def _drain(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = min(deadline, self._deadline or deadline)
+        self._state = "draining"
+
+    def _hand_over(self, updates: list[Update]) -> None:
+        """Give the updates of a round to the tickets, with one call for each event loop."""
+        batches: dict[asyncio.AbstractEventLoop, dict[Ticket, list[Update]]] = {}
+        for update in updates:
+            ticket, job = self._places[update.job]
+            if update.completions is not None:
+                self._forget(update.job)
+            own = batches.setdefault(ticket.loop, {}).setdefault(ticket, [])
+            own.append(_ended(update._replace(job=job)))
+        for loop, batch in batches.items():
+            _call(loop, _deliver, batch)
+
+    def _forget(self, number: int) -> None:
+        ticket = self._places.pop(number).ticket
+        numbers = self._numbers[ticket]
+        numbers.remove(number)
+        if not numbers:
+            del self._numbers[ticket]
+
+    def _fail_tickets(self, error: HttpProblem) -> None:
+        for ticket in list(self._tickets):
+            _call(ticket.loop, ticket.fail, error)
+
+
+def _deliver(batch: dict[Ticket, list[Update]]) -> None:
+    for ticket, updates in batch.items():
+        ticket._take(updates)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function on an event loop, or here where the loop has ended: nobody waits there."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        function(*arguments)
+
+
+def _ended(update: Update) -> Update:
+    """Return an update whose sequences, where the server ended them, have ended for their length."""
+    if update.finish == "cancelled":
+        update = update._replace(finish="length")
+    if update.completions is not None:
+        ended = [
+            replace(c, finish_reason="length") if c.finish_reason == "cancelled" else c for c in update.completions
+        ]
+        update = update._replace(completions=ended)
+    return update

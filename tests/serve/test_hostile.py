@@ -1,0 +1,284 @@
+"""Requests that nobody should send, and clients that behave badly: each gets an error of its own, no slot is lost, and
+the next request works."""
+
+import json
+import resource
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtgpt.serve.app import make_app
+from dtgpt.serve.http import allow_many_connections
+from dtgpt.serve.limits import Limits
+from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
+
+JSON = {"Content-Type": "application/json"}
+SMALL = {"prompt": "Hello", "max_tokens": 3, "seed": 7, "ignore_eos": True}
+ENDLESS = {**SMALL, "max_tokens": 4000}
+POSTS = {"/v1/completions": "POST", "/completions": "POST", "/api": "PUT", "/tokenize": "POST", "/detokenize": "POST"}
+
+
+@pytest.fixture(scope="module")
+def service():
+    model = tiny_model(seq_length=4096)
+    with served(model, limits=Limits(read_seconds=0.4), hosts=frozenset({"127.0.0.1"}), log_requests=False) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def address(service):
+    with live_server(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def http(address):
+    with http_client(address) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def near(service):
+    """A client of the application alone."""
+    with client(make_app(service)) as near:
+        yield near
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(service, http):
+    """After each test no request holds a slot, and a request is answered as always."""
+    yield
+    wait_until(lambda: idle(service), 1)
+    answer = http.post("/v1/completions", json=SMALL)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+
+
+def idle(service):
+    worker = service.worker
+    return not (worker._tickets or worker._rows or worker._places or worker._numbers)
+
+
+def connect(address):
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def head(path="/v1/completions", method="POST", **headers):
+    lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+    return "\r\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]).encode()
+
+
+def received(connection):
+    """What arrives until the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            data += piece
+    return data
+
+
+BODIES = {
+    "nothing": b"",
+    "half": b'{"prompt": "He',
+    "no JSON": b"prompt=Hello",
+    "two": b"{} {}",
+    "not UTF-8": b'{"prompt": "\xff"}',
+    "NaN": b'{"prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"prompt": "x", "temperature": -Infinity}',
+    "too large a number": b'{"prompt": "x", "temperature": 1e999}',
+    "a number of many digits": b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
+    "a key twice": b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}',
+    "half a surrogate pair": b'{"prompt": "\\ud800"}',
+    "half a surrogate pair as a key": b'{"prompt": "x", "\\udc00": 1}',
+    "nested lists": b'{"prompt": ' + b"[" * 40 + b"1" + b"]" * 40 + b"}",
+    "very deep": b"[" * 500_000,
+    "very deep objects": b'{"a":' * 150_000,
+    "brackets in a text that does not end": b'{"prompt": "' + b"[" * 1000,
+    "a list": b"[1]",
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_what_is_not_strict_json_is_refused_everywhere(near, body):
+    for path, method in POSTS.items():
+        answer = near.request(method, path, content=body, headers=JSON)
+        assert answer.status_code == 400, (path, answer.text)
+        message = answer.json()["message" if path == "/api" else "error"]
+        assert message and (path == "/api" or message["type"] == "invalid_request_error")
+
+
+def test_brackets_in_texts_are_not_nesting(near):
+    answer = near.post("/v1/completions", json={**SMALL, "prompt": '["[{' * 200})
+    assert answer.status_code == 200, answer.text
+
+
+def test_another_content_type_is_refused(near):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json"):
+        for path, method in POSTS.items():
+            answer = near.request(method, path, content=json.dumps(SMALL), headers={"Content-Type": kind})
+            assert answer.status_code == 415, (path, kind)
+    assert near.post(
+        "/v1/completions", json=SMALL, headers={"Content-Type": "Application/JSON;charset=utf-8"}
+    ).is_success
+
+
+def test_paths_and_methods_that_do_not_exist(near):
+    for path in ("/api/", "/v1", "/../etc/passwd", "/%2e%2e/etc/passwd", "/v1/completions/", "/\ud7ff", "/health/x"):
+        assert near.get(path).status_code == 404, path
+    assert near.post("/api", json=SMALL).status_code == 405
+    assert near.post("/api", json=SMALL).json() == {"message": "The method is not allowed for the requested URL."}
+    assert near.get("/v1/completions").status_code == 405
+    assert "POST" in near.get("/v1/completions").headers["allow"]
+
+
+def test_other_names_of_the_server_are_refused(near):
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "127.0.0.1@evil.example"):
+        answer = near.post("/v1/completions", json=SMALL, headers={"Host": host})
+        assert answer.status_code == 403, host
+    for host in ("127.0.0.1", "127.0.0.1:80"):
+        assert near.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_a_key_is_needed_for_all_but_health_and_the_page():
+    with served(tiny_model(), api_key="secret") as service, client(make_app(service)) as http:
+        assert http.get("/health").status_code == 200
+        for given in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic secret"},
+            {"Authorization": "secret"},
+        ):
+            for path, method in {**POSTS, "/v1/models": "GET", "/metrics": "GET", "/nothing": "GET"}.items():
+                answer = http.request(method, path, headers=given)
+                assert answer.status_code == 401 and "secret" not in answer.text, path
+        with_key = {"Authorization": "Bearer secret"}
+        assert http.post("/v1/completions", json=SMALL, headers=with_key).status_code == 200
+        assert http.get("/nothing", headers=with_key).status_code == 404
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
+)  # fmt: skip
+KEYS = st.sampled_from(
+    ["prompt", "prompts", "max_tokens", "tokens_to_generate", "temperature", "top_k", "top_p", "n", "best_of", "stop",
+     "logprobs", "echo", "stream", "stream_options", "seed", "model", "logit_bias", "frequency_penalty", "min_tokens",
+     "suffix", "add_BOS", "beam_width", "stop_token", "random_seed", "top_p_decay", "length_penalty", "tokens",
+     "add_special_tokens", "stop_token_ids", "return_token_ids"]
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    path=st.sampled_from(list(POSTS)), changed=st.dictionaries(KEYS, ANY_JSON, max_size=3), left_out=st.booleans()
+)  # fmt: skip
+def test_no_json_is_a_fault_of_the_server(near, path, changed, left_out):
+    start = {
+        "/api": {"prompts": ["Hello"], "tokens_to_generate": 2}, "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [1]},
+    }.get(path, SMALL)  # fmt: skip
+    body = {**({} if left_out else start), **changed}
+    if isinstance(body.get("max_tokens"), int):
+        body["max_tokens"] = min(body["max_tokens"], 50)
+    answer = near.request(POSTS[path], path, json=body)
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        sentence = answer.json()["message"] if path == "/api" else answer.json()["error"]["message"]
+        assert sentence and "\n" not in sentence and "Traceback" not in sentence
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_has_arrived(address):
+    with connect(address) as connection:
+        connection.sendall(head(Content_Length=2**30) + b"\r\n\r\n{")
+        assert received(connection).startswith(b"HTTP/1.1 413")
+    with connect(address) as connection:  # whose length nobody knows before
+        connection.sendall(head(Transfer_Encoding="chunked") + b"\r\n\r\n")
+        sent, chunk = 0, b"10000\r\n" + b" " * 65536 + b"\r\n"
+        with suppress(ConnectionError):
+            for _ in range(16384):  # 1 GiB
+                connection.sendall(chunk)
+                sent += len(chunk)
+        assert sent < 2**25
+        assert b" 413 " in received(connection)[:20] or sent
+
+
+def test_a_client_whose_body_is_a_little_too_long_gets_to_know_it(http):
+    answer = http.post("/v1/completions", json={**SMALL, "prompt": "x" * 3_000_000})
+    assert answer.status_code == 413 and "1.0 MiB" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_arrives_slowly_or_never_is_refused(address):
+    with connect(address) as connection:
+        connection.sendall(head(Content_Length=100) + b'\r\n\r\n{"prompt": ')
+        begin = time.monotonic()
+        assert b" 408 " in received(connection)[:20] and time.monotonic() - begin < 2
+
+
+def test_garbage_in_place_of_http_ends_the_connection(address):
+    for garbage in (
+        b"\x16\x03\x01\x02\x00\x01\x00" * 20,
+        b"GET\r\n\r\n",
+        b"\x00" * 100_000,
+        head() + b"\r\n: \r\n\r\n",
+    ):
+        with connect(address) as connection, suppress(ConnectionError):
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 200 " not in received(connection)[:20]
+
+
+def test_clients_that_leave_at_any_point_lose_nothing(address, service):
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    whole = head(Content_Length=len(body)) + b"\r\n\r\n" + body
+    for end in range(1, len(whole), 23):
+        with connect(address) as connection:
+            connection.sendall(whole[:end])
+    for size in (0, 1, 30, 300):  # bytes of the answer that are read
+        with connect(address) as connection:
+            connection.sendall(whole)
+            while size > 0:
+                size -= len(connection.recv(size))
+    wait_until(lambda: idle(service), 2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api"])
+def test_a_client_that_leaves_without_streaming_frees_its_slots_within_a_second(address, service, path):
+    asked = (
+        ENDLESS if path != "/api" else {"prompts": ["x", "y"], "tokens_to_generate": 4000, "stop_on_double_eol": True}
+    )
+    with http_client(address) as http, pytest.raises(httpx.ReadTimeout):
+        http.request(POSTS[path], path, json=asked, timeout=0.3)
+    wait_until(lambda: idle(service), 1)
+
+
+def test_many_connections_at_once(address, service):
+    allow_many_connections()
+    most = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)  # both ends are in this process
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(address)) for _ in range(most)]
+        for connection in connections:
+            connection.sendall(head("/health", "GET") + b"\r\n\r\n")
+        assert all(connection.recv(65536).startswith(b"HTTP/1.1 200") for connection in connections)
+    assert most > 100
+
+
+def test_an_answer_does_not_depend_on_the_load(http):
+    requests = [
+        {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 3 + i % 9, "seed": i} for i in range(128)
+    ]
+
+    def ask(request):
+        answer = http.post("/v1/completions", json=request).json()
+        return [choice["text"] for choice in answer["choices"]]
+
+    alone = [ask(request) for request in requests]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        assert list(threads.map(ask, requests)) == alone
+    assert len({str(texts) for texts in alone}) > 120

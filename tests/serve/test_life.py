@@ -1,0 +1,185 @@
+"""A server as a program: its start, signals, and the death of a rank."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.cli import main
+from dtgpt.commands.serve import KEY
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.random.philox import root_key
+from tests.interop.test_interop_huggingface import InMemory
+from tests.support.server import http_client, wait_until
+
+CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=4096, vocab_size=257)
+LONG = {"prompt": "Hello", "max_tokens": 4000, "seed": 1, "ignore_eos": True}  # takes longer than any test here
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "weights"
+    model = build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
+    save_weights(InMemory(model), path, "here", make_tokenizer("bytes", [], 0))
+    return path
+
+
+class Program:
+    """A server in a process of its own, or in those of torchrun."""
+
+    def __init__(self, folder, *words, launcher=()):
+        command = [sys.executable, *launcher, "-m", "dtgpt", "serve", str(folder), "--port", "0", "--slots", "4"]
+        self.process = subprocess.Popen(
+            [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.lines, self.errors = [], []
+        self._readers = [
+            threading.Thread(target=lambda: self.lines.extend(iter(self.process.stdout.readline, ""))),
+            threading.Thread(target=lambda: self.errors.extend(iter(self.process.stderr.readline, ""))),
+        ]
+        for reader in self._readers:
+            reader.start()
+        wait_until(lambda: self.address or self.process.poll() is not None, 60)
+        assert self.address, "".join(self.errors)
+
+    @property
+    def address(self):
+        return next((line.split(" at ")[1].split(": ")[0] for line in self.lines if " is served at " in line), None)
+
+    def end(self):
+        """The exit code and what was written to stderr."""
+        code = self.process.wait(60)
+        for reader in self._readers:
+            reader.join(10)
+        return code, "".join(self.errors)
+
+
+@contextmanager
+def program(folder, *words, **more):
+    server = Program(folder, *words, **more)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.end()
+
+
+def events(response):
+    """The objects in the events of a stream."""
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_sigterm_ends_what_runs_with_what_it_has(folder):
+    with program(folder, "--drain", "1") as server, http_client(server.address) as http:
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            stream = events(response)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: http.get("/health").status_code == 503)
+            assert http.get("/health").json()["status"] == "draining"
+            refused = http.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503 and "ending" in refused.json()["error"]["message"]
+            assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+        code, errors = server.end()
+    assert code == 0, errors
+    assert "Traceback" not in errors and "SIGTERM: ending" in errors
+    log = next(line for line in server.lines if "POST /v1/completions 200" in line)
+    assert "5 + " in log and "Hello" not in "".join(server.lines)
+
+
+def test_a_second_signal_ends_the_server_at_once(folder):
+    with (
+        program(folder, "--drain", "60", "--log-prompts", "on") as server,
+        http_client(server.address) as http,
+        http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+    ):
+        next(events(response))
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        begin = time.monotonic()
+        assert server.end()[0] == 130 and time.monotonic() - begin < 2
+    assert any("Hello" in line for line in server.lines)
+
+
+def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
+    with program(folder, "--plan", "tp2", launcher=TORCHRUN) as server, http_client(server.address) as http:
+        alone = http.post("/v1/completions", json={**LONG, "max_tokens": 20})
+        assert alone.json()["usage"]["completion_tokens"] == 20
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            stream = events(response)
+            next(stream)
+            begin = time.monotonic()
+            os.kill(rank_of(server.process.pid, 1), signal.SIGKILL)
+            error = list(stream)[-1]["error"]
+        code, errors = server.end()
+    assert error["type"] == "server_error" and "process" in error["message"], error
+    assert code != 0 and time.monotonic() - begin < 50
+    assert "another process of the run ended" in errors, errors
+
+
+def test_the_death_of_a_rank_ends_an_idle_server(folder):
+    with program(folder, "--plan", "pp2", launcher=TORCHRUN) as server:
+        os.kill(rank_of(server.process.pid, 1), signal.SIGKILL)
+        code, errors = server.end()
+    assert code != 0 and "another process of the run ended" in errors, errors
+
+
+def rank_of(launcher, rank):
+    """The id of the process of a rank among the children of a launcher."""
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if f"RANK={rank}" in environment:
+            return int(pid)
+    raise AssertionError(f"rank {rank} does not run")
+
+
+@pytest.fixture
+def refusal(folder, capsys, monkeypatch):
+    """Run the command with wrong words; return its sentence."""
+    monkeypatch.delenv(KEY, raising=False)
+
+    def call(*words, path=folder):
+        with pytest.raises(SystemExit) as stop:
+            main(["serve", str(path), *words])
+        errors = capsys.readouterr().err
+        assert stop.value.code == 2 and errors.count("\n") == 1, errors
+        return errors
+
+    return call
+
+
+def test_what_cannot_be_served_is_one_sentence_before_weights_are_read(refusal, monkeypatch):
+    monkeypatch.setattr("dtgpt.commands.serve.Model", None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"127.0.0.1 port {port} cannot be used" in refusal("--port", str(port))
+    assert "nowhere" in refusal("--port", "0", path="/nowhere")
+    assert "is not an address" in refusal("--host", "no such host")
+    for words in (("--host", "0.0.0.0"), ("--host", "::")):
+        assert "--api-key" in refusal(*words, "--port", "0")
+    assert "300 is too large" in refusal("--slots", "300")
+    assert "1 to 256, or auto" in refusal("--slots", "many")
+    assert "visible ASCII" in refusal("--api-key", "two words")
+    assert "visible ASCII" in refusal("--api-key", "")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'dtgpt[serve]'" in refusal()

@@ -1,0 +1,157 @@
+"""Jobs of requests on an engine of another thread: tickets, limits, cancelling, the end of the server."""
+
+import asyncio
+import time
+
+import pytest
+
+from dtgpt.inference.options import Options
+from dtgpt.inference.session import Job
+from dtgpt.serve.app import make_app
+from dtgpt.serve.limits import Limits
+from dtgpt.serve.worker import Failed, Refused, TimeLimit
+from dtgpt.util.errors import UserError
+from tests.support.server import client, served, tiny_model, wait_until
+
+ENDLESS = {"max_new_tokens": 1000}
+
+
+def model():
+    return tiny_model(seq_length=1024)
+
+
+def job(index=0, prompt=b"abc", **options):
+    return Job(list(prompt), Options(**{"max_new_tokens": 12, "seed": 5, "ends": False, **options}), index)
+
+
+@pytest.fixture(scope="module")
+def service():
+    with served(model()) as service:
+        yield service
+
+
+def idle(service):
+    return service.worker.status().running == service.worker.status().waiting == 0 and not service.worker._places
+
+
+async def first_round(ticket):
+    async for updates in ticket.rounds():
+        return updates
+
+
+def test_updates_of_rounds_are_the_completions(service):
+    async def read():
+        jobs = [job(0), job(1, num_return_sequences=3)]
+        ticket = service.worker.submit(jobs)
+        updates = [update async for updates in ticket.rounds() for update in updates]
+        return updates, await service.worker.submit(jobs).completions()
+
+    updates, completions = asyncio.run(read())
+    for index, sequences in enumerate(completions):
+        for choice, sequence in enumerate(sequences):
+            own = [update for update in updates if (update.job, update.choice) == (index, choice)]
+            assert [i for update in own for i in update.ids] == sequence.ids and len(sequence.ids) == 12
+    assert [len(sequences) for sequences in completions] == [1, 3]
+    assert idle(service)
+
+
+def test_a_ticket_that_nobody_reads_on_frees_its_slots(service):
+    async def leave():
+        early, ticket = service.worker.submit([job(**ENDLESS)]), service.worker.submit([job(**ENDLESS)] * 8)
+        early.cancel()  # perhaps before the engine has seen it
+        assert await first_round(ticket)
+        ticket.cancel()
+        ticket.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: idle(service), 1)
+
+
+def test_a_request_has_a_time_limit():
+    async def wait(service):
+        with pytest.raises(TimeLimit, match=r"0\.2 s"):
+            await service.worker.submit([job(**ENDLESS)] * 3).completions()
+        return await service.worker.submit([job()]).completions()
+
+    with served(model(), limits=Limits(seconds=0.2)) as service:
+        assert len(asyncio.run(wait(service))[0][0].ids) == 12
+        wait_until(lambda: idle(service), 1)
+
+
+def test_the_queue_is_limited_and_the_refusal_says_when_to_ask_again():
+    async def fill(service):
+        tickets = [service.worker.submit([job(num_return_sequences=2, **ENDLESS)]) for _ in range(5)]
+        with pytest.raises(Refused) as caught:
+            service.worker.submit([job()])
+        status = service.worker.status()
+        for ticket in tickets:
+            ticket.cancel()
+        return caught.value, status, await service.worker.submit([job()]).completions()
+
+    with served(model(), slots=4, limits=Limits(queue=10)) as service:
+        with pytest.raises(UserError, match="10 at most"):
+            service.worker.submit([job()] * 11)
+        with pytest.raises(UserError, match="more than the 4"):
+            service.worker.submit([job(num_return_sequences=5)])
+        refused, status, found = asyncio.run(fill(service))
+    assert (refused.status, refused.headers) == (429, {"Retry-After": "1"}) and "10 sequences" in refused.message
+    assert (status.waiting, status.running, status.slots) == (6, 4, 4)
+    assert len(found[0][0].ids) == 12
+
+
+def test_an_ending_server_refuses_and_gives_what_it_has():
+    async def drain(service):
+        running, waiting = service.worker.submit([job(**ENDLESS)] * 8), service.worker.submit([job(**ENDLESS)])
+        while running.first is None:
+            await asyncio.sleep(0.01)
+        service.worker.drain(0.3)
+        wait_until(lambda: service.worker.status().state == "draining")
+        with pytest.raises(Refused, match="ending") as caught:
+            service.worker.submit([job()])
+        return caught.value.status, await asyncio.gather(running.completions(), waiting.completions())
+
+    with served(model(), slots=8) as service:
+        status, (found, others) = asyncio.run(drain(service))
+        with client(make_app(service)) as http:
+            assert http.get("/health").status_code == 503
+    ended = [one for sequences in (*found, *others) for one in sequences]
+    assert status == 503 and {one.finish_reason for one in ended} == {"length"} and len(ended) == 9
+    assert [bool(one.ids) for one in ended] == [True] * 8 + [False] and max(len(one.ids) for one in ended) < 1000
+
+
+def test_all_requests_are_answered_where_the_engine_fails(monkeypatch):
+    async def fail(service):
+        tickets = [service.worker.submit([job(**ENDLESS)]) for _ in range(3)]
+        await first_round(service.worker.submit([job()]))
+        monkeypatch.setattr("dtgpt.inference.engine.Engine._launch", lambda *_: 1 / 0)
+        found = await asyncio.gather(*(ticket.completions() for ticket in tickets), return_exceptions=True)
+        with pytest.raises(Failed, match="division by zero"):
+            service.worker.submit([job()])
+        return found
+
+    with pytest.raises(ZeroDivisionError), served(model()) as service:  # which ends the program, too
+        assert all(isinstance(one, Failed) and one.status == 500 for one in asyncio.run(fail(service)))
+        with client(make_app(service)) as http:
+            answer = http.get("/health")
+            assert answer.status_code == 503 and answer.json()["status"] == "failed"
+
+
+def test_a_server_without_rounds_is_not_healthy():
+    with served(model(), limits=Limits(stalled=0.2)) as service, client(make_app(service)) as http:
+        service.worker._commands.put(lambda session: time.sleep(1))
+        asyncio.run(submit_and_leave(service))
+        wait_until(lambda: http.get("/health").json()["status"] == "stalled", 1)
+        wait_until(lambda: idle(service))
+        assert http.get("/health").status_code == 200
+
+
+async def submit_and_leave(service):
+    service.worker.submit([job()])  # its loop ends before it does
+
+
+def test_an_idle_server_gives_signs_of_life(monkeypatch):
+    monkeypatch.setattr("dtgpt.serve.worker.HEARTBEAT", 0.01)
+    seen = []
+    monkeypatch.setattr("dtgpt.inference.engine.Engine.ping", lambda engine: seen.append(engine))
+    with served(model()):
+        wait_until(lambda: len(seen) > 2)

@@ -1,0 +1,136 @@
+"""Servers in this process: over a real model or over an engine that follows a script, live on a loopback port or
+called without one."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from dtgpt.config.plan import Plan
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.generator import Generator, Need
+from dtgpt.inference.session import Session
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.decoder import Decoder, build_model
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.serve.app import make_app
+from dtgpt.serve.service import Service
+from dtgpt.serve.worker import Worker
+from tests.support.scripted_engine import ScriptedEngine
+
+CPU = torch.device("cpu")
+SLOTS = 8
+
+
+def bytes_tokenizer() -> Tokenizer:
+    return make_tokenizer("bytes", [], 0)
+
+
+def tiny_model(**shape: Any) -> Decoder:
+    """A GPT-2 of random weights with the vocabulary of bytes: 257 tokens, 64 positions."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 64, "vocab_size": 257, **shape}
+    return build_model(GPT2Config(**sizes), CPU, torch.float32, root_key(0))
+
+
+def generator_of(model: Decoder | ModelConfig, tokenizer: Tokenizer | None, slots: int = SLOTS) -> Generator:
+    """The generator of a model, in fp32 on one process; of a config alone for engines that have no model."""
+    config, stages = (model.config, [model]) if isinstance(model, Decoder) else (model, [])
+    mesh = Mesh(Plan().for_world(1), CPU)
+    return Generator(stages, mesh, config, torch.float32, Path("nowhere"), slots, tokenizer)
+
+
+@contextmanager
+def served(model: Decoder, tokenizer: Tokenizer | None = None, slots: int = SLOTS, **service: Any) -> Iterator[Service]:
+    """The service of a model, whose engine runs in a thread for the length of the block."""
+    generator = generator_of(model, tokenizer or bytes_tokenizer(), slots)
+    limits = service.pop("limits", None)
+    worker = Worker(generator.check, lambda: generator.slots, limits)
+
+    def engine() -> None:
+        generator.run(lambda: Need(slots, 1), worker.run)
+
+    with _running(engine, worker):
+        yield Service(generator, worker, "tiny", **service)
+
+
+@contextmanager
+def served_script(
+    engine: ScriptedEngine, config: ModelConfig, tokenizer: Tokenizer, **service: Any
+) -> Iterator[Service]:
+    """The service of an engine that follows a script."""
+    generator = generator_of(config, tokenizer, engine.slots)
+    worker = Worker(generator.check, lambda: engine.slots, service.pop("limits", None))
+    session = Session(engine, tokenizer, generator.special)
+    with _running(lambda: worker.run(session), worker):
+        yield Service(generator, worker, "scripted", **service)
+
+
+@contextmanager
+def _running(engine: Any, worker: Worker) -> Iterator[None]:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            engine()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="engine", daemon=True)
+    thread.start()
+    wait_until(lambda: worker.status().state != "starting" or bool(failures))
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join(20)
+    assert not thread.is_alive(), "the engine does not end"
+    if failures:
+        raise failures[0]
+
+
+def client(app: Starlette, **options: Any) -> TestClient:
+    """A client that calls an application without a network. Errors inside become answers, as on a network."""
+    return TestClient(app, base_url="http://127.0.0.1:5000", raise_server_exceptions=False, **options)
+
+
+@contextmanager
+def live_server(service: Service) -> Iterator[str]:
+    """The address of a real server over a service, on a free port of loopback."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(service), log_level="warning", access_log=False, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait for a condition, at most so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+def http_client(address: str, **options: Any) -> httpx.Client:
+    """A client of a live server, which uses no proxy, and reads no certificates, which takes a while."""
+    limits = httpx.Limits(max_connections=200)
+    return httpx.Client(base_url=address, trust_env=False, timeout=20, verify=False, limits=limits, **options)
