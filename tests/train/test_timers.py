@@ -11,7 +11,7 @@ from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.timers import Timers
 from tests.support.ranks import pool
-from tests.support.runs import change, losses, newest_run
+from tests.support.runs import change, losses, newest_run, on_cuda
 
 PARTS = ("forward_backward_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds")
 
@@ -131,3 +131,19 @@ def test_stages_of_a_pipeline_measure_their_own_passes(recipe, plan):
     for record in (r for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r):
         passes = record["forward_seconds"], record["backward_seconds"]
         assert min(passes) > 0 and max(passes) < record["forward_backward_seconds"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_a_gpu_divides_a_step_unless_it_is_replayed(recipe, graph, capsys):
+    recipe = on_cuda(recipe, steps=8, graph=graph, compile="off", log={"interval": 2, "sample_tokens": 0})
+    found = {}
+    for on in (False, True):
+        assert train(change(recipe, log={"timers": on})) == 0
+        found[on] = losses(newest_run(recipe))
+    assert found[True] == pytest.approx(found[False], rel=1e-4)
+    reports = [r for r in read_records(newest_run(recipe) / "metrics.jsonl") if "loss" in r]
+    for record in reports:
+        assert ("forward_seconds" in record) == ("backward_seconds" in record) == (graph == "off")
+        assert 0 < record["optimizer_seconds"] < 60 and 0 < record["forward_backward_seconds"] < 60
+    assert ("(replayed as CUDA graphs)" in capsys.readouterr().out) == (graph == "on")
