@@ -26,6 +26,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
+from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.slot_state import SlotState
@@ -166,15 +167,22 @@ def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
 
 @torch.no_grad()
 def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
-    """Tokens/s of prefilling prompts that fill the model, one after the other, and of the training forward over the
-    same number of sequences, with and without its loss."""
+    """Tokens/s of prompts that fill the model: submitted at once, up to the first token of each; one after the other;
+    and of the training forward over the same number of sequences, with and without its loss."""
     config, dtype, device = MODELS[args.model], DTYPES[args.dtype], engine.mesh.device
     length, sequences = config.seq_length, args.prefill
+    request = Request(ids=[0] * (length - 1), sampling=Sampling(temperature=0.0, max_new_tokens=1))
     ids = torch.arange(length).remainder(config.vocab_size)
     model = build_model(config, device, dtype, root_key(1)).to(dtype)
     batch = ids.to(device).repeat(sequences, 1)
 
-    def prefill() -> None:
+    def submitted() -> None:
+        for _ in range(sequences):
+            engine.submit(request)
+        while engine.busy:
+            engine.step()
+
+    def alone() -> None:
         for _ in range(sequences):
             engine.commands.prefill(0, ids.tolist())
 
@@ -182,7 +190,8 @@ def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float
         work = replayed(lambda: model(batch, targets=targets), device)
         return sequences * length / median_time(work, device, args.rounds)
 
-    rates = {"prefill": sequences * length / median_time(prefill, device, args.rounds)}
+    works = {"prefill": submitted, "prefill_alone": alone}
+    rates = {name: sequences * length / median_time(work, device, args.rounds) for name, work in works.items()}
     return rates | {"forward": forward(None), "forward_and_loss": forward(batch)}
 
 
@@ -256,7 +265,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="timed steps of a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each peer")
     parser.add_argument("--slots", type=int, default=0, help="of the engine; default: the largest batch")
-    parser.add_argument("--prefill", type=int, default=8, help="prompts of the measurement of prefill; 0: none")
+    parser.add_argument("--prefill", type=int, default=16, help="prompts of the measurement of prefill; 0: none")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     if args.tokens < LONGEST_ROUND:

@@ -26,11 +26,11 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Prompt(NamedTuple):
-    """The first tokens of one sequence, perhaps with others behind them that pad it: what the cache keeps of these is
-    overwritten before it is read."""
+class Prompts(NamedTuple):
+    """The first tokens of several sequences, perhaps with others behind them that pad them to one length: what the
+    cache keeps of these is overwritten before it is read. The scratch slot alone may occur more than once."""
 
-    slot: Tensor  # int64 [1]
+    slots: Tensor  # int64 [B]
 
 
 class Rows(NamedTuple):
@@ -66,7 +66,7 @@ class Cache:
         for core, _ in self._cores:
             core.cache = None
 
-    def expect(self, work: Chunk | Prompt | Rows | None) -> None:
+    def expect(self, work: Chunk | Prompts | Rows | None) -> None:
         """Set which tokens the stages run next; None: none of a step of inference."""
         for layer in self.layers:
             layer.work = work
@@ -84,17 +84,17 @@ class LayerCache:
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
-        self.work: Chunk | Prompt | Rows | None = None
+        self.work: Chunk | Prompts | Rows | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep k and v `[1, M, N_kv, D]` of the tokens of `work`, and return their attention `[1, M, N, D]`, each
-        over its own sequence. Tokens after those of a chunk pad it: they get zeros."""
+        """Keep k and v `[B, M, N_kv, D]` of the tokens of `work`, and return their attention `[B, M, N, D]`, each
+        over its own sequence; B is 1, but for prompts. Tokens after those of a chunk pad it: they get zeros."""
         work = self.work
         if isinstance(work, Rows):
             return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
-        if isinstance(work, Prompt):
+        if isinstance(work, Prompts):
             for kept, new in ((self.keys, k), (self.values, v)):
-                kept[:, :, : new.shape[1]].index_copy_(0, work.slot, new.transpose(1, 2))
+                kept[:, :, : new.shape[1]].index_copy_(0, work.slots, new.transpose(1, 2))
             return causal_attention(q, k, v, backend=self.backend)
         if work is None:
             raise RuntimeError("the stages have a cache, but were not run by a step of inference")

@@ -13,11 +13,12 @@ import torch
 from dtgpt.inference.beam_slots import BeamSlots
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
+from dtgpt.inference.prompt_batches import group_prompts
 from dtgpt.inference.request import PROMPT, Event, Request
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
-from dtgpt.inference.scheduler import Round, Row, Scheduler, Start
+from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -78,7 +79,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget all requests."""
-        self._scheduler = Scheduler(self.slots)
+        self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self._runner.prompts.batch_tokens else None)
         self._requests: dict[int, _Active] = {}
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
@@ -141,18 +142,29 @@ class Engine:
         self.commands.fail()
 
     def _launch(self, work: Round) -> _Launched:
-        scores = []
-        for request, slot, first, stop in work.chunks:
-            asked = self._requests[request].request
-            if asked.score_prompt:
-                ids = asked.ids[first : stop + 1]
-                scores.append((request, self.commands.score(slot, ids, first, asked.alternatives)))
-            else:
-                self.commands.prefill(slot, asked.ids[first:stop], first)
+        scores = self._read(work.chunks)
         for start in work.starts:
             self._start(start)
         drawn, candidates = self._decode(work.rows, work.steps), self._decode(work.beams, steps=1)
         return _Launched(scores, work.starts, work.rows, drawn, work.beams, candidates)
+
+    def _read(self, chunks: Sequence[PromptChunk]) -> list[tuple[int, Pending[Scores]]]:
+        """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
+        asked = {chunk: self._requests[chunk.request].request for chunk in chunks}
+        plain = [chunk for chunk in chunks if not asked[chunk].score_prompt]
+        together = group_prompts(plain, self.config.seq_length, self._runner.prompts.batch_tokens)
+        for group in together:
+            slots, prompts = [chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]
+            self.commands.prefill_batch(slots, prompts)
+        scores, done = [], {chunk for group in together for chunk in group}
+        for chunk in chunks:
+            one, (request, slot, first, stop) = asked[chunk], chunk
+            if one.score_prompt:
+                ids = one.ids[first : stop + 1]
+                scores.append((request, self.commands.score(slot, ids, first, one.alternatives)))
+            elif chunk not in done:
+                self.commands.prefill(slot, one.ids[first:stop], first)
+        return scores
 
     def _decode(self, rows: Sequence[Row], steps: int) -> Pending[Sampled] | None:
         return self.commands.decode([row.slot for row in rows], steps, self._variant(rows)) if rows else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ class Leader:
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
         self._channel.send(Kind.PREFILL, [slot, first, *ids])
         self._runner.prefill(slot, ids, first)
+
+    def prefill_batch(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        lengths, ids = [len(prompt) for prompt in prompts], [token for prompt in prompts for token in prompt]
+        self._channel.send(Kind.PREFILL_BATCH, [len(slots), *slots, *lengths, *ids])
+        self._runner.prefill_batch(slots, prompts)
 
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
         self._channel.send(Kind.SCORE, [slot, first, alternatives, *ids])
@@ -77,6 +83,10 @@ def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
         case Kind.PREFILL:
             slot, first, *ids = payload
             runner.prefill(slot, ids, first)
+        case Kind.PREFILL_BATCH:
+            count, *rest = payload
+            tokens = iter(rest[2 * count :])
+            runner.prefill_batch(rest[:count], [list(islice(tokens, length)) for length in rest[count : 2 * count]])
         case Kind.SCORE:
             slot, first, alternatives, *ids = payload
             runner.score(slot, ids, first, alternatives)

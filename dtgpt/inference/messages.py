@@ -23,7 +23,8 @@ class Kind(IntEnum):
     DECODE = 5  # steps, *variant, *slots
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
-    PING = 8  # nothing; there is nothing to do
+    PREFILL_BATCH = 8  # count, *slots, *lengths, *ids of all prompts
+    PING = 9  # nothing; there is nothing to do
 
 
 class Channel:

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from dtgpt.inference.cache import Cache, Chunk
 from dtgpt.inference.graphs import StepGraphs
+from dtgpt.inference.prefill import Prefill
+from dtgpt.inference.prompt_batches import padded_length
 from dtgpt.inference.results import Pending
+from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
@@ -19,9 +22,9 @@ from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
+# Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
+ROWS_OF_SHORT_STEPS = 8
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
-# Tokens of a prompt that is read at once, padded for the same reason: the length follows from the request alone.
-PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 class Runner:
@@ -42,6 +45,7 @@ class Runner:
         self.state = SlotState(slots, config.seq_length, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)
         self._graphs = StepGraphs() if graphs and mesh.device.type == "cuda" else None
+        self.prompts = Prefill(self.step, self._graphs, scratch=slots)
         self._attached = False
         if self._graphs is not None:
             mesh.before_end.append(release_of(self._graphs))
@@ -50,15 +54,16 @@ class Runner:
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
         """Fill the cache of a slot with the tokens `ids`, whose positions begin with `first`."""
         self._attach()
-        length = next((size for size in PROMPT_LENGTHS if size >= len(ids)), 0)
-        if self._graphs is None or first or not length or length > self.state.positions:
+        if self._graphs is None or first or padded_length(len(ids), self.state.positions) is None:
             return self.step.prefill(self._tensor(ids), Chunk(slot, first, len(ids)))
-        inputs = self._tensor([*ids, *[0] * (length - len(ids))]), self._tensor([slot])
+        self.prompts.read([slot], [ids])
 
-        def idle() -> tuple[Tensor, Tensor]:
-            return torch.zeros_like(inputs[0]), self._tensor([self.slots])
-
-        self._graphs.run(("prefill", length), self.step.prefill_padded, inputs, idle)
+    @torch.no_grad()
+    def prefill_batch(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Fill the cache of each of `slots`, all different, with a prompt that begins at position 0, in one pass. The
+        prompts are such as `group_prompts` puts together."""
+        self._attach()
+        self.prompts.read(slots, prompts)
 
     @torch.no_grad()
     def score(self, slot: int, ids: Sequence[int], first: int = 0, alternatives: int = 0) -> Pending[Scores]:
@@ -92,20 +97,31 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots :].zero_()  # attention over the scratch slot stays short
-        drawn = [self._decode(rows, variant) for _ in range(steps)]
-        stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
-        return Pending(Sampled(*stacked))
+        drawn = self._decode(rows, steps, variant)
+        return Pending(Sampled(*(values[: len(slots)] for values in drawn)))
 
-    def _decode(self, rows: Tensor, variant: Variant) -> Sampled:
+    def _decode(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results `[B, steps]` of decode steps of padded rows."""
         if self._graphs is None:
-            return self.step.decode(rows, variant)
+            return self._steps(rows, steps, variant)
+        if steps == LONGEST_ROUND and len(rows) <= ROWS_OF_SHORT_STEPS:
+            return self._replay(self._graphs, rows, steps, variant)
+        replayed = (self._replay(self._graphs, rows, 1, variant) for _ in range(steps))
+        drawn = [Sampled(*(values.clone() for values in results)) for results in replayed]
+        return Sampled(*(torch.cat(values, dim=1) for values in zip(*drawn, strict=True)))
+
+    def _replay(self, graphs: StepGraphs, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results in memory that the next replay overwrites."""
 
         def idle() -> tuple[Tensor]:
             return (torch.full_like(rows, self.slots),)
 
-        name = "decode", len(rows), variant
-        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), idle)
-        return Sampled(*(value.clone() for value in drawn))
+        name = "decode", len(rows), steps, variant
+        return graphs.run(name, lambda slots: self._steps(slots, steps, variant), (rows,), idle)
+
+    def _steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        return Sampled(*(torch.stack(values, dim=1) for values in zip(*drawn, strict=True)))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""

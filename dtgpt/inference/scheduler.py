@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-CHUNK = 2048  # most tokens of a prefill step
+CHUNK = 2048  # tokens between the cuts of a prompt, and most tokens of prompts in a round that decodes
+IDLE_TOKENS = 16384  # most tokens of prompts in a round where nothing decodes, if several are read in a pass
 LONGEST_ROUND = 8  # most decode steps of a round
 
 
@@ -74,9 +75,13 @@ class _Running:
 class Scheduler:
     """Waiting requests, running choices and free slots."""
 
-    def __init__(self, slots: int, chunk: int = CHUNK, longest_round: int = LONGEST_ROUND):
+    def __init__(
+        self, slots: int, chunk: int = CHUNK, longest_round: int = LONGEST_ROUND, idle_tokens: int | None = None
+    ):
+        """Take `slots` free slots. `idle_tokens`: most tokens of prompts in a round where nothing decodes, at least
+        `chunk`; None: as many as in other rounds."""
         self._free = list(reversed(range(slots)))
-        self._chunk, self._longest_round = chunk, longest_round
+        self._chunk, self._longest_round, self._idle_tokens = chunk, longest_round, max(chunk, idle_tokens or 0)
         self._waiting: deque[_Job] = deque()
         self._prefilling: list[_Job] = []
         self._running: dict[tuple[int, int], _Running] = {}
@@ -142,10 +147,11 @@ class Scheduler:
             self._prefilling.append(job)
 
     def _take_chunks(self) -> list[PromptChunk]:
-        """Take chunks in order of arrival, together of no more tokens than one chunk may have. Where a prompt is cut
-        does not depend on other requests."""
+        """Take chunks in order of arrival, together of no more tokens than one chunk may have, so that sequences which
+        decode wait for no more than that. Where a prompt is cut does not depend on other requests."""
         chunks: list[PromptChunk] = []
-        budget = self._chunk
+        decoding = any(running.left or running.beam for running in self._running.values())
+        budget = self._chunk if decoding else self._idle_tokens
         for job in self._prefilling:
             while job.done < job.prefill:
                 stop = min(job.done + self._chunk, job.prefill)

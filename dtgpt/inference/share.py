@@ -38,3 +38,12 @@ def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
     if sentence is not None:
         raise UserError(sentence)
     return value
+
+
+def true_everywhere(mesh: Mesh, value: bool) -> bool:
+    """Return on every rank whether `value` is true on all of them."""
+    if mesh.world == 1:
+        return value
+    least = torch.tensor(int(value))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.commands)
+    return bool(least)

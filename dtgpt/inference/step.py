@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk, Prompt, Rows
+from dtgpt.inference.cache import Cache, Chunk, Prompts, Rows
 from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.decode.blocks import next_rows
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
@@ -55,11 +56,11 @@ class Step:
         """Fill the cache with a chunk, tokens `[T]`."""
         self._chunk_logits(tokens, chunk, head_rows=1)  # a head may not take zero rows
 
-    def prefill_padded(self, tokens: Tensor, slot: Tensor) -> None:
-        """Fill the cache of the slot `[1]` with the first tokens `[T]` of a prompt, perhaps padded. A CUDA graph can
-        hold it."""
-        positions = torch.arange(len(tokens), device=self.mesh.device)
-        self._logits(tokens, positions, Prompt(slot), head_rows=1)
+    def prefill_padded(self, tokens: Tensor, slots: Tensor) -> None:
+        """Fill the cache of each of the slots `[B]` with the first tokens `[B, T]` of a prompt, perhaps padded. A CUDA
+        graph can hold it."""
+        positions = torch.arange(tokens.shape[1], device=self.mesh.device).expand(len(tokens), -1)
+        self._batch_logits(Batch(tokens, positions=positions), Prompts(slots), head_rows=1)
 
     def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
@@ -73,8 +74,11 @@ class Step:
 
         The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
         """
-        positions = self.state.position[slots]
-        logits = self._row_logits(self.state.token[slots], Rows(slots, positions))
+        if self._fused is None:
+            tokens, positions = self.state.token[slots], self.state.position[slots]
+        else:
+            tokens, positions = next_rows(slots, self.state.token, self.state.position)
+        logits = self._row_logits(tokens, Rows(slots, positions))
         drawn = None
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
@@ -95,12 +99,15 @@ class Step:
             tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
         return self._logits(tokens, positions, chunk, head_rows)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Prompt | Rows, head_rows: int) -> Tensor | None:
+    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Rows, head_rows: int) -> Tensor | None:
         """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
         rank that does not hold the head."""
+        return self._batch_logits(Batch(tokens[None], positions=positions[None]), work, head_rows)
+
+    def _batch_logits(self, batch: Batch, work: Chunk | Prompts | Rows, head_rows: int) -> Tensor | None:
+        """Return what `_logits` does, of the first sample of a batch."""
         self.cache.expect(work)
         self._head_rows = head_rows
-        batch = Batch(tokens[None], positions=positions[None])
         logits = run_in_turn(self.stages, self.mesh, batch, self.dtype)
         self.cache.expect(None)
         return None if logits is None else logits[0, :head_rows]
@@ -115,7 +122,7 @@ class Step:
 
     def _select_rows(self, head: torch.nn.Module, inputs: tuple) -> tuple:
         x, *more = inputs
-        return x[:, : self._head_rows], *more
+        return x[:1, : self._head_rows], *more
 
     def _scores(self, logits: Tensor, targets: Tensor, alternatives: int) -> Scores:
         pieces = []

@@ -21,7 +21,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.mesh import Mesh
-from tests.support.bodies_engine import poison, texts
+from tests.support.bodies_engine import kept_of, poison, texts
 from tests.support.engines import drain
 from tests.support.other_architecture import OtherConfig
 
@@ -65,6 +65,44 @@ def test_the_text_is_the_same_alone_and_in_company(name):
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
     assert serve(make(CONFIG, torch.bfloat16, slots=3), asked) == together
     assert len(set(map(tuple, together))) > 6
+
+
+WIDE = GPT2Config(num_layers=2, hidden_size=1024, num_heads=16, seq_length=2048, vocab_size=1000, init_std=0.05)
+BATCHES = {16: (2, 16, 64), 60: (4, 30), 200: (2, 8, 20), 512: (5, 16), 1023: (2, 4, 8), 2048: (2, 4)}  # by tokens
+
+
+@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["256", "1024"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_cache_of_a_prompt_has_the_same_bits_alone_and_in_batches(config, dtype):
+    """Both in the pass that checks a shape and in later replays. A shape that had other bits would be read one prompt
+    at a time: then the cache is right, but the last line fails, and nothing is gained."""
+    engine = make(config, dtype, slots=64)
+    runner, generator = engine._runner, torch.Generator().manual_seed(3)
+    for tokens, counts in BATCHES.items():
+        if tokens > config.seq_length:
+            continue
+        prompts = torch.randint(0, 1000, (max(counts), tokens), generator=generator).tolist()
+        alone = []
+        for ids in prompts:
+            runner.prefill(0, ids)
+            alone.append(kept_of(runner.cache, 0)[:, :, :, :tokens])
+        for count in counts:
+            for first in (0, 0, max(counts) - count):  # the same batch again, and one of other prompts
+                poison(runner.cache)
+                slots = torch.randperm(64, generator=generator)[:count].tolist()
+                runner.prefill_batch(slots, prompts[first : first + count])
+                for slot, wanted in zip(slots, alone[first : first + count], strict=True):
+                    assert torch.equal(kept_of(runner.cache, slot)[:, :, :, :tokens], wanted), (tokens, count)
+    assert all(runner.prompts._equal.values()), runner.prompts._equal
+    assert runner.prompts._equal.keys() >= {(64, 16), (4, 64), (8, 256), (16, 512)}
+
+
+def test_products_of_training_are_as_before():
+    before = torch.backends.cuda.preferred_blas_library()
+    runner = make(CONFIG, torch.bfloat16)._runner
+    runner.prefill_batch([0, 1], [[1] * 150] * 2)
+    assert torch.backends.cuda.preferred_blas_library() == before
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
 
 
 def test_graphs_change_nothing():

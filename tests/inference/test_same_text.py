@@ -42,6 +42,7 @@ searches = st.builds(
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 8))  # of chunks, of rounds
+batches = st.sampled_from([0, 256])  # tokens of a pass over several prompts; 0: one prompt a pass
 
 
 @st.composite
@@ -91,9 +92,9 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(plays(), sizes)
-def test_in_company_as_alone(actions, sizes):
-    check(play(CONFIG, "single", SLOTS, sizes, actions), actions)
+@given(plays(), sizes, batches)
+def test_in_company_as_alone(actions, sizes, batch_tokens):
+    check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
 
 
 @pytest.mark.parametrize("plan, world", [("tp2", 2), ("pp2", 2), ("tp2_pp2", 4)])
@@ -101,6 +102,6 @@ def test_in_company_as_alone(actions, sizes):
     max_examples=6, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
-@given(actions=plays(), sizes=sizes)
-def test_under_a_plan_as_alone(plan, world, actions, sizes):
-    check(pool().run(world, play, CONFIG, plan, SLOTS, sizes, actions)[0], actions)
+@given(actions=plays(), sizes=sizes, batch_tokens=batches)
+def test_under_a_plan_as_alone(plan, world, actions, sizes, batch_tokens):
+    check(pool().run(world, play, CONFIG, plan, SLOTS, sizes, actions, batch_tokens)[0], actions)

@@ -68,11 +68,24 @@ def test_a_prompt_is_cut_at_the_same_positions_beside_others():
     assert cuts == [[(0, 0, 7)], [(1, 0, 10)], [(1, 10, 20)], [(1, 20, 25), (2, 0, 3)]]
 
 
+def test_a_round_reads_more_prompts_while_nothing_decodes():
+    scheduler = Scheduler(slots=6, chunk=10, idle_tokens=30)
+    for request in range(3):
+        scheduler.add(request, prefill=9, choices=1, new_tokens=1)
+    assert [chunk.request for chunk in scheduler.next_round().chunks] == [0, 1, 2]
+    scheduler.add(3, prefill=19, choices=1, new_tokens=5)  # requests that wait for their results do not decode
+    assert [chunk[2:] for chunk in scheduler.next_round().chunks] == [(0, 10), (10, 19)]
+    for request in (4, 5):
+        scheduler.add(request, prefill=9, choices=1, new_tokens=1)
+    assert [chunk.request for chunk in scheduler.next_round().chunks] == [4]
+
+
 class Simulation:
     """Runs a scheduler as the engine does, and checks each round."""
 
-    def __init__(self, slots: int, chunk: int):
-        self.scheduler, self.slots, self.chunk = Scheduler(slots, chunk), slots, chunk
+    def __init__(self, slots: int, chunk: int, idle_tokens: int | None):
+        self.scheduler, self.slots, self.chunk = Scheduler(slots, chunk, idle_tokens=idle_tokens), slots, chunk
+        self.idle_tokens = max(chunk, idle_tokens or 0)
         self.asked: dict[int, tuple[int, int, int]] = {}  # prefill, choices, new tokens
         self.prefilled, self.launched = Counter(), Counter()
         self.started: list[int] = []
@@ -100,11 +113,14 @@ class Simulation:
         self.slot_of.pop(key, None)
 
     def round(self) -> Round | None:
+        decoding = any(self.launched[key] < self.asked[key[0]][2] for key in self.slot_of)
         work = self.scheduler.next_round()
         if work is None:
             return None
         assert work.chunks or work.starts or work.rows
-        assert sum(chunk.stop - chunk.first for chunk in work.chunks) <= self.chunk
+        tokens = [chunk.stop - chunk.first for chunk in work.chunks]
+        assert max(tokens, default=0) <= self.chunk
+        assert sum(tokens) <= (self.chunk if decoding else self.idle_tokens)
         for request, slot, first, stop in work.chunks:
             assert first == self.prefilled[request] and first % self.chunk == 0 and first < stop
             assert slot not in self.slot_of.values()
@@ -130,10 +146,10 @@ class Simulation:
 
 
 @quick
-@given(st.data(), st.integers(1, 5), st.integers(1, 9))
-def test_every_request_ends_in_order_and_no_slot_is_used_twice(data, slots, chunk):
+@given(st.data(), st.integers(1, 5), st.integers(1, 9), st.none() | st.integers(1, 40))
+def test_every_request_ends_in_order_and_no_slot_is_used_twice(data, slots, chunk, idle_tokens):
     """Requests come and are cancelled at any time, and sequences end before their last token."""
-    run = Simulation(slots, chunk)
+    run = Simulation(slots, chunk, idle_tokens)
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["add", "round", "cancel", "finish"]))
         if action == "add":

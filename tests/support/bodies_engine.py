@@ -127,3 +127,42 @@ def _serve_with_failure(config: ModelConfig, plan: str, rank: int) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def read_prompts(config: ModelConfig, plan: str, prompts: list[list[int]], batch_tokens: int) -> list[Tensor]:
+    """Return this rank's keys and values `[layers, 2, N_kv, P, D]` of each prompt, read by the commands of rank 0: in
+    one pass, or one after the other where batch_tokens is 0."""
+    stages, mesh = inference_stages(config, plan)
+    engine = Engine(stages, mesh, config, torch.float32, len(prompts))
+    engine._runner.prompts.batch_tokens = batch_tokens
+    poison(engine._runner.cache)
+    if mesh.rank > 0:
+        engine.follow()
+    else:
+        if batch_tokens:
+            engine.commands.prefill_batch(range(len(prompts)), prompts)
+        else:
+            for slot, ids in enumerate(prompts):
+                engine.commands.prefill(slot, ids)
+        engine.release()
+    return [kept_of(engine._runner.cache, slot)[:, :, :, : len(ids)] for slot, ids in enumerate(prompts)]
+
+
+def kept_of(cache: Cache, slot: int) -> Tensor:
+    """Return a copy of the keys and values `[layers, 2, N_kv, P, D]` of a slot."""
+    return torch.stack([torch.stack([layer.keys[slot], layer.values[slot]]) for layer in cache.layers])
+
+
+def count_batches(config: ModelConfig, plan: str, requests: list[Request]) -> tuple[list[Event], list[int]]:
+    """Return the events of requests that arrive at once, and the number of prompts of each pass over several."""
+    stages, mesh = inference_stages(config, plan)
+    engine = Engine(stages, mesh, config, torch.float32, len(requests))
+    engine._runner.prompts.batch_tokens = 256
+    read, counts = engine._runner.prefill_batch, []
+
+    def counted(slots, prompts):
+        counts.append(len(slots))
+        read(slots, prompts)
+
+    engine._runner.prefill_batch = counted
+    return serve(engine, requests), counts

@@ -42,14 +42,16 @@ Outcomes = dict[tuple[int, int], Outcome]  # by handle and choice; PROMPT: the s
 
 
 def play(
-    config: ModelConfig, plan: str, slots: int, sizes: tuple[int, int], actions: list[Submit | Cancel | Steps]
-) -> Outcomes:
+    config: ModelConfig, plan: str, slots: int, sizes: tuple[int, int], actions: list[Submit | Cancel | Steps],
+    batch_tokens: int = 0,
+) -> Outcomes:  # fmt: skip
     """The outcomes on rank 0 of a plan, none on other ranks. The cache begins with NaN. sizes: tokens between the cuts
-    of a prompt, and most steps of a round."""
+    of a prompt, and most steps of a round. batch_tokens: of a pass over several prompts; 0: one prompt a pass."""
     stages, mesh = inference_stages(config, plan)
     engine = Engine(stages, mesh, config, torch.float32, slots)
     poison(engine._runner.cache)
-    engine._scheduler = Scheduler(slots, *sizes)
+    engine._runner.prompts.batch_tokens = batch_tokens
+    engine._scheduler = Scheduler(slots, *sizes, idle_tokens=batch_tokens)
     if mesh.rank > 0:
         engine.follow()
         return {}
