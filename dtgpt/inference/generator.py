@@ -94,8 +94,8 @@ class Generator:
     def check(self, job: Job) -> None:
         """Raise UserError for a job that this model can never do."""
         job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
-        if job.options.stop_strings:
-            self.tokenizer  # noqa: B018  # which says why there is none
+        if job.options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
+            raise UserError("the model's tokens have no text, in which stop strings could be found; use stop_token_ids")
 
     @property
     def vocab_size(self) -> int:

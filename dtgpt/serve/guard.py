@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtgpt.serve.problems import HttpProblem, answer
 from dtgpt.serve.service import TICKET, Service
-from dtgpt.serve.worker import Ticket
+from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import shown
 

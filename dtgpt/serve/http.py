@@ -64,9 +64,9 @@ class HttpServer:
         self._listener, self._watch, self._ended = listener, watch, ended
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
-            app, lifespan="off", ws="none", log_config=None, log_level="error", access_log=False, proxy_headers=False,
-            server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH,
-            timeout_notify=TICK, callback_notify=self._tick,
+            app, http="h11", lifespan="off", ws="none", log_config=None, log_level="error", access_log=False,
+            proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=FLUSH, timeout_notify=TICK, callback_notify=self._tick,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)

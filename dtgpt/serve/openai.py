@@ -13,24 +13,19 @@ from dtgpt.serve.openai_answer import ENCODER, Answer, Stream
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
 from dtgpt.serve.service import LONG, THREADS, Service, watched
+from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.token_names import TokenNames
-from dtgpt.serve.worker import ClientGone, Ticket
 
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of OpenAI's API."""
-    names: list[TokenNames] = []  # made for the first answer: a model may have no tokenizer before it is ready
-
-    def names_of_tokens() -> TokenNames:
-        if not names:
-            names.append(TokenNames(service.generator.known_tokenizer))
-        return names[0]
+    names = TokenNames(service.generator.known_tokenizer)
 
     async def create(request: Request) -> Response:
         asked = await _read(await read_json(request, service.limits), service)
-        answer = Answer(asked, service.model_id, service.generator.known_tokenizer, names_of_tokens())
+        answer = Answer(asked, service.model_id, service.generator.known_tokenizer, names)
         headers = {SEED: str(asked.seed), "X-Request-Id": answer.id, "Cache-Control": "no-store"}
         ticket = service.submit(request, asked.jobs, [prompt.text or prompt.ids for prompt in asked.prompts])
         if asked.stream:

@@ -8,7 +8,7 @@ from typing import Any
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Alternatives, Score
 from dtgpt.inference.text import TextStream
-from dtgpt.serve.openai_request import Prompt
+from dtgpt.serve.openai_request import Prompt, text_of
 from dtgpt.serve.token_names import TokenNames, by_id
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM
@@ -38,17 +38,16 @@ class Logprobs:
 
     def __init__(self, names: TokenNames, tokenizer: Tokenizer | None, prompt: Prompt, echo: bool):
         self._names, self._tokenizer, self._prompt = names, tokenizer, prompt
-        self._offset = len(prompt.text) if echo else 0  # of the next token
-        self._stream = TextStream(tokenizer, prompt.ids) if tokenizer else None
+        self._offsets = Offsets(tokenizer, prompt.ids, len(prompt.text) if echo else 0)
         self._lists = TokenLists()
 
     def add_prompt(self, score: Score) -> None:
         """Add the tokens of the prompt."""
         ids, lists = score.ids, self._lists
-        stream, offset = TextStream(self._tokenizer) if self._tokenizer else None, 0
-        for i in ids:
-            lists.text_offset.append(min(offset, len(self._prompt.text)))
-            offset += _length(stream, i, self._tokenizer)
+        end = len(self._prompt.text)
+        # What a tokenizer puts before a text, such as a begin of text, is not in the text as it was given.
+        offsets = Offsets(self._tokenizer, start=end - len(text_of(self._tokenizer, ids)))
+        lists.text_offset += [min(max(0, offsets.add(i)), end) for i in ids]
         lists.tokens.append(self._names[ids[0]])
         lists.token_logprobs.append(None)
         lists.top_logprobs.append(None)
@@ -56,9 +55,7 @@ class Logprobs:
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], alternatives: Sequence[Alternatives]) -> None:
         """Add new tokens."""
-        for i in ids:
-            self._lists.text_offset.append(self._offset)
-            self._offset += _length(self._stream, i, self._tokenizer)
+        self._lists.text_offset += [self._offsets.add(i) for i in ids]
         self._add_scores(ids, logprobs, alternatives)
 
     def take_shown(self, length: int) -> dict[str, Any]:
@@ -91,6 +88,20 @@ def likeliest(names: TokenNames, chosen: int, logprob: float, alternatives: Alte
     return found
 
 
-def _length(stream: TextStream | None, i: int, tokenizer: Tokenizer | None) -> int:
-    """Return the number of characters that are complete with a token."""
-    return 0 if stream is None or tokenizer is None or i >= tokenizer.vocab_size else len(stream.add(i))
+class Offsets:
+    """Where tokens begin in a text, in characters, which tokens may share."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), start: int = 0):
+        """prompt: ids before the first token. start: where the first token begins."""
+        self._tokenizer, self._total = tokenizer, start
+        self._stream = TextStream(tokenizer, prompt) if tokenizer else None
+
+    def add(self, i: int) -> int:
+        """Return where a token begins."""
+        tokenizer, before = self._tokenizer, self._total
+        if self._stream is None or tokenizer is None or i >= tokenizer.vocab_size:
+            return before
+        self._total += len(self._stream.add(i))
+        spelled = tokenizer.bytes_of(i)
+        # With this token, bytes before it may have turned out not to be a character: U+FFFD stands for them.
+        return before if spelled is None else max(before, self._total - len(spelled.decode(errors="replace")))

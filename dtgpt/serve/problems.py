@@ -20,7 +20,7 @@ MEGATRON = {  # Megatron-LM's sentences for what its framework refuses, by code 
     415: "Did not attempt to load JSON data because the request Content-Type was not 'application/json'.",
     500: "Internal Server Error",
 }
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class HttpProblem(Exception):

@@ -19,7 +19,8 @@ from dtgpt.inference.session import Job
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.metrics import Metrics
-from dtgpt.serve.worker import ClientGone, Ticket, Worker
+from dtgpt.serve.ticket import ClientGone, Ticket
+from dtgpt.serve.worker import Worker
 from dtgpt.util.console import say
 
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope

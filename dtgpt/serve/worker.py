@@ -7,20 +7,20 @@ over in one call. Everything else is for event loops.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from dtgpt.inference.completion import Completion
 from dtgpt.inference.session import Job, Session, Update
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-HEARTBEAT = 5.0  # seconds between two signs of life for ranks that wait
+HEARTBEAT = 5.0  # seconds without work after which the other ranks are asked whether they still run
 
 Command = Callable[[Session], None]
 
@@ -38,95 +38,6 @@ class Failed(HttpProblem):
 
     def __init__(self, cause: str):
         super().__init__(500, f"the engine has failed ({cause}); the server ends")
-
-
-class TimeLimit(HttpProblem):
-    """A request that was not finished in time."""
-
-    def __init__(self, seconds: float):
-        sentence = f"the request was not finished within {seconds:g} s; ask for fewer tokens, or for less at once"
-        super().__init__(504, sentence, headers={"x-should-retry": "false"})
-
-
-class ClientGone(HttpProblem):
-    """A request whose client has closed the connection: nobody reads its answer."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection before the answer was complete")
-
-
-class Ticket:
-    """The jobs of one HTTP request, for the event loop that submitted them."""
-
-    def __init__(self, worker: "Worker", jobs: list[Job]):
-        self.jobs = jobs
-        self.rows = sum(job.rows for job in jobs)
-        self.prompt_tokens = sum(len(job.ids) for job in jobs)
-        self.new_tokens = 0
-        self.started = time.monotonic()
-        self.first: float | None = None  # when the first update arrived
-        self.loop = asyncio.get_running_loop()
-        self._worker = worker
-        self._updates: list[Update] = []
-        self._left = len(jobs)
-        self._error: HttpProblem | None = None
-        self._news = asyncio.Event()
-        self._wakes = True  # whoever reads the updates, at each round; else at the end
-        self._timer = self.loop.call_later(worker.limits.seconds, self.fail, TimeLimit(worker.limits.seconds))
-
-    async def rounds(self) -> AsyncIterator[list[Update]]:
-        """Yield the new updates, those of one round or of several if they came faster than they are read. The `job` of
-        an update is its index in the request. Raise Failed, TimeLimit or ClientGone."""
-        try:
-            while self._left or self._updates or self._error:
-                await self._news.wait()
-                if self._error is not None:
-                    raise self._error
-                updates, self._updates = self._updates, []
-                self._news.clear()
-                yield updates
-        finally:
-            self.cancel()
-
-    async def completions(self) -> list[list[Completion]]:
-        """Return the sequences of each job, when all are finished."""
-        found: list[list[Completion]] = [[] for _ in self.jobs]
-        self._wakes = False
-        async for updates in self.rounds():
-            for update in updates:
-                if update.completions is not None:
-                    found[update.job] = update.completions
-        return found
-
-    def cancel(self) -> None:
-        """End all jobs that are not finished; their slots are free at the next round. May be called again."""
-        self._timer.cancel()
-        if self._left:
-            self._left = 0
-            self._worker._cancel(self)
-
-    def fail(self, error: HttpProblem) -> None:
-        """Let whoever reads the updates get `error`, and end all jobs."""
-        if self._left and self._error is None:
-            self._error = error
-            self._news.set()
-            self.cancel()
-
-    def _take(self, updates: list[Update]) -> None:
-        """Keep the updates of a round, on the event loop."""
-        if not self._left:  # nobody wants them
-            return
-        if self.first is None:
-            self.first = time.monotonic()
-            self._worker.metrics.first_token.observe(self.first - self.started)
-        self.new_tokens += sum(len(update.ids) for update in updates)
-        self._updates += updates
-        self._left -= sum(update.completions is not None for update in updates)
-        if self._wakes or not self._left:
-            self._news.set()
-        if not self._left:
-            self._timer.cancel()
-            self._worker._end(self)
 
 
 class _Place(NamedTuple):
@@ -193,7 +104,7 @@ class Worker:
                 429, f"{counted(self._rows, 'sequence')} are waiting or running, and the server takes {limit:,} at "
                 "most; ask again later", self.limits.retry_after,
             )  # fmt: skip
-        ticket = Ticket(self, jobs)
+        ticket = Ticket(jobs, self.limits.seconds, self.metrics, self._end)
         self._tickets.add(ticket)
         self._rows += rows
         self.metrics.prompt_tokens.add(ticket.prompt_tokens)
@@ -207,16 +118,13 @@ class Worker:
             return Refused(503, "the server is starting; ask again later", self.limits.retry_after)
         return Refused(503, "the server is ending and takes no new requests; ask another one", self.limits.retry_after)
 
-    def _end(self, ticket: Ticket) -> None:
-        """Count a ticket as finished."""
-        if ticket in self._tickets:
-            self._tickets.discard(ticket)
-            self._rows -= ticket.rows
-            self.metrics.new_tokens.add(ticket.new_tokens)
-
-    def _cancel(self, ticket: Ticket) -> None:
-        self._end(ticket)
-        self._commands.put(lambda session: self._stop(session, ticket))
+    def _end(self, ticket: Ticket, finished: bool) -> None:
+        """Forget a ticket, and end its jobs unless they are finished."""
+        self._tickets.discard(ticket)
+        self._rows -= ticket.rows
+        self.metrics.new_tokens.add(ticket.new_tokens)
+        if not finished:
+            self._commands.put(lambda session: self._stop(session, ticket))
 
     def status(self) -> Status:
         """Return the state and the numbers of rows."""
@@ -335,7 +243,7 @@ class Worker:
 
 def _deliver(batch: dict[Ticket, list[Update]]) -> None:
     for ticket, updates in batch.items():
-        ticket._take(updates)
+        ticket.take(updates)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:

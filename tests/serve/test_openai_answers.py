@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.data.tokenizers.char import Ids
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer
 from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids
@@ -109,6 +110,14 @@ def test_special_names_in_a_text_are_tokens_and_a_missing_prompt_begins_a_docume
     assert caught.value.param == "prompt"
 
 
+def test_a_model_of_ids_alone_takes_ids_and_no_stop_strings():
+    generator = generator_of(CONFIG, Ids(257))
+    assert read(generator, prompt=[5, 6], echo=True).prompts == [Prompt([5, 6], "")]
+    for wrong in ({"prompt": "text"}, {}, {"prompt": [5], "stop": "x"}):
+        with pytest.raises(HttpProblem, match=r"ids alone|in which stop strings"):
+            read(generator, **wrong)
+
+
 @pytest.mark.parametrize("asked", [
     {"prompt": [5, 257], "echo": True, "logprobs": 1}, {"prompt": [5, 257]}, {"logit_bias": {"257": 1}},
     {"stop_token_ids": [257], "min_tokens": 3},
@@ -133,7 +142,12 @@ def test_tokens_are_named_by_their_text_their_bytes_or_their_id(tmp_path):
     part_of_a_character = pieces.encode("🫠")[-1]
     assert TokenNames(pieces)[part_of_a_character] == f"token_id:{part_of_a_character}"
     json_file = open_tokenizer(str(tokenizer_json(tmp_path, bos=True)))
-    assert "".join(TokenNames(json_file)[i] for i in json_file.encode("the quick")) == "<s>the quick"
+    ids, names = json_file.encode("the quick"), TokenNames(json_file)
+    assert "".join(names[i] for i in ids) == "<s>the quick"
+    echoed = Logprobs(names, json_file, Prompt(ids, "the quick"), echo=True)
+    echoed.add_prompt(Score(ids=ids, logprobs=[-1.0] * (len(ids) - 1), greedy=[]))
+    offsets = echoed.take(9)["text_offset"]
+    assert offsets[:2] == [0, 0] and "the quick"[offsets[-1] :] == names[ids[-1]]
 
 
 def test_the_chosen_token_is_among_the_likeliest_with_the_same_number_and_names_are_not_lost():
@@ -154,6 +168,9 @@ def test_offsets_count_characters_of_the_text_also_where_tokens_share_one():
     lists = found.take(len("aé€bü!"))
     assert lists["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5]
     assert lists["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    broken = Logprobs(TokenNames(BYTES), BYTES, Prompt([97], "a"), echo=False)
+    broken.add([0xCA, 98, 0xE2, 0x82, 99, 0xAC, 100], [-1.0] * 7, [])
+    assert broken.take(6)["text_offset"] == [0, 1, 2, 2, 3, 4, 5]  # of "\ufffdb\ufffdc\ufffdd"
     empty = Logprobs(TokenNames(BYTES), BYTES, Prompt([256], ""), echo=True)
     empty.add_prompt(Score(ids=[256], logprobs=[], greedy=[]))
     empty.add([97], [-1.0], [])

@@ -8,8 +8,10 @@ import openai
 import pytest
 import torch
 
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.serve.limits import Limits
-from tests.support.server import live_server, served, tiny_model, wait_until
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.server import bytes_tokenizer, live_server, served, served_script, tiny_model, wait_until
 
 LONG = {"prompt": "x", "max_tokens": 1000, "logit_bias": {"256": -100}}
 
@@ -262,3 +264,41 @@ def test_a_full_server_is_asked_again_and_an_ending_one_refuses():
         with pytest.raises(openai.InternalServerError, match="takes no new requests") as caught:
             create(hasty)
         assert caught.value.status_code == 503
+
+
+def test_a_time_limit_ends_a_stream_with_an_error_and_is_not_retried():
+    with (
+        served(make_model(), slots=4, limits=Limits(seconds=0.4)) as service, live_server(service) as address,
+        client_of(address, max_retries=2) as client,
+    ):  # fmt: skip
+        with pytest.raises(openai.APIError, match=r"not finished within 0\.4 s"):
+            list(client.completions.create(model="tiny", **LONG, n=4, stream=True))
+        begin = time.monotonic()
+        with pytest.raises(openai.InternalServerError, match=r"not finished within 0\.4 s"):
+            client.completions.create(model="tiny", **LONG, n=4)
+        assert time.monotonic() - begin < 1.2  # once, since it would take as long again
+        assert texts(create(client))
+
+
+def test_a_failure_of_the_engine_is_an_error_in_a_stream_and_a_status_after_it():
+    class Failing(ScriptedEngine):
+        def step(self):
+            time.sleep(0.02)
+            events = super().step()
+            if any(done > 9 for done in self.running.values()):
+                raise RuntimeError("a cable was cut")
+            return events
+
+    engine = Failing(lambda request, choice: [97] * 99)
+    config = GPT2Config(num_layers=1, hidden_size=8, num_heads=1, vocab_size=257, seq_length=64)
+    with (
+        pytest.raises(RuntimeError, match="a cable was cut"),
+        served_script(engine, config, bytes_tokenizer()) as service, live_server(service) as address,
+        client_of(address) as client,
+    ):  # fmt: skip
+        seen = []
+        with pytest.raises(openai.APIError, match="the engine has failed"):
+            seen.extend(create(client, model="scripted", max_tokens=40, stream=True))
+        assert "".join(event.choices[0].text for event in seen).startswith("aaa")
+        with pytest.raises(openai.InternalServerError, match="the engine has failed"):
+            create(client, model="scripted")

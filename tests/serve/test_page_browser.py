@@ -162,6 +162,13 @@ def test_stop_frees_the_slots_and_keeps_the_text(visit, service):
     ended(page)
     after = written(page)
     assert after.startswith(before) and len(after) == len(before) + 10 and set(after) == {"h", "a"}
+    page.check("input[value=beams]", force=True)
+    ask(page, "other " * 8, beam_width=4, max_tokens=900)
+    wait_until(lambda: service.worker.status().running > 0)
+    page.keyboard.press("Escape")
+    ended(page)
+    wait_until(lambda: service.worker.status().running == 0, seconds=1)
+    assert page.inner_text("#place") == "3 of 3" and written(page) == after  # nothing has come of the search
 
 
 def test_going_on_completes_a_character_that_was_cut(visit):
@@ -183,6 +190,29 @@ def test_several_answers_side_by_side(visit):
     boxes = [card.bounding_box() for card in page.locator(".card").all()]
     assert [written(page, i) for i in range(3)] == [STORY] * 3
     assert len({box["y"] for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
+
+
+def test_the_prompt_can_have_its_probabilities_and_may_be_empty(visit):
+    page = visit()
+    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
+    page.check("#field-echo")
+    ask(page, temperature=0)
+    ended(page)
+    assert "".join(page.locator(".t.lead").all_text_contents()) == PROMPT and written(page) == STORY
+    page.hover(".t >> nth=0")
+    assert page.inner_text("#popover .hint") == "The first token has no probability."
+    page.hover(".t >> nth=1")
+    assert page.locator("#popover button").count() > 4 and page.locator("#popover button:enabled").count() == 0
+    page.uncheck("#field-echo")
+    ask(page, "", max_tokens=4)
+    expect(page.locator("#place")).to_have_text("2 of 2")
+    ended(page)
+    assert written(page) == "haha"
+    page.check("input[value=beams]", force=True)
+    ask(page, "", beam_width=1)
+    expect(page.locator("#place")).to_have_text("3 of 3")
+    ended(page)
+    assert written(page) == "haha" and page.inner_text(".text .lead") == "<|endoftext|>"
 
 
 def test_beams_side_by_side_with_scores_and_probabilities(visit):
@@ -320,15 +350,20 @@ def test_a_phone(visit):
     assert written(page).startswith("<x>")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_readable_in_light_and_dark(visit, scheme):
-    page = visit(color_scheme=scheme)
-    paper = rgb_of(page, "body", "backgroundColor")
-    assert (sum(paper) > 600) == (scheme == "light")
-    assert contrast(rgb_of(page, "body", "color"), paper) > 10
-    assert contrast(rgb_of(page, ".hint", "color"), paper) > 4.5
-    assert contrast(rgb_of(page, "#generate", "color"), rgb_of(page, "#generate", "backgroundColor")) > 4.5
-    page.click("#theme")
-    assert (sum(rgb_of(page, "body", "backgroundColor")) > 600) == (scheme == "dark")
+def test_text_is_readable_in_light_and_dark(visit):
+    page = visit(color_scheme="light")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        paper = rgb_of(page, "body", "backgroundColor")
+        assert is_light(page) == (scheme == "light")
+        assert contrast(rgb_of(page, "body", "color"), paper) > 10
+        assert contrast(rgb_of(page, ".hint", "color"), paper) > 4.5
+        assert contrast(rgb_of(page, "#generate", "color"), rgb_of(page, "#generate", "backgroundColor")) > 4.5
+    page.click("#theme")  # against what the machine says, from now on
+    assert is_light(page)
     page.reload()
-    assert (sum(rgb_of(page, "body", "backgroundColor")) > 600) == (scheme == "dark")
+    assert is_light(page)
+
+
+def is_light(page) -> bool:
+    return sum(rgb_of(page, "body", "backgroundColor")) > 600

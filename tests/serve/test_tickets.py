@@ -9,7 +9,8 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.session import Job
 from dtgpt.serve.app import make_app
 from dtgpt.serve.limits import Limits
-from dtgpt.serve.worker import Failed, Refused, TimeLimit
+from dtgpt.serve.ticket import TimeLimit
+from dtgpt.serve.worker import Failed, Refused
 from dtgpt.util.errors import UserError
 from tests.support.server import client, served, tiny_model, wait_until
 
@@ -149,7 +150,7 @@ async def submit_and_leave(service):
     service.worker.submit([job()])  # its loop ends before it does
 
 
-def test_an_idle_server_gives_signs_of_life(monkeypatch):
+def test_an_idle_server_asks_whether_the_other_ranks_run(monkeypatch):
     monkeypatch.setattr("dtgpt.serve.worker.HEARTBEAT", 0.01)
     seen = []
     monkeypatch.setattr("dtgpt.inference.engine.Engine.ping", lambda engine: seen.append(engine))

@@ -12,7 +12,7 @@ from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.util.errors import UserError
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
-from tests.support.runs import change, losses, newest_run, training
+from tests.support.runs import change, losses, newest_run, on_cuda, training
 
 ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
 
@@ -111,3 +111,14 @@ def test_compiled_stages_measure_the_same(recipe):
 
 def test_a_request_to_end_leaves_tasks_out(recipe):
     assert TaskEvaluation(training(recipe)).measure(lambda: True) is None
+
+
+@pytest.mark.cuda
+def test_captured_steps_lose_no_bit(recipe):
+    """Tasks between replayed steps change nothing of them."""
+    recipe = on_cuda(recipe, log={"eval_tasks_interval": 3, "eval_interval": 0, "interval": 1})
+    assert train(recipe) == 0
+    run = newest_run(recipe)
+    assert len(figures(run)) == 14
+    assert train(change(recipe, log={"eval_tasks": None})) == 0
+    assert losses(newest_run(recipe)) == losses(run)

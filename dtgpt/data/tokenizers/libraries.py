@@ -16,7 +16,7 @@ from dtgpt.util.storage import parse_json
 
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens, and in Hugging Face's copies of these
-ENCODING = Lock()  # threads share the library's object, of which `special` is a state
+ENCODING = Lock()  # versions of tokenizers raise where a thread sets the object's state while another one encodes
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 

@@ -61,7 +61,7 @@ async function start(run) {
     explain(run.problem);
     find("#spoken").textContent = run.problem ? "" : `Done, ${counted(run.new, "token")}`;
   }
-  if (!run.choices.some((choice) => choice.text || choice.tokens.length) && run.problem) drop(run);
+  if (!run.choices.some((choice) => choice.characters.length || choice.tokens.length)) drop(run);
   if (!model && !run.problem) greet();
 }
 
@@ -73,7 +73,7 @@ function reveal() {
   if (top < 0 || top > 0.7 * innerHeight) find("#results").scrollIntoView({ block: "start" });
 }
 
-// A run that brought nothing but a problem is not one to go back to.
+// A run that brought nothing is not one to go back to.
 function drop(run) {
   const place = runs.indexOf(run);
   if (place < 0) return;

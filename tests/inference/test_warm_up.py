@@ -1,0 +1,66 @@
+"""Which shapes a warm-up runs."""
+
+import pytest
+
+from dtgpt.inference.generator import Need
+from dtgpt.inference.runner import Runner
+from dtgpt.inference.warm_up import warm_up
+from tests.support.server import bytes_tokenizer, generator_of, tiny_model
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Run a warm-up; return the lengths of prefills, and rows and filters of decode steps."""
+    prefills, steps = set(), set()
+    prefill, decode = Runner.prefill, Runner.decode
+
+    def seen_prefill(runner, slot, ids, first=0):
+        prefills.add(len(ids))
+        prefill(runner, slot, ids, first)
+
+    def seen_decode(runner, slots, count, variant):
+        steps.add((len(slots), variant.filters))
+        return decode(runner, slots, count, variant)
+
+    monkeypatch.setattr(Runner, "prefill", seen_prefill)
+    monkeypatch.setattr(Runner, "decode", seen_decode)
+
+    def run(slots, positions, graphs):
+        generator = generator_of(tiny_model(seq_length=positions), bytes_tokenizer(), slots)
+        generator.run(lambda: Need(slots, 1), lambda session: warm_up(session, slots, positions, graphs))
+        return prefills, steps
+
+    return run
+
+
+def test_every_shape_of_a_graph_is_run(shapes):
+    prefills, steps = shapes(slots=12, positions=64, graphs=True)
+    assert {16, 32, 62} <= prefills  # the last one is padded to 64
+    assert steps >= {(rows, filters) for rows in (1, 2, 4, 8, 12) for filters in (False, True)}
+
+
+def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
+    batches, read = set(), Runner.prefill_batch
+
+    def seen(runner, slots, prompts):
+        batches.add((len(prompts), len(prompts[0])))
+        read(runner, slots, prompts)
+
+    def work(session):
+        session._engine._runner.prompts.batch_tokens = 512
+        session._engine._forget()
+        warm_up(session, 20, 64, graphs=True)
+
+    monkeypatch.setattr(Runner, "prefill_batch", seen)
+    generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: Need(20, 1), work)
+    assert batches >= {(16, 16), (8, 32), (16, 32), (4, 62), (8, 62)}
+
+
+def test_many_rows_are_several_requests(shapes):
+    assert max(rows for rows, _ in shapes(slots=140, positions=8, graphs=True)[1]) == 140
+
+
+@pytest.mark.parametrize("positions", [3, 64])
+def test_without_graphs_one_request_is_enough(shapes, positions):
+    prefills, steps = shapes(slots=4, positions=positions, graphs=False)
+    assert prefills == {1} and steps == {(1, False)}
