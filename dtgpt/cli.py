@@ -18,18 +18,9 @@ from dtgpt.util.errors import UserError, remedy, shown
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 COMMANDS = (
-    "prepare",
-    "tokenizer",
-    "train",
-    "plan",
-    "compare",
-    "generate",
-    "serve",
-    "eval",
-    "convert",
-    "inspect",
+    "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert", "inspect",
     "plot",
-)
+)  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
 USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options of COMMAND)
@@ -50,6 +41,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
   dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE
       measure a model on tasks with known answers
+  dtgpt lm-eval MODEL --tasks NAME[,NAME ...]
+      evaluate a model with lm-evaluation-harness
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
       convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
   dtgpt inspect MODEL | PREFIX
@@ -93,7 +86,7 @@ def _command(words: list[str]) -> int:
         near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
         advice = f"did you mean dtgpt {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {shown(name)}; {advice}")
-    return importlib.import_module(f"dtgpt.commands.{name}").command(rest)
+    return importlib.import_module(f"dtgpt.commands.{name.replace('-', '_')}").command(rest)
 
 
 def _exit(work: Callable[[], int]) -> None:

@@ -62,10 +62,6 @@ class BatchSizes:
         first, seen, size = self._piece(samples, key=1)
         return first + (samples - seen) // size
 
-    def metrics(self, step: int) -> dict[str, int]:
-        """Return what a progress line adds for `step`: its samples, where they change."""
-        return {"batch_size": self.at(step)} if len(self._pieces) > 1 else {}
-
     def _piece(self, place: int, key: int = 0) -> tuple[int, int, int]:
         return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
 

@@ -92,6 +92,8 @@ class LogConfig:
     top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0, 2**31 - 1)] = 50
     wandb: Annotated[Literal["off", "online", "offline"], "send metrics to Weights & Biases"] = "off"
     wandb_project: Annotated[str, "project of Weights & Biases"] = "dtgpt"
+    tensorboard: Annotated[bool, "write metrics for TensorBoard into the run folder, by Megatron-LM's names"] = False
+    timers: Annotated[bool, "measure forward, backward, optimizer, data and save"] = False
 
 
 @dataclass(frozen=True, kw_only=True)

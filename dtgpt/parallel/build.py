@@ -24,6 +24,7 @@ from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
+from dtgpt.util.timers import NO_TIMERS, Timers
 
 
 def build_stages(
@@ -86,14 +87,16 @@ def compile_forward(part: Decoder, whole: bool) -> None:
             module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
 
 
-def make_engine(stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs) -> TrainingEngine:
-    """Return what runs forward and backward under the plan."""
+def make_engine(
+    stages: list[Decoder], shards: Shards, settings: Settings, graphs: Graphs, timers: Timers = NO_TIMERS
+) -> TrainingEngine:
+    """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
         shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
     if settings.plan.pp == 1:
-        return SingleStageEngine(stages[0], shards, graphs)
-    return PipelineEngine(stages, shards, graphs, settings)
+        return SingleStageEngine(stages[0], shards, graphs, timers)
+    return PipelineEngine(stages, shards, graphs, settings, timers)
 
 
 def scale_gradients(stages: list[Decoder], scale: Tensor) -> None:

@@ -14,6 +14,7 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.fsdp import reshard, set_step_phase
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.shards import Shards
+from dtgpt.util.timers import NO_TIMERS, Timers
 
 
 class TrainingEngine(ABC):
@@ -51,8 +52,9 @@ class SingleStageEngine(TrainingEngine):
     each pass waits for events of the one before, which must then be of the same graph.
     """
 
-    def __init__(self, model: Decoder, shards: Shards, graphs: Graphs):
+    def __init__(self, model: Decoder, shards: Shards, graphs: Graphs, timers: Timers):
         self.model, self.shards, self.graphs = model, shards, graphs
+        self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self._loss = torch.zeros((), device=shards.mesh.device)
 
     def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
@@ -73,8 +75,10 @@ class SingleStageEngine(TrainingEngine):
         if self.shards.buckets is not None:
             self.shards.buckets.begin(done=index)
         set_step_phase(self.model, self.shards.mesh.plan.zero, last)
-        loss = self.model(*fields)
-        loss.backward()
+        with self.timers.measure("forward"):
+            loss = self.model(*fields)
+        with self.timers.measure("backward"):
+            loss.backward()
         share = loss.detach() / micro_batches
         self._loss.copy_(share) if index == 0 else self._loss.add_(share)
         if last:

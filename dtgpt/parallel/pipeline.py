@@ -23,11 +23,26 @@ from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
+from dtgpt.util.timers import NO_TIMERS, Timers
 
 
 class Stage(PipelineStage):
-    """A stage whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch exchanges a
-    message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself."""
+    """A stage with timers, whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch
+    exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself."""
+
+    timers = NO_TIMERS
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timers.measure("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timers.measure("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timers.measure("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -36,8 +51,9 @@ class Stage(PipelineStage):
 class PipelineEngine(TrainingEngine):
     """The stages of this rank in a schedule, which is one graph."""
 
-    def __init__(self, stages: list[Decoder], shards: Shards, graphs: Graphs, settings: Settings):
+    def __init__(self, stages: list[Decoder], shards: Shards, graphs: Graphs, settings: Settings, timers: Timers):
         self.modules, self.shards, self.graphs, self.settings = stages, shards, graphs, settings
+        self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
         self.edge = config.seq_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
         self.schedule = self._make_schedule(settings.micro_batches)
@@ -55,6 +71,8 @@ class PipelineEngine(TrainingEngine):
             )
             for index, module in zip(mesh.place.stages, self.modules, strict=True)
         ]  # fmt: skip
+        for stage in stages:
+            stage.timers = self.timers
         # The last stage gets its targets and computes the loss itself.
         schedule = get_schedule_class(plan.schedule)
         given = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages

@@ -1,8 +1,8 @@
-"""Reports of a run: the console, metrics.jsonl, wandb, samples and the loss plot."""
+"""Reports of a run: the console, metrics.jsonl, wandb, TensorBoard, samples and the loss plot."""
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +15,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.folder import describe_run
+from dtgpt.run.folder import describe_run, values_of
 from dtgpt.run.plot import plot_runs
-from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline
+from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline, timer_line
+from dtgpt.run.tensorboard import TensorBoard
 from dtgpt.util.console import counted, hanging, parameters, say
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
@@ -29,9 +30,13 @@ class Report:
     """Report one run; a context that closes its files. Rates leave out the first step, which compiles, allocates and
     warms caches, and all that happens inside `paused()`."""
 
-    def __init__(self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int):
-        """step: the number of steps done so far."""
+    def __init__(
+        self, recipe: Recipe, settings: Settings, mesh: Mesh, data: Dataset, run: Path, step: int,
+        samples_before: Callable[[int], int],
+    ):  # fmt: skip
+        """step: the number of steps done so far. samples_before: returns the samples seen when a step begins."""
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
+        self.samples_before, self.ramps = samples_before, recipe.rampup_batch_size is not None
         self.peak = peak_flops(self.device, settings.dtype)
         self.bytes_per_token = data.bytes_per_token()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
@@ -39,7 +44,10 @@ class Report:
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
         describe_run(run, asdict(recipe), mesh, {**described, "tokens": tokenizer.vocab_size}, step)
         tokenizer.save(run / "tokenizer.json")
+        former = read_records(run / "metrics.jsonl")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))
+        if recipe.log.tensorboard:
+            self.sinks.append(TensorBoard(run, values_of(recipe), former, step))
         self._lap_begin, self._lap_tokens = time.perf_counter(), 0
         self._lap_step: int | None = None
         self._say_header(recipe.global_batch_size, recipe.rampup_batch_size, data, step)
@@ -71,7 +79,15 @@ class Report:
         record |= self._rates(step, int(metrics["tokens"]))
         if recorded:
             self._write(record)
-        say(progress_line(record, self.steps))
+        ramping = {} if self.ramps else {"batch_size": None}
+        say(progress_line(record | ramping, self.steps))
+        if timers := timer_line(record, self.settings.graphs):
+            say(timers)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Report how long training waited for a checkpoint."""
+        self._write({"step": step, "save_seconds": seconds})
+        say(f"step {step}: training waited {seconds:.2f} s for the checkpoint")
 
     def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
         self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
@@ -134,13 +150,16 @@ class Report:
             "seconds_per_step": per_step,
             "eta_seconds": (self.steps - step) * per_step,
         }
+        flops = self.settings.model.flops_per_token * tokens_per_second / self.mesh.world
+        rates["tflops_per_device"] = flops / 1e12
         if self.peak:
-            rates["mfu"] = self.settings.model.flops_per_token * tokens_per_second / (self.peak * self.mesh.world)
+            rates["mfu"] = flops / self.peak
         if self.mesh.world > 1:
             rates["tokens_per_second_per_device"] = tokens_per_second / self.mesh.world
         return rates
 
     def _write(self, record: dict[str, Any]) -> None:
+        record = {"step": record["step"], "samples": self.samples_before(record["step"]), **record}
         for sink in self.sinks:
             try:
                 sink.write(record)
@@ -162,6 +181,8 @@ class NullReport:
     def step(self, *_) -> None: ...
 
     def held_out(self, *_) -> None: ...
+
+    def saved(self, *_) -> None: ...
 
     def tasks(self, *_) -> None: ...
 

@@ -117,6 +117,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory_gib": _memory,
     "eta_seconds": lambda r: f"eta {duration(r['eta_seconds'])}",
 }
+TIMED = ("forward_backward", "forward", "backward", "optimizer", "data")  # parts of a step that have timers
 LEAST = ("memory_gib", "bits_per_byte", "tokens_per_second_per_device", "mfu", "grad_norm", "eta_seconds")
 
 
@@ -129,6 +130,20 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
         if len("  ".join(parts.values())) > shutil.get_terminal_size().columns:
             parts.pop(name, None)
     return "  ".join(parts.values())
+
+
+def timer_line(record: dict[str, Any], graphs: bool) -> str:
+    """Return `ms/step: forward-backward 36.9 (forward 12.1, backward 24.3), ...` of a record; empty without timers.
+    graphs: steps are replayed as CUDA graphs, in which forward and backward are one."""
+    known = {name: record[f"{name}_seconds"] * 1000 for name in TIMED if record.get(f"{name}_seconds") is not None}
+    if not known:
+        return ""
+    parts = [f"{name} {known[name]:.1f}" for name in ("forward", "backward") if name in known]
+    inner = ", ".join(parts) or ("replayed as CUDA graphs" if graphs else "")
+    shown = {name: f"{name.replace('_', '-')} {value:.1f}" for name, value in known.items()}
+    if inner and "forward_backward" in shown:
+        shown["forward_backward"] += f" ({inner})"
+    return "  ms/step: " + ", ".join(shown[n] for n in ("forward_backward", "optimizer", "data") if n in shown)
 
 
 def _power(scale: float) -> str:

@@ -3,6 +3,7 @@
 recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> steps -> run folder
 """
 
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -110,7 +111,7 @@ class Loop:
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
-                self.report = stack.enter_context(Report(*made))
+                self.report = stack.enter_context(Report(*made, trainer.samples_before))
 
             self.mesh.on_rank_0(open_report)
 
@@ -207,8 +208,9 @@ class Loop:
             "lr": trainer.optimizer.lr.item(),
             "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
+            "batch_size": trainer.sizes.at(trainer.step - 1),
             **trainer.optimizer.metrics(),
-            **trainer.sizes.metrics(trainer.step - 1),
+            **trainer.times(),
         }
         self.report.step(trainer.step, metrics, record)
 
@@ -250,6 +252,7 @@ class Loop:
         samples = trainer.samples_before(trainer.step)
         state = describe(asdict(self.recipe), trainer.settings, trainer.schedule, trainer.step, samples)
         state |= {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **self.interval.state()}
+        begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)
         except (OSError, UserError) as error:
@@ -258,6 +261,9 @@ class Loop:
                 again = f"to go on, add --resume {checkpoints.parent}"
                 raise UserError(f"{error}; {again if list_checkpoints(checkpoints) else 'then start again'}") from None
             say(f"{error}; training goes on", warning=True)
+        else:
+            if trainer.timers.enabled:
+                self.report.saved(trainer.step, self.mesh.max(time.perf_counter() - begin))
 
     def _check_folder(self) -> None:
         """Raise UserError, on all ranks, where the run folder is gone."""

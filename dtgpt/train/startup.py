@@ -24,6 +24,7 @@ from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.sinks import check_wandb
+from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
@@ -51,6 +52,8 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     plan = recipe.plan_for(process.world)
     check_wandb(recipe.log.wandb)
+    if recipe.log.tensorboard:
+        import_tensorboard()
     tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
     for note in recipe.notes(plan.dp, device.type):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
@@ -20,7 +21,9 @@ from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scal
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
+from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
+from dtgpt.util.timers import Timers
 
 
 class StepResult(NamedTuple):
@@ -52,7 +55,8 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        self.engine = make_engine(self.stages, self.shards, settings, self.graphs)
+        self.timers = Timers(recipe.log.timers, mesh.device)
+        self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
         self.step, self.sizes = 0, recipe.batch_sizes()
@@ -77,18 +81,23 @@ class Trainer:
         self.graphs.next_step()
         if not self.graphs.captured:
             self.shards.drop_gradients()
-        windows, sample_ids, step_key = self.batches.take(self.step)
+        with self.timers.measure("data", host=True):
+            windows, sample_ids, step_key = self.batches.take(self.step)
         keys = dropout_keys(step_key, sample_ids, self.num_sites) if self.num_sites else None
         # Contiguous, as a graph's copies of its inputs are: another layout would be compiled anew during capture.
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
-        return self.engine.gradients(self.micro_batches, self._with_global_weights(batch))
+        weighted = self._with_global_weights(batch)
+        with self.timers.measure("forward_backward"):
+            return self.engine.gradients(self.micro_batches, weighted)
 
     def update(self, loss: Tensor) -> StepResult:
         """Clip the gradients that `gradients` left in the shards, and step."""
         self.before_update()
-        norm = self.graphs.run("update", self.optimizer.apply)
+        with self.timers.measure("optimizer"):
+            norm = self.graphs.run("update", self.optimizer.apply)
         self.step += 1
+        self.timers.next_step()
         return StepResult(loss.clone(), norm.clone())  # a graph overwrites its outputs in the next step
 
     def gradient(self, shard: Shard) -> Tensor:
@@ -117,6 +126,16 @@ class Trainer:
         given = self.stages, self.mesh, self.settings, tokenizer, log
         text = evaluate.sample(*given, self.seed, self.step, interrupted)
         return None if self.mesh.any(interrupted()) else text
+
+    def times(self) -> dict[str, float]:
+        """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;
+        nothing without timers. Waits for the device."""
+        if not self.timers.enabled:
+            return {}
+        own = self.timers.take()
+        seconds = torch.tensor([own.get(name, -1.0) for name in TIMED], dtype=torch.float64, device=self.mesh.device)
+        slowest = self.mesh.all_reduce(seconds, ReduceOp.MAX).tolist()
+        return {f"{name}_seconds": value for name, value in zip(TIMED, slowest, strict=True) if value >= 0}
 
     def samples_before(self, step: int) -> int:
         """Return the samples that the run had seen when `step` began."""

@@ -12,7 +12,9 @@ import torch
 
 from dtgpt.util.hardware import device_name
 
-PACKAGES = ("dtgpt", "torch", "numpy", "einops", "safetensors", "tiktoken", "tokenizers", "triton", "wandb")
+PACKAGES = (
+    "dtgpt", "torch", "numpy", "einops", "safetensors", "tensorboard", "tiktoken", "tokenizers", "triton", "wandb",
+)  # fmt: skip
 
 
 def package_versions() -> dict[str, str]:

@@ -20,7 +20,14 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
-TIMED = ("tokens_per_second", "seconds_per_step", "eta_seconds", "memory_gib", "tokens_per_second_per_device")
+TIMED = (
+    "tokens_per_second",
+    "seconds_per_step",
+    "eta_seconds",
+    "memory_gib",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+)
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+"""A model under any plan for a program that runs on rank 0 alone: the other ranks follow what it asks for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.scoring import TokenScores, scorer_of
+from dtgpt.inference.generator import Need, need_of
+from dtgpt.inference.load import load
+from dtgpt.inference.model import Model
+from dtgpt.inference.session import Job, Session
+from dtgpt.inference.share import share
+
+SCORE, GENERATE, END = "score", "generate", "end"
+
+
+def open_shared(
+    model: str, plan: str | None = None, device: str = "auto", precision: str = "auto", slots: int | None = None,
+    tokenizer: str | None = None, vocab_file: str | None = None, merge_file: str | None = None,
+) -> "SharedModel":  # fmt: skip
+    """Return the model at the path `model`, opened as `dtgpt.load` does, on every rank. vocab_file, merge_file: of a
+    BPE like GPT-2's, in place of `tokenizer`. Raise UserError where an argument is wrong."""
+    given: Tokenizer | str | None = tokenizer
+    if vocab_file is not None or merge_file is not None:
+        given = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)
+    return SharedModel(load(model, plan, device, precision, "auto" if slots is None else slots, given))
+
+
+class SharedModel:
+    """Rank 0 calls `score` and `generate`, and `end` when it is done; every other rank calls `follow`, which returns
+    then. Where rank 0 fails, the others do."""
+
+    def __init__(self, model: Model):
+        self.model, self._scorer = model, scorer_of(model)
+        self._in_step = True  # whether the other ranks wait for a command
+
+    @property
+    def is_leader(self) -> bool:
+        return self.model.mesh.rank == 0
+
+    def score(
+        self, samples: Sequence[Sample], tokens: int | None, progress: Callable[[int], None]
+    ) -> list[TokenScores]:
+        """Return the scores of the samples. tokens: of a batch, padding included; None: as many as keep the device
+        busy. `progress` is called with the number of samples that are new."""
+        self._command(SCORE, tokens)
+        scores = self._score(samples, tokens, progress)
+        self._in_step = True
+        return scores
+
+    def generate(self, jobs: Sequence[Job], progress: Callable[[int], None]) -> list[str]:
+        """Return the text of each job, which has one sequence."""
+        self._command(GENERATE)
+
+        def prepare() -> Need:
+            for job in jobs:
+                self.model.generator.check(job)
+            return need_of(jobs)
+
+        def work(session: Session) -> list[str]:
+            texts = []
+            for completions in session.run(jobs):
+                texts.append(completions[0].text or "")
+                progress(1)
+            return texts
+
+        texts = self.model.generator.run(prepare, work)
+        self._in_step = True
+        return texts
+
+    def end(self) -> None:
+        """Let the other ranks return, unless one of the calls has failed: then they have failed, too."""
+        if self._in_step:
+            self._command(END)
+
+    def follow(self) -> None:
+        """Take part in what rank 0 asks for, until it ends."""
+        mesh = self.model.mesh
+        while True:
+            kind, tokens = share(mesh)
+            if kind == END:
+                return
+            if kind == SCORE:
+                self._score(None, tokens, lambda done: None)
+            else:
+                self.model.generator.run(_unused, _unused)
+
+    def _score(
+        self, samples: Sequence[Sample] | None, tokens: int | None, progress: Callable[[int], None]
+    ) -> list[TokenScores]:
+        scorer = scorer_of(self.model) if tokens is None else self._scorer
+        scorer.tokens = tokens or scorer.tokens
+        with self.model.generator.alone():
+            scores = scorer.score(samples, lambda done: progress(done * self.model.mesh.plan.dp))
+        assert scores is not None  # nothing interrupts it
+        return scores
+
+    def _command(self, kind: str, tokens: int | None = None) -> None:
+        self._in_step = False
+        share(self.model.mesh, [kind, tokens])
+
+
+def _unused(*_: object) -> Any:
+    raise AssertionError("rank 0 alone prepares and works")
