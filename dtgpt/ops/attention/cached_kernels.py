@@ -62,8 +62,8 @@ def write_kernel(
     k, v, keys, values, slots, batch, position, head_stride, T,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS positions of one head of one sequence of k and v `[B, T, N_kv, D]`, with the strides batch, position and
-    head_stride, to the cache `[slots, N_kv, LENGTH, D]`. BLOCK: D, as a power of two."""
+    """Write ROWS positions of one head of one sequence of k and v `[B, T, N_kv, D]` to the cache `[slots, N_kv, LENGTH,
+    D]`. batch, position, head_stride: the strides of k and v. BLOCK: D, as a power of two."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
