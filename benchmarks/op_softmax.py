@@ -6,9 +6,8 @@ The floor counts what a causal kernel must move: the half that is shown read, an
 import torch
 from cases import Case, run_cases
 
-from dtgpt.ops.fused_softmax.extension import library
 from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
-from dtgpt.ops.fused_softmax.softmax_kernels import Launch
+from dtgpt.ops.fused_softmax.softmax_kernels import Launch, built
 from dtgpt.ops.random.philox import fold, root_key
 
 BATCH, HEADS, LENGTH = 32, 16, 1024
@@ -16,7 +15,7 @@ LAUNCHES = [Launch(128, 4), Launch(256, 4), Launch(64, 4), Launch(128, 2), Launc
 
 
 def cases() -> list[Case]:
-    if library("softmax", torch.device("cuda", torch.cuda.current_device())) is None:
+    if built(torch.device("cuda", torch.cuda.current_device())) is None:
         raise SystemExit("the kernels cannot be built here")
     shape = (BATCH, HEADS, LENGTH, LENGTH)
     scores, grad = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -79,10 +79,15 @@ class Engine:
 
     def _forget(self) -> None:
         """Forget all requests."""
-        self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self._runner.prompts.batch_tokens else None)
+        self._scheduler = Scheduler(self.slots, idle_tokens=IDLE_TOKENS if self.batch_tokens else None)
         self._requests: dict[int, _Active] = {}
         self._ended: list[Event] = []  # of choices that were cancelled since the last step
         self._launched: _Launched | None = None
+
+    @property
+    def batch_tokens(self) -> int:
+        """The most tokens of prompts that are read in one pass; 0: each prompt has a pass of its own."""
+        return self._runner.prompts.batch_tokens
 
     @property
     def busy(self) -> bool:
@@ -152,7 +157,7 @@ class Engine:
         """Read chunks of prompts, several in a pass where these ask for no scores. Return the scores, by request."""
         asked = {chunk: self._requests[chunk.request].request for chunk in chunks}
         plain = [chunk for chunk in chunks if not asked[chunk].score_prompt]
-        together = group_prompts(plain, self.config.seq_length, self._runner.prompts.batch_tokens)
+        together = group_prompts(plain, self.config.seq_length, self.batch_tokens)
         for group in together:
             slots, prompts = [chunk.slot for chunk in group], [asked[chunk].ids[: chunk.stop] for chunk in group]
             self.commands.prefill_batch(slots, prompts)

@@ -11,6 +11,7 @@ from dtgpt.inference.graphs import StepGraphs
 from dtgpt.inference.prefill import Prefill
 from dtgpt.inference.prompt_batches import padded_length
 from dtgpt.inference.results import Pending
+from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.inference.step import Step
 from dtgpt.models.config import ModelConfig
@@ -21,6 +22,8 @@ from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.hardware import to_device
 
+# Rows of steps that are so short that one graph holds all of a round: else the time between graphs would show.
+ROWS_OF_SHORT_STEPS = 8
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
 
 
@@ -94,20 +97,31 @@ class Runner:
         rows = self._tensor([*slots, *[self.slots] * (self._bucket(len(slots)) - len(slots))])
         if len(rows) > len(slots):
             self.state.position[self.slots :].zero_()  # attention over the scratch slot stays short
-        drawn = [self._decode(rows, variant) for _ in range(steps)]
-        stacked = (torch.stack(values, dim=1)[: len(slots)] for values in zip(*drawn, strict=True))
-        return Pending(Sampled(*stacked))
+        drawn = self._decode(rows, steps, variant)
+        return Pending(Sampled(*(values[: len(slots)] for values in drawn)))
 
-    def _decode(self, rows: Tensor, variant: Variant) -> Sampled:
+    def _decode(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results `[B, steps]` of decode steps of padded rows."""
         if self._graphs is None:
-            return self.step.decode(rows, variant)
+            return self._steps(rows, steps, variant)
+        if steps == LONGEST_ROUND and len(rows) <= ROWS_OF_SHORT_STEPS:
+            return self._replay(self._graphs, rows, steps, variant)
+        replayed = (self._replay(self._graphs, rows, 1, variant) for _ in range(steps))
+        drawn = [Sampled(*(values.clone() for values in results)) for results in replayed]
+        return Sampled(*(torch.cat(values, dim=1) for values in zip(*drawn, strict=True)))
+
+    def _replay(self, graphs: StepGraphs, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        """Return the results in memory that the next replay overwrites."""
 
         def idle() -> tuple[Tensor]:
             return (torch.full_like(rows, self.slots),)
 
-        name = "decode", len(rows), variant
-        drawn = self._graphs.run(name, lambda slots: self.step.decode(slots, variant), (rows,), idle)
-        return Sampled(*(value.clone() for value in drawn))
+        name = "decode", len(rows), steps, variant
+        return graphs.run(name, lambda slots: self._steps(slots, steps, variant), (rows,), idle)
+
+    def _steps(self, rows: Tensor, steps: int, variant: Variant) -> Sampled:
+        drawn = [self.step.decode(rows, variant) for _ in range(steps)]
+        return Sampled(*(torch.stack(values, dim=1) for values in zip(*drawn, strict=True)))
 
     def detach(self) -> None:
         """Leave the stages as they were, until the next command."""

@@ -106,6 +106,11 @@ class Session:
         self._engine.fail()
 
     @property
+    def batch_tokens(self) -> int:
+        """The most tokens of prompts that are read in one pass; 0: each prompt has a pass of its own."""
+        return self._engine.batch_tokens
+
+    @property
     def busy(self) -> bool:
         """Whether any job is not finished."""
         return bool(self._open)

@@ -16,6 +16,7 @@ from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.batch import Batch
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.decode.blocks import next_rows
 from dtgpt.ops.sampling.sample import sample
 from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
@@ -73,8 +74,11 @@ class Step:
 
         The slots are the only input, and nothing here waits for the device: a CUDA graph can hold it.
         """
-        positions = self.state.position[slots]
-        logits = self._row_logits(self.state.token[slots], Rows(slots, positions))
+        if self._fused is None:
+            tokens, positions = self.state.token[slots], self.state.position[slots]
+        else:
+            tokens, positions = next_rows(slots, self.state.token, self.state.position)
+        logits = self._row_logits(tokens, Rows(slots, positions))
         drawn = None
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)

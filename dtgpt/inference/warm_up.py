@@ -3,7 +3,8 @@
 from typing import Any
 
 from dtgpt.inference.options import MOST_SEQUENCES, Options
-from dtgpt.inference.runner import BUCKETS, PROMPT_LENGTHS
+from dtgpt.inference.prompt_batches import PROMPT_LENGTHS, batch_sizes
+from dtgpt.inference.runner import BUCKETS
 from dtgpt.inference.session import Job, Session
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests; graphs of others are made on demand
@@ -11,13 +12,16 @@ SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests;
 
 def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
     """Run requests of every shape that graphs are captured for: numbers of rows up to `slots`, and lengths of prompts
-    up to `positions`. Without `graphs`, run one small request, which loads what is loaded on first use."""
+    up to `positions`, alone and together. Without `graphs`, run one small request, which loads what is loaded on first
+    use."""
     if not graphs:
         _run(session, [_job(2, min(2, positions - 2))])
         return
-    for length in PROMPT_LENGTHS:
-        if length <= positions:
-            _run(session, [_job(min(length + 1, positions - 1), 1)])  # all of a prompt but its last token is prefilled
+    for length in [size for size in PROMPT_LENGTHS if size <= positions]:
+        prompt = _job(min(length + 1, positions - 1), 1)  # all of it but its last token is prefilled
+        for size in batch_sizes(length, session.batch_tokens):
+            if size <= slots:
+                _run(session, [prompt] * size)
     rows = sorted({min(size, slots) for size in BUCKETS})
     for sampling in SAMPLINGS:
         for size in rows:

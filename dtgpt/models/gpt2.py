@@ -28,7 +28,7 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.attention.packed import split_qkv
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
+from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.pointwise.gelu import bias_gelu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.field_types import Bounds
@@ -102,6 +102,10 @@ class Embedding(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.drop((self.wte(tokens) + self.wpe(positions)).to(self.dtype), context.dropout_keys)
+
+    def decode_weights(self) -> EmbeddingWeights:
+        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        return EmbeddingWeights(self.wte.weight, self.wpe.weight)
 
 
 class Block(nn.Module):

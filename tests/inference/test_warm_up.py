@@ -39,6 +39,23 @@ def test_every_shape_of_a_graph_is_run(shapes):
     assert steps >= {(rows, filters) for rows in (1, 2, 4, 8, 12) for filters in (False, True)}
 
 
+def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
+    batches, read = set(), Runner.prefill_batch
+
+    def seen(runner, slots, prompts):
+        batches.add((len(prompts), len(prompts[0])))
+        read(runner, slots, prompts)
+
+    def work(session):
+        session._engine._runner.prompts.batch_tokens = 512
+        session._engine._forget()
+        warm_up(session, 20, 64, graphs=True)
+
+    monkeypatch.setattr(Runner, "prefill_batch", seen)
+    generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: Need(20, 1), work)
+    assert batches >= {(16, 16), (8, 32), (16, 32), (4, 62), (8, 62)}
+
+
 def test_many_rows_are_several_requests(shapes):
     assert max(rows for rows, _ in shapes(slots=140, positions=8, graphs=True)[1]) == 140
 

@@ -7,28 +7,48 @@ import subprocess
 import pytest
 import torch
 
-from dtgpt.ops.fused_softmax import extension
+from dtgpt.ops import extension
+from dtgpt.ops.decode import rows
+from dtgpt.ops.fused_softmax import softmax_kernels
+
+SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads
+    rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024),
+    rows.Sizes("__half", 1024, 4096, 3072, 1024, 64, 16, 2048),
+    rows.Sizes("__nv_bfloat16", 1024, 2048, 1536, 1024, 128, 2, 1024),
+]
+HOPPER = ["-c", "-gencode=arch=compute_90,code=sm_90", "-Xptxas", "-v"]
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_sources_compile_without_a_gpu(tmp_path):
+def compile_all(commands: list[list[str]]) -> list[str]:
+    """Return what the compiler said of each command."""
+    builds = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for words in commands]
+    said = [build.communicate()[1] for build in builds]
+    assert all(build.returncode == 0 for build in builds), said
+    return said
+
+
+@needs_nvcc
+def test_the_softmax_compiles_without_a_gpu(tmp_path):
     """For the oldest architecture of this nvcc, and for Hopper, whose kernels must keep their rows in registers."""
     oldest = extension.targets("nvcc")[0]
-    steps = {
-        oldest: ["-ptx", f"-arch=compute_{oldest}"],
-        90: ["-c", "-gencode=arch=compute_90,code=sm_90", "-Xptxas", "-v"],
-    }
-    common = ["nvcc", *extension.FLAGS, "-Werror", "all-warnings", str(extension.SOURCES / "softmax.cu")]
-    builds = {
-        target: subprocess.Popen(
-            [*common, *step, "-o", str(tmp_path / f"{target}.out")], stderr=subprocess.PIPE, text=True
-        )
-        for target, step in steps.items()
-    }
-    said = {target: build.communicate()[1] for target, build in builds.items()}
-    assert all(build.returncode == 0 for build in builds.values()), said
-    spills = re.findall(r"(\d+) bytes spill stores", said[90])
+    common = ["nvcc", *extension.FLAGS, *softmax_kernels.FLAGS, "-Werror", "all-warnings", str(softmax_kernels.SOURCE)]
+    steps = [["-ptx", f"-arch=compute_{oldest}"], HOPPER]
+    said = compile_all([[*common, *step, "-o", str(tmp_path / f"{i}.out")] for i, step in enumerate(steps)])
+    spills = re.findall(r"(\d+) bytes spill stores", said[1])
     assert len(spills) == 48 and set(spills) == {"0"}
+
+
+@needs_nvcc
+def test_the_products_of_few_rows_compile_without_a_gpu(tmp_path):
+    """Two kernels must fit on a multiprocessor: 128 registers a thread, few of them spilled."""
+    common = ["nvcc", *extension.FLAGS, "-Werror", "all-warnings", str(rows.SOURCE), *HOPPER]
+    devices = rows.Gpu(multiprocessors=132, room=77824)
+    assert all(rows.fits(size, devices.multiprocessors) for size in SIZES)
+    commands = [[*common, *rows.flags(s, devices), "-o", str(tmp_path / f"{i}.out")] for i, s in enumerate(SIZES)]
+    for said in compile_all(commands):
+        spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", said)]
+        assert len(spills) == 13 and max(spills) <= 64
 
 
 def test_a_gpu_that_nvcc_does_not_know_gets_what_its_driver_translates(monkeypatch):
@@ -58,7 +78,7 @@ def test_a_build_that_fails_is_told_once(problem, monkeypatch, capsys, tmp_path)
     elif problem == "failing compiler" and not cpp_extension.is_ninja_available():
         pytest.skip("needs ninja")
     extension.library.cache_clear()
-    assert [extension.library("softmax", torch.device("cuda", 0)) for _ in range(2)] == [None, None]
+    assert [softmax_kernels.built(torch.device("cuda", 0)) for _ in range(2)] == [None, None]
     extension.library.cache_clear()
     words = {"no nvcc": "nvcc was not found", "no ninja": "Ninja is required", "failing compiler": "error: no"}
     told = capsys.readouterr().err.strip().splitlines()

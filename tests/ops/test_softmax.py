@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fused_softmax import extension, softmax_kernels
+from dtgpt.ops.fused_softmax import softmax_kernels
 from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
 from dtgpt.ops.fused_softmax.softmax_kernels import Launch
 from dtgpt.ops.random.dropout import dropout
@@ -153,7 +153,7 @@ SHAPES = [
 
 @pytest.fixture
 def kernels():
-    if extension.library("softmax", torch.device("cuda", 0)) is None:
+    if softmax_kernels.built(torch.device("cuda", 0)) is None:
         pytest.skip("the kernels cannot be built here")
 
 
@@ -212,7 +212,7 @@ def test_what_causality_hides_is_never_read(kernels, columns, with_key):
 )
 def test_torch_takes_over_where_there_are_no_kernels(shape, kind, with_key, monkeypatch):
     if shape[-1] <= softmax_kernels.LONGEST:
-        monkeypatch.setattr(softmax_kernels, "library", lambda name, device: None)
+        monkeypatch.setattr(softmax_kernels, "library", lambda *arguments: None)
     scores, grad, key = make_case(shape, torch.bfloat16, "cuda")
     mask, key = make_mask(kind, shape, "cuda"), key if with_key else None
     found = run(scaled_masked_softmax, scores, grad, SCALE, mask, key=key, p=P, start=START)

@@ -114,7 +114,7 @@ def test_a_model_of_ids_alone_takes_ids_and_no_stop_strings():
     generator = generator_of(CONFIG, Ids(257))
     assert read(generator, prompt=[5, 6], echo=True).prompts == [Prompt([5, 6], "")]
     for wrong in ({"prompt": "text"}, {}, {"prompt": [5], "stop": "x"}):
-        with pytest.raises(HttpProblem, match="ids alone|in which stop strings"):
+        with pytest.raises(HttpProblem, match=r"ids alone|in which stop strings"):
             read(generator, **wrong)
 
 

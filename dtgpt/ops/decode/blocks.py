@@ -1,4 +1,4 @@
-"""Transformer blocks for one token each of M sequences, in eight launches a block.
+"""Transformer blocks for one token each of M sequences, in eight launches a block, or five where M is small (`rows`).
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
+from dtgpt.ops.decode.rows import MOST_ROWS, kernels_for, sizes_of
+from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_dependent_launch, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
@@ -66,6 +67,24 @@ class Residual(NamedTuple):
         if self.branch is None or self.bias is None:
             return self.x
         return residual_norm(self, self.bias, self.bias, 1.0)[0]  # the norm is not used
+
+
+def next_rows(slots: Tensor, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next token and its position of each of `slots`, int64 `[M]`, from the state int64 `[slots]`."""
+    tokens, positions = torch.empty_like(slots), torch.empty_like(slots)
+    kernels().next_kernel[(len(slots),)](slots, token, position, tokens, positions, num_warps=1)
+    return tokens, positions
+
+
+def embed(tokens: Tensor, positions: Tensor, weights: EmbeddingWeights) -> Tensor:
+    """Return activations `[M, H]` of tokens at positions, int64 `[M]`."""
+    table, places = weights
+    size = table.shape[1]
+    out = table.new_empty(len(tokens), size)
+    kernels().embed_kernel[(len(tokens),)](
+        tokens, positions, table, places, out, size, BLOCK=1 << (size - 1).bit_length(), num_warps=4
+    )
+    return out
 
 
 def residual_norm(stream: Residual, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -120,6 +139,11 @@ def run_blocks(
 
     keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
     """
+
+    if all_reduce is None and len(x) <= MOST_ROWS and blocks:
+        few = kernels_for(sizes_of(blocks[0], keys[0]), x.device)
+        if few is not None:
+            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions))
 
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")

@@ -32,6 +32,26 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def next_kernel(slots, token, position, tokens, positions):
+    """Write the next token and its position of each slot, int64 `[M]`, from the state `[slots]`."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    tl.store(tokens + row, tl.load(token + slot))
+    tl.store(positions + row, tl.load(position + slot))
+
+
+@triton.jit
+def embed_kernel(tokens, positions, table, places, out, H, BLOCK: tl.constexpr):
+    """Write the sum of a token's and a position's row `[H]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    token = tl.load(table + tl.load(tokens + row) * H + column, inside, 0.0).to(tl.float32)
+    place = tl.load(places + tl.load(positions + row) * H + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * H + column, (token + place).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
 def norm_kernel(
     x, branch, branch_bias, weight, bias, total, out, rows, H, eps,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

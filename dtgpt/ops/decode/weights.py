@@ -5,6 +5,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class EmbeddingWeights(NamedTuple):
+    """Tables of tokens and of learned positions, whose rows are added."""
+
+    tokens: Tensor  # [V, H]
+    positions: Tensor  # [P, H]
+
+
 class BlockWeights(NamedTuple):
     """A pre-norm block of GPT-2's kind: LayerNorm, attention, LayerNorm, two matrices with a tanh-GELU between them.
 

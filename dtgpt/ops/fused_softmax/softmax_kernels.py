@@ -2,15 +2,19 @@
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fused_softmax.extension import library
+from dtgpt.ops.extension import library
 from dtgpt.ops.random.dropout import LANES, keep_scale, threshold
 
 LONGEST = 16384  # columns of a row that a block holds in registers
+SOURCE = Path(__file__).with_name("softmax.cu")
+# Subnormals are flushed to 0 and divisions are accurate to 2 ulp, so exponentials and quotients are one instruction.
+FLAGS = ("-ftz=true", "-prec-div=false")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -38,12 +42,17 @@ class Problem(ctypes.Structure):
     )
 
 
+def built(device: torch.device) -> ctypes.CDLL | None:
+    """Return the library of the kernels, or None where it cannot be built."""
+    return library(SOURCE, device, FLAGS)
+
+
 def serves(scores: Tensor, scale: float, start: Sequence[int]) -> bool:
     """Return whether the kernels can process these CUDA tensors; build them if necessary."""
     rows, columns = scores.shape[:-1].numel(), scores.shape[-1]
     # The kernels evaluate Philox once for an octet of columns, and look for the largest score before they scale it.
     possible = 0 < rows < 2**31 and 0 < columns <= LONGEST and start[2] % LANES == 0 and scale > 0
-    return possible and scores.dtype in TYPES and library("softmax", scores.device) is not None
+    return possible and scores.dtype in TYPES and built(scores.device) is not None
 
 
 def launch(
@@ -78,9 +87,9 @@ def launch(
         threads=how.threads,
         most_octets=how.most_octets,
     )
-    built = library("softmax", input.device)
-    assert built is not None  # `serves` said so
-    function = built.launch_softmax
+    kernels = built(input.device)
+    assert kernels is not None  # `serves` said so
+    function = kernels.launch_softmax
     function.restype, function.argtypes = ctypes.c_char_p, (ctypes.POINTER(Problem), ctypes.c_int, ctypes.c_void_p)
     with torch.cuda.device(input.device):
         failure = function(problem, grad is not None, torch.cuda.current_stream().cuda_stream)

@@ -1,8 +1,9 @@
-"""Build this folder's CUDA C++ when an operation first needs it, and cache the result for later runs.
+"""Build CUDA C++ when an operation first needs it, and cache the result for later runs.
 
 torch.utils.cpp_extension runs nvcc and the linker. The sources have a C interface and do not include PyTorch: a build
 takes seconds instead of a minute, and one library serves every version of PyTorch. The cache is in
-`$TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`: a library for each GPU architecture and source digest.
+`$TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`: a library for each GPU architecture and digest of
+sources and flags.
 """
 
 import ctypes
@@ -20,19 +21,21 @@ import torch
 from dtgpt.util.console import say
 from dtgpt.util.storage import FileLock
 
-SOURCES = Path(__file__).parent
-# Subnormals are flushed to 0 and divisions are accurate to 2 ulp, so exponentials and quotients are one instruction.
-FLAGS = ["-O3", "-std=c++17", "-ftz=true", "-prec-div=false"]
+FLAGS = ("-O3", "-std=c++17")
 
 
 @functools.cache
-def library(name: str, device: torch.device) -> ctypes.CDLL | None:
-    """Return the library of `{name}.cu` for this CUDA device, or None, with a warning, where it cannot be built."""
+def library(
+    source: Path, device: torch.device, flags: tuple[str, ...] = (), instead: str = "plain torch"
+) -> ctypes.CDLL | None:
+    """Return the library of a `.cu` file for this CUDA device, or None, with a warning, where it cannot be built.
+    flags: further ones of nvcc. instead: what runs then, for the warning."""
     try:
-        return ctypes.CDLL(str(_built(name, torch.cuda.get_device_capability(device))))
-    except Exception as error:  # no failure of a build may end a run that plain torch can continue
+        return ctypes.CDLL(str(_built(source, torch.cuda.get_device_capability(device), (*FLAGS, *flags))))
+    except Exception as error:  # no failure of a build may end a run that other kernels can continue
         say(
-            f"the CUDA kernel {name} cannot be built ({_reason(error)}): plain torch runs instead, slower", warning=True
+            f"the CUDA kernel {source.stem} cannot be built ({_reason(error)}): {instead} runs instead, slower",
+            warning=True,
         )
         return None
 
@@ -43,15 +46,15 @@ def targets(nvcc: str) -> list[int]:
     return sorted(map(int, re.findall(r"compute_(\d+)$", listed, re.MULTILINE)))
 
 
-def _built(name: str, capability: tuple[int, int]) -> Path:
+def _built(source: Path, capability: tuple[int, int], flags: tuple[str, ...]) -> Path:
     """Return the path of the library. One process builds it unless it is cached; the others wait."""
     from torch.utils import cpp_extension  # needs setuptools, and looks for CUDA
 
     if cpp_extension.CUDA_HOME is None:
         raise RuntimeError("nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
-    contents = [path.read_bytes() for path in sorted(SOURCES.glob("*.cu*"))]
-    digest = hashlib.sha256(b"\0".join([repr((FLAGS, torch.version.cuda)).encode(), *contents])).hexdigest()
-    unique = f"{name}_sm{capability[0]}{capability[1]}_{digest[:16]}"
+    contents = [path.read_bytes() for path in sorted(source.parent.glob("*.cu*"))]
+    digest = hashlib.sha256(b"\0".join([repr((flags, torch.version.cuda)).encode(), *contents])).hexdigest()
+    unique = f"{source.stem}_sm{capability[0]}{capability[1]}_{digest[:16]}"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
     folder = Path(root) / "dtgpt"
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,16 +63,18 @@ def _built(name: str, capability: tuple[int, int]) -> Path:
         if not finished.exists():
             # In a temporary folder, so that a killed build leaves no lock file of PyTorch's behind.
             with tempfile.TemporaryDirectory(dir=folder) as place:
-                os.replace(_build(cpp_extension, name, unique, capability, place), finished)
+                os.replace(_build(cpp_extension, source, unique, capability, flags, place), finished)
     return finished
 
 
-def _build(cpp_extension, name: str, unique: str, capability: tuple[int, int], place: str) -> str:
+def _build(
+    cpp_extension, source: Path, unique: str, capability: tuple[int, int], flags: tuple[str, ...], place: str
+) -> str:
     nvcc = os.path.join(cpp_extension.CUDA_HOME, "bin", "nvcc")
     return cpp_extension.load(
         unique,
-        [str(SOURCES / f"{name}.cu")],
-        extra_cuda_cflags=[*FLAGS, _target(nvcc, capability)],
+        [str(source)],
+        extra_cuda_cflags=[*flags, _target(nvcc, capability)],
         extra_ldflags=["-Wl,--as-needed", *_library_paths(nvcc)],
         build_directory=place,
         is_python_module=False,

@@ -1,0 +1,165 @@
+"""Launch the CUDA kernels of transformer blocks for one token each of a few sequences, `rows.cu`.
+
+Five launches a block. The kernels are built for the sizes of one model when they are first needed, which takes some
+seconds once a machine.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.decode.weights import BlockWeights
+from dtgpt.ops.extension import library
+from dtgpt.ops.fast import has_dependent_launch, multiprocessors
+
+SOURCE = Path(__file__).with_name("rows.cu")
+MOST_ROWS = 4  # beyond, the kernels of `kernels.py` are as fast
+SPLIT = SEGMENT = 128  # positions of attention; columns of a chain
+WARPS, TILE = 8, 8
+TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model, for which the kernels are built."""
+
+    type: str
+    hidden: int  # H
+    inner: int  # F
+    packed: int  # N_kv (R + 2) D
+    width: int  # N D
+    head: int  # D
+    kv_heads: int
+    length: int  # positions of a slot
+
+
+class Gpu(NamedTuple):
+    """What the kernels are built for, besides."""
+
+    multiprocessors: int
+    room: int  # bytes of shared memory of a CTA, of which two fit on a multiprocessor and three do not
+
+
+class Product(ctypes.Structure):
+    """The arguments of a product; `rows.cu` has the meaning of the fields."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "norm_weight", "norm_bias", "partial", "state")),
+        *((name, ctypes.c_void_p) for name in ("residual", "out", "keys", "values", "slots", "positions")),
+        *((name, ctypes.c_int) for name in ("rows", "dependent")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Attention(ctypes.Structure):
+    """The arguments of attention; `attention.cuh` has the meaning of the fields."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "partial", "state", "slots", "positions")),
+        ("rows", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+def fits(sizes: Sizes, ctas: int) -> bool:
+    """Return whether the kernels can be built for these sizes: the weights that a warp multiplies must fit into its
+    registers, and those of a CTA into half of a multiprocessor's shared memory."""
+    products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (sizes.inner, sizes.hidden),
+                (sizes.hidden, sizes.inner))  # fmt: skip
+    for columns, size in products:
+        rows, sets = math.ceil(columns / ctas), math.ceil(size / SEGMENT / WARPS)
+        if size % SEGMENT or math.ceil(rows / TILE) * sets > 4:
+            return False
+    heads = sizes.packed // sizes.head
+    return sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
+
+
+def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
+    """Return the flags of nvcc that give the sources their sizes."""
+    named = {**sizes._asdict(), "ctas": gpu.multiprocessors, "room": gpu.room}
+    return tuple(f"-DDTGPT_{name.upper()}={value}" for name, value in named.items())
+
+
+def sizes_of(block: BlockWeights, keys: Tensor) -> Sizes:
+    """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`."""
+    kv_heads, length, head = keys.shape[1:]
+    hidden, width = block.proj.shape
+    return Sizes(TYPES[keys.dtype], hidden, len(block.fc), len(block.qkv), width, head, kv_heads, length)
+
+
+@functools.cache
+def kernels_for(sizes: Sizes, device: torch.device) -> "RowKernels | None":
+    """Return the kernels for a model on a CUDA device, or None where there are none: on a GPU without dependent launch,
+    for other sizes, and, with a warning, where they cannot be built."""
+    properties = torch.cuda.get_device_properties(device)
+    per_multiprocessor = getattr(properties, "shared_memory_per_multiprocessor", 0)
+    gpu = Gpu(multiprocessors(device), per_multiprocessor // 3)
+    if not has_dependent_launch(device) or gpu.room < 76_000 or not fits(sizes, gpu.multiprocessors):
+        return None
+    built = library(SOURCE, device, flags(sizes, gpu), "Triton")
+    return None if built is None else RowKernels(built, sizes)
+
+
+class RowKernels:
+    """The kernels for one model."""
+
+    def __init__(self, built: ctypes.CDLL, sizes: Sizes):
+        self._sizes = sizes
+        self._launch = {}
+        for name in ("qkv", "attention", "proj", "fc", "out"):
+            function = getattr(built, f"launch_{name}")
+            function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_char_p
+            self._launch[name] = function
+
+    def run(
+        self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
+        slots: Tensor, positions: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the residual stream `[M, H]` after `blocks`, M up to MOST_ROWS; arguments as of `run_blocks`. Raises
+        RuntimeError where CUDA refuses a launch.
+
+        A kernel begins to copy weights while others before it still run. What else it reads early, slots, positions and
+        the cache of older tokens, must not be written within this call: therefore the first kernel waits for all.
+        """
+        rows, sizes, first = len(x), self._sizes, True
+        splits = math.ceil(sizes.length / SPLIT)
+        packed, inner = x.new_empty(rows, sizes.packed), x.new_empty(rows, sizes.inner)
+        heads = sizes.width // sizes.head
+        partial = x.new_empty(rows, heads, splits, sizes.head, dtype=torch.float32)
+        state = x.new_empty(rows, heads, splits, 2, dtype=torch.float32)
+        place = {"slots": slots, "positions": positions}
+        for block, k, v in zip(blocks, keys, values, strict=True):
+            cache, eps = {"keys": k, "values": v}, {"eps": block.eps}
+            norm_1 = {"x": x, "norm_weight": block.norm_1, "norm_bias": block.norm_1_bias, **eps}
+            self._product("qkv", block.qkv, block.qkv_bias, packed, dependent=not first, **norm_1, **cache, **place)
+            first = False
+            self._attention(packed, k, v, partial, state, slots, positions)
+            merged = {"partial": partial, "state": state, "positions": positions}
+            middle = torch.empty_like(x)
+            self._product("proj", block.proj, block.proj_bias, middle, residual=x, **merged)
+            norm_2 = {"x": middle, "norm_weight": block.norm_2, "norm_bias": block.norm_2_bias, **eps}
+            self._product("fc", block.fc, block.fc_bias, inner, **norm_2)
+            x = torch.empty_like(x)
+            self._product("out", block.out, block.out_bias, x, x=inner, residual=middle)
+        return x
+
+    def _product(self, name: str, weight: Tensor, bias: Tensor, out: Tensor, **more: Any) -> None:
+        fields = {"dependent": True, "weight": weight, "bias": bias, "out": out, **more}
+        numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
+        self._call(name, Product(rows=len(out), **numbers), out.device)
+
+    def _attention(self, *tensors: Tensor) -> None:
+        rows, scale = len(tensors[0]), math.log2(math.e) / math.sqrt(self._sizes.head)
+        arguments = Attention(*(tensor.data_ptr() for tensor in tensors), rows=rows, scale=scale)
+        self._call("attention", arguments, tensors[0].device)
+
+    def _call(self, name: str, arguments: Any, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            error = self._launch[name](ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
+        if error is not None:
+            raise RuntimeError(f"the decode kernel {name} cannot be launched: {error.decode()}")

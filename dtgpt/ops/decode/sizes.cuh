@@ -1,0 +1,40 @@
+// The sizes for which the kernels are built, and their launch.
+
+#pragma once
+
+#include "primitives.cuh"
+
+// Of the model: H, F, the columns of the projections to queries, keys and values and of the heads' outputs, D, heads of
+// keys and values, positions of a slot.
+constexpr int HIDDEN = DTGPT_HIDDEN, INNER = DTGPT_INNER, PACKED = DTGPT_PACKED, WIDTH = DTGPT_WIDTH;
+constexpr int HEAD = DTGPT_HEAD, KV_HEADS = DTGPT_KV_HEADS, LENGTH = DTGPT_LENGTH;
+using T = DTGPT_TYPE;
+
+// Of the GPU: multiprocessors, and the shared memory that every CTA asks for at least: so much that two fit on a
+// multiprocessor and three do not. Then each kernel has one CTA on each multiprocessor, and the next kernel, too.
+constexpr int CTAS = DTGPT_CTAS, ROOM = DTGPT_ROOM;
+constexpr int WARPS = 8, THREADS = WARPS * WARP;
+
+// Launches a kernel, which may start before the one before it has ended if it is `dependent`. Null, or why nothing was
+// launched.
+template <typename P>
+static const char* launch_dependent(void (*kernel)(const P), int ctas, int bytes, P arguments, bool dependent,
+                                    cudaStream_t stream) {
+    const void* const function = reinterpret_cast<const void*>(kernel);
+    bytes = bytes < ROOM ? ROOM : bytes;
+    cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = dependent;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(ctas);
+    config.blockDim = dim3(THREADS);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    void* pointers[] = {&arguments};
+    error = cudaLaunchKernelExC(&config, function, pointers);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
