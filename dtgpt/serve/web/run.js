@@ -92,6 +92,6 @@ export class Run {
   }
 
   stop() {
-    this.abort.abort();
+    if (this.running) this.abort.abort();
   }
 }
