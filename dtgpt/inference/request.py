@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.sampling import Sampling, SpecialIds, endings_of
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 
 NO_SPECIAL_IDS = SpecialIds()
 MOST_ALTERNATIVES = 64  # likeliest tokens for each position
@@ -93,7 +93,8 @@ def check_prompt(ids: list[int], vocab_size: int) -> None:
 def check_range(smallest: int, largest: int, vocab_size: int) -> None:
     """Raise UserError where ids from `smallest` to `largest` are not all tokens of the model."""
     if smallest < 0 or largest >= vocab_size:
-        raise UserError(f"ids {smallest} to {largest} are not all tokens of this model; use 0 to {vocab_size - 1}")
+        ids = f"ids {shown(smallest)} to {shown(largest)}"
+        raise UserError(f"{ids} are not all tokens of this model; use 0 to {vocab_size - 1}")
 
 
 class Event(NamedTuple):

@@ -9,34 +9,43 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from dtgpt.serve.limits import Limits
-from dtgpt.serve.problems import INVALID_JSON, NOT_AN_OBJECT, HttpProblem
+from dtgpt.serve.problems import ENCODED, INVALID_JSON, NOT_AN_OBJECT, HttpProblem
+from dtgpt.serve.service import THREADS
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import shown, shown_name
 
 CLOSE = {"Connection": "close"}  # for requests whose body is not read to its end
 DISCARDED = 2**24  # bytes beyond the limit that are read: a client that still sends would not see the answer
+LONG_BODY = 2**16  # bytes of a body that is parsed beside the event loop, which may take a second
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
 async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     """Return the JSON object that a request has as its body.
 
-    Raise HttpProblem: 415 for another content type, 413 for a body that is too long, 408 for one that arrives too
-    slowly, 400 for anything but strict JSON: NaN, Infinity, numbers out of range, keys that come twice, nesting,
-    halves of surrogate pairs.
+    Raise HttpProblem: 415 for another content type or a compressed body, 413 for a body that is too long, 408 for one
+    that arrives too slowly, 400 for anything but strict JSON: NaN, Infinity, numbers out of range, keys that come
+    twice, nesting, halves of surrogate pairs.
     """
     check_content_type(request)
-    return parse_object(await _read(request, limits), limits)
+    body = await _read(request, limits)
+    if len(body) < LONG_BODY:
+        return parse_object(body, limits)
+    return await asyncio.get_running_loop().run_in_executor(THREADS, parse_object, body, limits)
 
 
 def check_content_type(request: Request) -> None:
-    """Raise HttpProblem where the body is not declared as JSON. A page of another site can then not send a request
-    without asking first."""
+    """Raise HttpProblem where the body is not declared as plain JSON. A page of another site can then not send a
+    request without asking first."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not re.fullmatch(r"application/[\w.!#$&^-]+\+json", kind):
         what = f"the Content-Type is {shown(given)}" if given else "there is no Content-Type"
         raise HttpProblem(415, f"{what}; send JSON, with Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        sentence = f"the Content-Encoding is {shown(coding)}; send the body as it is, without compression"
+        raise HttpProblem(415, sentence, code=ENCODED)
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
@@ -75,7 +84,7 @@ def parse_object(body: bytes, limits: Limits) -> dict[str, Any]:
             text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
         )
     except json.JSONDecodeError as error:
-        raise _invalid(f"{error.msg} at character {error.pos}") from None
+        raise _invalid(f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
     if "\\u" in text:
         _check_unicode(value)
     if not isinstance(value, dict):

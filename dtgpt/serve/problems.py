@@ -12,9 +12,11 @@ from starlette.responses import Response
 
 from dtgpt.util.errors import UserError
 
-INVALID_JSON, NOT_AN_OBJECT = "invalid_json", "not_an_object"
+INVALID_JSON, NOT_AN_OBJECT, ENCODED = "invalid_json", "not_an_object", "content_encoding"
+MISUNDERSTOOD = "The browser (or proxy) sent a request that this server could not understand."
 MEGATRON = {  # Megatron-LM's sentences for what its framework refuses, by code or status
-    INVALID_JSON: "The browser (or proxy) sent a request that this server could not understand.",
+    INVALID_JSON: MISUNDERSTOOD,
+    ENCODED: MISUNDERSTOOD,
     NOT_AN_OBJECT: "prompts argument required",
     405: "The method is not allowed for the requested URL.",
     415: "Did not attempt to load JSON data because the request Content-Type was not 'application/json'.",

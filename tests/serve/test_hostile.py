@@ -114,6 +114,25 @@ def test_what_is_not_strict_json_is_refused_everywhere(near, body):
         assert message and (path == "/api" or message["type"] == "invalid_request_error")
 
 
+def test_a_compressed_body_is_refused_by_name(near):
+    for path, method in POSTS.items():
+        answer = near.request(method, path, content=b"\x1f\x8b", headers={**JSON, "Content-Encoding": "gzip"})
+        assert answer.status_code == 415 and ("'gzip'" in answer.text or path == "/api"), answer.text
+
+
+def test_sentences_about_bodies_and_ids_stay_short(near):
+    answer = near.post("/v1/completions", content=b'{"prompt": "He', headers=JSON)
+    assert "starting at character 11" in answer.json()["error"]["message"]
+    answer = near.post("/v1/completions", json={**SMALL, "prompt": [10**900]})
+    assert answer.status_code == 400 and len(answer.text) < 400
+
+
+def test_a_long_body_is_read_beside_the_event_loop(near):
+    answer = near.post("/tokenize", json={"prompt": "x" * 100_000})
+    assert answer.json()["count"] == 100_000
+    assert near.post("/tokenize", content=b"[" * 100_000, headers=JSON).status_code == 400
+
+
 def test_brackets_in_texts_are_not_nesting(near):
     answer = near.post("/v1/completions", json={**SMALL, "prompt": '["[{' * 200})
     assert answer.status_code == 200, answer.text
