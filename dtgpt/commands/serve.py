@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dtgpt.serve.server import Server
 
 KEY = "DTGPT_API_KEY"  # environment variable
+LONGEST_NAME = 200  # characters
 SWITCH_INTERVAL = 0.0005  # seconds; Python's own 5 ms let the event loop hold the engine up for the length of a step
 
 
@@ -77,7 +78,7 @@ def serve(path: Path, options: ServeOptions) -> None:
         optional_package(package, "dtgpt serve", extra="serve")
     from dtgpt.serve.http import bind
 
-    slots, key = slots_of(options), key_of(options)
+    slots, key, name = slots_of(options), key_of(options), name_of(options, path)
     leads = Process.from_environment().rank == 0
     listener = bind(options.host, options.port) if leads else None
     if listener is not None:
@@ -91,7 +92,7 @@ def serve(path: Path, options: ServeOptions) -> None:
     if listener is None:
         _follow(model, need, options.drain)
     else:
-        _lead(model, need, _server(model, path, options, listener, key), options)
+        _lead(model, need, _server(model, name, options, listener, key), options)
 
 
 def _lead(model: Model, need: Need, server: "Server", options: ServeOptions) -> None:
@@ -115,7 +116,7 @@ def _follow(model: Model, need: Need, seconds: float) -> None:
     model.generator.run(lambda: need, lambda session: None)
 
 
-def _server(model: Model, path: Path, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
+def _server(model: Model, name: str, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
     from dtgpt.serve.guard import names_of
     from dtgpt.serve.limits import Limits
     from dtgpt.serve.server import Server
@@ -126,7 +127,7 @@ def _server(model: Model, path: Path, options: ServeOptions, listener: socket.so
     limits = Limits(queue=options.queue, seconds=options.seconds)
     worker = Worker(generator.check, lambda: generator.slots, limits)
     service = Service(
-        generator, worker, options.name or path.resolve().name, api_key=key, hosts=names_of(options.host, listener),
+        generator, worker, name, api_key=key, hosts=names_of(options.host, listener),
         log_prompts=options.log_prompts,
     )  # fmt: skip
     return Server(service, listener, options.host)
@@ -147,6 +148,17 @@ def key_of(options: ServeOptions) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         raise UserError("the API key is empty or has characters other than visible ASCII; use letters and digits")
     return key
+
+
+def name_of(options: ServeOptions, path: Path) -> str:
+    """Return the model's name, which answers and the log have. Raise UserError for one that they cannot have."""
+    if options.name is None:
+        folder = path.resolve().name[:LONGEST_NAME]
+        return "".join(character if character.isprintable() else "_" for character in folder) or "model"
+    if not (options.name and options.name.isprintable() and len(options.name) <= LONGEST_NAME):
+        rule = f"use 1 to {LONGEST_NAME} printable characters"
+        raise UserError(f"--name {shown(options.name)} is not a name of a model; {rule}")
+    return options.name
 
 
 def check_access(options: ServeOptions, listener: socket.socket, key: str | None) -> None:

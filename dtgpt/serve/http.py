@@ -1,6 +1,7 @@
 """uvicorn in a thread beside the engine's."""
 
 import asyncio
+import errno
 import resource
 import socket
 import threading
@@ -42,8 +43,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _in_use(host: str, port: int, error: OSError) -> UserError:
-    reason = error.strerror or error
-    return UserError(f"{host} port {port} cannot be used ({reason}); use another one with --port, or end its user")
+    remedies = {
+        errno.EADDRINUSE: "use another one with --port, or end its user",
+        errno.EACCES: "use a port from 1024 on with --port",
+    }
+    remedy = remedies.get(error.errno or 0, "give an address of this machine with --host")
+    return UserError(f"{host} port {port} cannot be used ({error.strerror or error}); {remedy}")
 
 
 def allow_many_connections() -> None:
@@ -64,7 +69,8 @@ class HttpServer:
         self._listener, self._watch, self._ended = listener, watch, ended
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
-            app, http="h11", lifespan="off", ws="none", log_config=None, log_level="error", access_log=False,
+            app, http="h11", lifespan="off", ws="none", log_config=None, access_log=False,
+            log_level="critical",  # `Guard` has its own log, and requests that the end interrupts are not faults
             proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=FLUSH, timeout_notify=TICK, callback_notify=self._tick,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
-from dtgpt.commands.serve import KEY
+from dtgpt.commands.serve import KEY, ServeOptions, name_of
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -174,10 +174,22 @@ def test_what_cannot_be_served_is_one_sentence_before_weights_are_read(refusal, 
     assert "is not an address" in refusal("--host", "no such host")
     for words in (("--host", "0.0.0.0"), ("--host", "::")):
         assert "--api-key" in refusal(*words, "--port", "0")
+    for address in ("192.0.2.1", "fe80::1"):  # of documentation, and without its interface
+        sentence = refusal("--host", address)
+        assert "--host" in sentence and "--port" not in sentence, sentence
+    for name in ("", "two\nlines", "x" * 300):
+        assert "printable" in refusal("--name", name, "--port", "0")
     assert "300 is too large" in refusal("--slots", "300")
     assert "1 to 256, or auto" in refusal("--slots", "many")
     assert "visible ASCII" in refusal("--api-key", "two words")
     assert "visible ASCII" in refusal("--api-key", "")
+
+
+def test_a_folder_of_any_name_has_a_name_that_answers_can_have():
+    for folder, name in (("gpt2 é", "gpt2 é"), ("a\nb", "a_b"), ("b\udcff", "b_"), ("x" * 255, "x" * 200)):
+        assert name_of(ServeOptions(), Path("/nowhere", folder)) == name
+    assert name_of(ServeOptions(), Path("/")) == "model"
+    assert name_of(ServeOptions(name="mine"), Path("/nowhere")) == "mine"
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(refusal, monkeypatch):
