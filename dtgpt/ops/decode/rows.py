@@ -46,7 +46,7 @@ class Gpu(NamedTuple):
 
 
 class Product(ctypes.Structure):
-    """The arguments of a product; `rows.cu` has the meaning of the fields."""
+    """The arguments of a product; `product.cuh` has the meaning of the fields."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "norm_weight", "norm_bias", "partial", "state")),
