@@ -188,8 +188,7 @@ def main() -> int:
         theirs.save_pretrained(folder)
         model = dtgpt.load(folder, "single", args.device, args.dtype)
     theirs.to(device)
-    scorer = scorer_of(model)
-    scorer.tokens = args.batch_tokens or scorer.tokens
+    scorer = scorer_of(model, args.batch_tokens)
     first, _ = timed(lambda: scorer.score(samples["lambada"][:2000]), device)
     windows = FORWARD_WINDOWS if device.type == "cuda" else 4
     forward = forward_rate(scorer, config, windows, args.rounds)

@@ -1,7 +1,5 @@
 """LAMBADA: the last word of a passage (Paperno et al. 2016), by Megatron-LM's procedure or lm-evaluation-harness's."""
 
-import math
-
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -15,6 +13,7 @@ from dtgpt.evaluation.tasks import (
     TaskOptions,
     encode_pairs,
     encoded,
+    exponential,
     mean_and_error,
     opened,
 )
@@ -97,11 +96,7 @@ def _harness(scores: list[TokenScores]) -> Result:
 
 def perplexity(scores: list[TokenScores]) -> float:
     """Return e to the mean negative log-probability of whole targets; infinity where that overflows."""
-    mean = float(np.mean([own.logprob for own in scores]))
-    try:
-        return math.exp(-mean)
-    except OverflowError:
-        return math.inf
+    return exponential(-float(np.mean([own.logprob for own in scores])))
 
 
 TASK = Task("lambada", ("megatron", "lm-eval"), SOURCE, prepare)

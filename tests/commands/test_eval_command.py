@@ -156,9 +156,11 @@ def test_figures_are_those_of_an_independent_script(model, data, evaluate):
     assert (found["hellaswag"]["acc"], found["hellaswag"]["acc_norm"]) == oracle.hellaswag()
 
 
-def test_windows_without_overlap(model, data, evaluate):
-    found = metrics(evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt")[0])
-    assert found["wikitext103"]["loss"] == pytest.approx(Oracle(model).wikitext(CONFIG.seq_length)[0], rel=1e-6)
+@pytest.mark.parametrize("words, step", [([], 32), (["--overlapping-eval", CONFIG.seq_length], CONFIG.seq_length)])
+def test_windows_of_the_default_overlap_and_of_none(model, data, evaluate, words, step):
+    (result,) = evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt", *words)[0]["results"]
+    assert result["metrics"]["loss"] == pytest.approx(Oracle(model).wikitext(step)[0], rel=1e-6)
+    assert result["overlapping_eval"] == step and f"{step} tokens from one to the next" in result["procedure"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
