@@ -27,7 +27,7 @@ from transformers import GPT2LMHeadModel
 
 import dtgpt
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import Sample, fitted
 from dtgpt.evaluation.catalog import asked_for, prepare
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import TaskOptions
@@ -59,13 +59,14 @@ def hellaswag_like(count: int, config: GPT2Config, draw: np.random.Generator) ->
         context = draw.integers(config.vocab_size, size=length).tolist()
         for _ in range(ENDINGS):
             size = int(np.clip(draw.normal(36, 8) if long else draw.normal(15, 5), 2, 60))
-            samples.append(Sample([*context, *draw.integers(config.vocab_size, size=size).tolist()], length))
-    return [sample.last(config.seq_length) for sample in samples[:count]]
+            ending = draw.integers(config.vocab_size, size=size).tolist()
+            samples.append(fitted(context, ending, config.seq_length))
+    return samples[:count]
 
 
 def random_sample(context: int, target: int, config: GPT2Config, draw: np.random.Generator) -> Sample:
     ids = draw.integers(config.vocab_size, size=context + target).tolist()
-    return Sample(ids, context).last(config.seq_length)
+    return fitted(ids[:context], ids[context:], config.seq_length)
 
 
 def samples_of(args: argparse.Namespace, config: GPT2Config) -> dict[str, list[Sample]]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
@@ -65,7 +65,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
     else:
         cuts = [text.rpartition(" ") for text in texts]
         pairs = encode_pairs(tokenizer, [(before, f" {word}") for before, _, word in cuts])
-    samples = [Sample([*context, *target], len(context)).last(positions) for context, target in pairs]
+    samples = [fitted(context, target, positions) for context, target in pairs]
 
     def measure(scores: list[TokenScores]) -> Result:
         return _megatron(scores, options.strict) if megatron else _harness(scores)

@@ -13,6 +13,7 @@ from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded, exponential, opened
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 SOURCE = (
@@ -157,7 +158,7 @@ def _prepare_whole(
     words = len(text.strip().split(" "))
     (ids,) = encoded(tokenizer, [detokenize(text)])
     if len(ids) < 2 or words < 2:
-        raise UserError(f"{file.path} has {words} words, too few for a perplexity; give a longer text")
+        raise UserError(f"{file.path} has {counted(words, 'word')}, too few for a perplexity; give a longer text")
     windows = overlapping_windows(len(ids), positions, step)
     samples = _samples(ids, windows)[:limit]
     details = {"overlapping_eval": step, "words": words, "tokens": len(ids), "windows": len(windows)}

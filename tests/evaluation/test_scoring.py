@@ -7,7 +7,7 @@ import torch
 import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation import scoring
-from dtgpt.evaluation.batches import Sample, Samples, pack
+from dtgpt.evaluation.batches import Sample, Samples, fitted, pack
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -152,9 +152,10 @@ def test_batches_hold_each_sample_once_and_waste_little():
     assert next(length for _, length in pack(flat, tokens=10, multiple=16, longest=499)) == 499
 
 
-@pytest.mark.parametrize("length, context, kept", [(6, 3, (5, 2)), (9, 2, (5, 1)), (5, 4, (5, 4)), (2, 1, (2, 1))])
+@pytest.mark.parametrize("length, context, kept", [(6, 3, (5, 2)), (9, 5, (5, 1)), (5, 4, (5, 4)), (2, 1, (2, 1))])
 def test_the_beginning_of_a_long_sample_is_left_out(length, context, kept):
-    found = Sample(list(range(length)), context).last(4)
+    ids = list(range(length))
+    found = fitted(ids[:context], ids[context:], 4)
     assert (len(found.ids), found.context) == kept and found.ids[-1] == length - 1
 
 
