@@ -1,5 +1,5 @@
-// The weights of a CTA, and their products with the inputs. The chains of a warp are segments `warp` + WARPS * set of each
-// tile.
+// The weights of a CTA that a warp keeps in registers, and their products with the inputs. The chains of a warp are
+// segments `warp` + WARPS * set of each tile.
 
 #pragma once
 
@@ -16,10 +16,15 @@ struct Chains : Place<ROWS, SIZE, COLUMNS> {
     using Base::exists;
     using Base::partials;
     using Base::inputs;
-    using Base::weights;
+    using Base::shared;
+    using Base::WEIGHTS;
+    using Base::MOST_ROWS;
     using Base::TILES;
     using Base::SETS;
-    using Base::SEGMENTS;
+
+    __device__ uint32_t weights(int set) const {
+        return shared_address(shared) + WEIGHTS + (warp * SETS + set) * MOST_ROWS * STRIDE;
+    }
 
     // A warp copies the segments that it will multiply, two rows at once.
     __device__ void copy_weights() const {
@@ -33,7 +38,10 @@ struct Chains : Place<ROWS, SIZE, COLUMNS> {
             for (int i = 0; i < TILES * TILE / 2; ++i) {
                 const int row = 2 * i + lane / 16;
                 if (row < count) copy_16(to + row * STRIDE, from + static_cast<size_t>(row) * SIZE, policy);
-                if ((i + 1) % (COPIES / 2) == 0) close_group_and_wait<1>();
+                if ((i + 1) % (COPIES / 2) == 0) {
+                    close_group();
+                    wait_for_groups<1>();
+                }
             }
         }
     }
@@ -44,6 +52,8 @@ struct Chains : Place<ROWS, SIZE, COLUMNS> {
 
     __device__ Fragments load_weights() const {
         Fragments f;
+        wait_for_copies();
+        __syncwarp();
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
             if (!exists(set)) continue;
@@ -92,19 +102,5 @@ struct Chains : Place<ROWS, SIZE, COLUMNS> {
                 *reinterpret_cast<float2*>(to) = make_float2(c[set][tile][0], c[set][tile][1]);
             }
         }
-    }
-
-    __device__ float total(int row, int column) const {
-        float total = 0;
-#pragma unroll
-        for (int base = 0; base < SEGMENTS; base += GROUP) {
-            float group = partials(base, row)[column];
-#pragma unroll
-            for (int i = base + 1; i < base + GROUP && i < SEGMENTS; ++i) {
-                group = __fadd_rn(group, partials(i, row)[column]);
-            }
-            total = base == 0 ? group : __fadd_rn(total, group);
-        }
-        return total;
     }
 };

@@ -117,6 +117,7 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
     __device__ void keep_merged(int used) const {
 #pragma unroll 1
         for (int i = share(); i < SIZE / 4; i += SHARERS) {
+            const unsigned group = 0xffu << (lane & 24);  // the AT_ONCE lanes that share states: others may have ended
             const size_t cell = (static_cast<size_t>(row()) * (SIZE / HEAD) + i / (HEAD / 4)) * SPLITS;
             const float2* const state = p.state + cell;
             const float4* const partial = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
@@ -139,14 +140,14 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
                     largest = fmaxf(largest, own.x);
 #pragma unroll
                     for (int distance = AT_ONCE / 2; distance > 0; distance /= 2) {
-                        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+                        largest = fmaxf(largest, __shfl_xor_sync(group, largest, distance));
                     }
                 }
                 const float factor_of_own = exp2_approx(__fsub_rn(own.x, largest));
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) {  // a split that is not there adds 0
-                    const float factor = __shfl_sync(~0u, factor_of_own, j, AT_ONCE);
-                    total = __fmaf_rn(factor, __shfl_sync(~0u, own.y, j, AT_ONCE), total);
+                    const float factor = __shfl_sync(group, factor_of_own, j, AT_ONCE);
+                    total = __fmaf_rn(factor, __shfl_sync(group, own.y, j, AT_ONCE), total);
                     made.x = __fmaf_rn(factor, values[j].x, made.x);
                     made.y = __fmaf_rn(factor, values[j].y, made.y);
                     made.z = __fmaf_rn(factor, values[j].z, made.z);

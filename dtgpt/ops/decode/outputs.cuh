@@ -2,15 +2,37 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "chains.cuh"
+#include "ring.cuh"
+
+template <int ROWS, int SIZE, int COLUMNS>
+using Multiplication =
+    std::conditional_t<Place<ROWS, SIZE, COLUMNS>::KEPT, Chains<ROWS, SIZE, COLUMNS>, Ring<ROWS, SIZE, COLUMNS>>;
 
 template <int ROWS, int EPILOGUE, int SIZE, int COLUMNS>
-struct Outputs : Chains<ROWS, SIZE, COLUMNS> {
-    using Base = Chains<ROWS, SIZE, COLUMNS>;
+struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
+    using Base = Multiplication<ROWS, SIZE, COLUMNS>;
     using Base::p;
     using Base::first;
     using Base::count;
-    using Base::total;
+    using Base::partials;
+    using Base::SEGMENTS;
+
+    __device__ float total(int row, int column) const {
+        float total = 0;
+#pragma unroll
+        for (int base = 0; base < SEGMENTS; base += GROUP) {
+            float group = partials(base, row)[column];
+#pragma unroll
+            for (int i = base + 1; i < base + GROUP && i < SEGMENTS; ++i) {
+                group = __fadd_rn(group, partials(i, row)[column]);
+            }
+            total = base == 0 ? group : __fadd_rn(total, group);
+        }
+        return total;
+    }
 
     // GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415), written as t / (1 + exp(-2 u)).
     __device__ static float gelu(float t) {

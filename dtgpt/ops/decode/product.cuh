@@ -9,6 +9,8 @@ constexpr int SEGMENT = 128;              // columns of a chain
 constexpr int GROUP = 4;                  // segments of a group
 constexpr int STRIDE = SEGMENT * 2 + 16;  // bytes of a row of a segment: 16 more, so that 8 rows lie in different banks
 constexpr int PARTS = SEGMENT / 32;       // of a segment: 32 columns are one load of four matrices
+constexpr int MOST_KEPT = 4;              // chains of a warp whose weights fit into its registers
+constexpr int MOST_BYTES = 110 * 1024;    // of shared memory of a CTA, so that two fit on a multiprocessor
 // Copies of a warp, 512 bytes each, that are under way: more would delay what the kernel before this one loads.
 constexpr int COPIES = 4;
 
@@ -42,20 +44,24 @@ struct Place {
     const int first, count;  // this CTA's rows of the weight
 
     static constexpr int MOST_ROWS = (COLUMNS + CTAS - 1) / CTAS, TILES = (MOST_ROWS + TILE - 1) / TILE;
-    static constexpr int SEGMENTS = SIZE / SEGMENT, SETS = (SEGMENTS + WARPS - 1) / WARPS;
-    static_assert(SIZE % SEGMENT == 0 && TILES * SETS <= 4, "the weights of a warp fit into its registers");
+    static constexpr int SEGMENTS = (SIZE + SEGMENT - 1) / SEGMENT, SETS = (SEGMENTS + WARPS - 1) / WARPS;
+    static_assert(SIZE % (SEGMENT / 2) == 0, "the last segment is whole or a half");
     __device__ bool exists(int set) const { return (set + 1) * WARPS <= SEGMENTS || warp + WARPS * set < SEGMENTS; }
 
-    // Shared memory: sums of the norm | partial sums | inputs | weights, [warp][set][row]
+    // Shared memory: sums of the norm | partial sums | inputs | weights
     static constexpr int PARTIALS = WARPS * 16, INPUTS = PARTIALS + SEGMENTS * ROWS * TILES * TILE * 4;
     static constexpr int INPUT_STRIDE = SIZE * 2 + 16, WEIGHTS = INPUTS + ROWS * INPUT_STRIDE;
-    static constexpr int BYTES = WEIGHTS + WARPS * SETS * MOST_ROWS * STRIDE;
+
+    // Weights: all of a CTA's, [warp][set][row], where those of a warp fit into its registers. Else they pass through a
+    // ring of pieces, a tile of a segment each: [warp][piece][row].
+    static constexpr bool KEPT = TILES * SETS <= MOST_KEPT && SIZE % SEGMENT == 0;
+    static constexpr int LEVEL = WARPS * TILE * STRIDE, LEVELS = (MOST_BYTES - WEIGHTS) / LEVEL;
+    static constexpr int RING = LEVELS < TILES * SETS ? LEVELS : TILES * SETS;
+    static_assert(KEPT || RING >= 2, "the ring has room");
+    static constexpr int BYTES = WEIGHTS + (KEPT ? WARPS * SETS * MOST_ROWS * STRIDE : RING * LEVEL);
     __device__ double2* sums() const { return reinterpret_cast<double2*>(shared); }
     __device__ float* partials(int segment, int row) const {
         return reinterpret_cast<float*>(shared + PARTIALS) + (segment * ROWS + row) * TILES * TILE;
     }
     __device__ char* inputs(int row) const { return shared + INPUTS + row * INPUT_STRIDE; }
-    __device__ uint32_t weights(int set) const {
-        return shared_address(shared) + WEIGHTS + (warp * SETS + set) * MOST_ROWS * STRIDE;
-    }
 };

@@ -1,4 +1,4 @@
-// The products of a transformer block for one token each of at most 4 sequences, with what comes before and after them:
+// The products of a transformer block for one token each of 1 to 4 sequences, with what comes before and after them:
 // LayerNorm or the merge of attention's splits before; the cache, GELU or the residual after. Built for one model: its
 // sizes are constants.
 //
@@ -41,8 +41,6 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
         x = inputs.load_rows();
     }
     const unsigned short residual = outputs.residual_of(own);
-    wait_for_copies();
-    __syncwarp();
     const typename Outs::Fragments weights = outputs.load_weights();
     if constexpr (PROLOGUE == NORM) inputs.keep_normal(x, norm_weight, norm_bias);
     if constexpr (PROLOGUE == PLAIN) inputs.keep_rows(x);
@@ -77,8 +75,10 @@ template <int PROLOGUE, int EPILOGUE, int SIZE, int COLUMNS>
 static const char* launch(const Product* p, cudaStream_t stream) {
     if (p->rows == 1) return launch<1, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
     if (p->rows == 2) return launch<2, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
-    if (p->rows <= 4) return launch<4, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
-    return "there are more than 4 rows";
+    if constexpr (Place<4, SIZE, COLUMNS>::KEPT) {
+        if (p->rows <= 4) return launch<4, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
+    }
+    return "there are too many rows";
 }
 
 extern "C" const char* launch_qkv(const Product* p, cudaStream_t stream) {
