@@ -1,9 +1,9 @@
 """Several prompts in one pass: which ones, and that none changes another. On a GPU: test_engine_cuda.py."""
 
+import os
 from collections.abc import Callable
 from unittest import mock
 
-import os
 import pytest
 import torch
 from hypothesis import given, settings
