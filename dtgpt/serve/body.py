@@ -10,13 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.problems import ENCODED, INVALID_JSON, NOT_AN_OBJECT, HttpProblem
-from dtgpt.serve.service import THREADS
+from dtgpt.serve.service import LONG, beside
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import shown, shown_name
 
 CLOSE = {"Connection": "close"}  # for requests whose body is not read to its end
 DISCARDED = 2**24  # bytes beyond the limit that are read: a client that still sends would not see the answer
-LONG_BODY = 2**16  # bytes of a body that is parsed beside the event loop, which may take a second
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -29,9 +28,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     """
     check_content_type(request)
     body = await _read(request, limits)
-    if len(body) < LONG_BODY:
-        return parse_object(body, limits)
-    return await asyncio.get_running_loop().run_in_executor(THREADS, parse_object, body, limits)
+    return parse_object(body, limits) if len(body) < LONG else await beside(parse_object, body, limits)
 
 
 def check_content_type(request: Request) -> None:
