@@ -4,16 +4,18 @@ import hmac
 import ipaddress
 import json
 import socket
+import sys
 import time
 import traceback
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dtgpt.serve.log import log, takes
 from dtgpt.serve.problems import HttpProblem, answer
 from dtgpt.serve.service import TICKET, Service
 from dtgpt.serve.ticket import Ticket
-from dtgpt.util.console import say, say_error
+from dtgpt.util.console import say_error
 from dtgpt.util.errors import shown
 
 GONE = 499  # in log and metrics: the client went away before it had an answer
@@ -50,7 +52,8 @@ class Guard:
             else:
                 await self._app(scope, receive, counting_send)
         except Exception:
-            say_error(traceback.format_exc())
+            if takes(sys.stderr):
+                say_error(traceback.format_exc())
             if status != GONE:  # an answer has begun: the connection ends
                 raise
             problem = HttpProblem(500, "the server has failed at this request; its log says more")
@@ -81,7 +84,7 @@ class Guard:
         metrics.requests.add(1, path if path in self._paths else "other", str(status))
         metrics.request_seconds.observe(seconds)
         if self._service.log_requests:
-            say(line_of(scope, status, sent, seconds))
+            log(line_of(scope, status, sent, seconds))
 
 
 def host_name(header: str) -> str:

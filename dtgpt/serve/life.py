@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import FrameType
 
 from dtgpt.run.signals import IMPATIENT, STOPPING
+from dtgpt.serve.log import takes
 from dtgpt.serve.worker import Worker
 from dtgpt.util.console import say_error
 
@@ -39,7 +40,8 @@ class EndBySignal:
                 name = signal.Signals(number).name
                 text = f"\n{name}: ending; running requests have {self._seconds:g} s; again to end at once\n"
                 with suppress(OSError):  # the reader of stderr may have gone with the same signal
-                    os.write(2, text.encode())
+                    if takes(2):
+                        os.write(2, text.encode())
                 self._worker.drain(self._seconds)
         elif "TORCHELASTIC_RUN_ID" not in os.environ or now - self._first > IMPATIENT:
             os._exit(128 + number)

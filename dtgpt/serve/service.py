@@ -17,10 +17,10 @@ from dtgpt.inference.generator import Generator
 from dtgpt.inference.session import Job
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.limits import Limits
+from dtgpt.serve.log import log
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.worker import Worker
-from dtgpt.util.console import say
 
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
 LONG = 2000  # characters, ids or bytes from which on work is done beside the event loop
@@ -83,7 +83,7 @@ class Service:
         ticket = self.worker.submit(jobs)
         request.scope[TICKET] = ticket
         if self.log_prompts and not quiet:
-            say(f"prompts {json.dumps(list(prompts))}")
+            log(f"prompts {json.dumps(list(prompts))}")
         return ticket
 
 

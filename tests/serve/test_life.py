@@ -1,5 +1,6 @@
 """A server as a program: its start, signals, and the death of a rank."""
 
+import io
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
+from dtgpt.serve.log import log, takes
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.server import http_client, wait_until
 
@@ -116,6 +118,16 @@ def test_a_second_signal_ends_the_server_at_once(folder):
         begin = time.monotonic()
         assert server.end()[0] == 130 and time.monotonic() - begin < 2
     assert any("Hello" in line for line in server.lines)
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch):
+    end, pipe = os.pipe()
+    with os.fdopen(end), os.fdopen(pipe, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert takes(stream) and takes(io.StringIO())
+        for _ in range(100):
+            log("x" * 5000)  # more than any pipe holds
+        assert not takes(stream)
 
 
 def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
