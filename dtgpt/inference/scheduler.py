@@ -129,9 +129,10 @@ class Scheduler:
         ready = [running for running in self._running.values() if running.left]
         beams = [running for running in ready if running.beam]
         others = [running for running in ready if not running.beam]
-        # A beam search waits for each of its steps: long rounds between them would make it slow.
+        # Long rounds would delay prompts that are being read, and each step of a beam search. A request that waits for
+        # a slot does not shorten rounds: nothing ends earlier for it, and a full server would send every token alone.
         searching = any(running.beam for running in self._running.values())
-        at_once = starts or self._prefilling or self._waiting or searching
+        at_once = starts or self._prefilling or searching
         steps = min(1 if at_once else self._longest_round, max((running.left for running in others), default=0))
         for running in ready:
             running.left = max(0, running.left - (1 if running.beam else steps))

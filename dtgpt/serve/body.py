@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.problems import INVALID_JSON, NOT_AN_OBJECT, HttpProblem
+from dtgpt.serve.service import LONG, beside
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import shown, shown_name
 
@@ -26,7 +27,8 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     halves of surrogate pairs.
     """
     check_content_type(request)
-    return parse_object(await _read(request, limits), limits)
+    body = await _read(request, limits)
+    return parse_object(body, limits) if len(body) < LONG else await beside(parse_object, body, limits)
 
 
 def check_content_type(request: Request) -> None:

@@ -1,8 +1,6 @@
 """The route of Megatron-LM's text generation server: `PUT /api`."""
 
-import asyncio
 import json
-import secrets
 from typing import Any
 
 from starlette.requests import Request
@@ -12,10 +10,7 @@ from starlette.routing import Route
 from dtgpt.serve.body import read_json
 from dtgpt.serve.megatron_jobs import answer, make_jobs
 from dtgpt.serve.megatron_request import read_request
-from dtgpt.serve.openai import SEED
-from dtgpt.serve.service import THREADS, Service, watched
-
-SEEDS = 2**31  # of requests that name none
+from dtgpt.serve.service import SEED, Service, beside, draw_seed, watched
 
 
 def routes(service: Service) -> list[Route]:
@@ -23,14 +18,13 @@ def routes(service: Service) -> list[Route]:
 
     async def generate(request: Request) -> Response:
         api = read_request(await read_json(request, service.limits))
-        seed = secrets.randbelow(SEEDS) if api.random_seed is None else api.random_seed
-        loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
-        # Texts may be long: they are encoded and decoded beside the event loop.
-        jobs = await loop.run_in_executor(THREADS, make_jobs, api, tokenizer, service.config, seed)
+        seed = draw_seed() if api.random_seed is None else api.random_seed
+        tokenizer = service.tokenizer
+        jobs = await beside(make_jobs, api, tokenizer, service.config, seed)
         ticket = service.submit(request, jobs, api.prompts, quiet=api.no_log)
         async with watched(request, ticket):
             found = await ticket.completions()
-        body = await loop.run_in_executor(THREADS, lambda: to_text(answer(api, tokenizer, jobs, found)))
+        body = await beside(lambda: to_text(answer(api, tokenizer, jobs, found)))
         return Response(body, media_type="application/json", headers={SEED: str(seed)})
 
     return [Route("/api", generate, methods=["PUT"])]

@@ -18,15 +18,15 @@ from dtgpt.inference.session import Job
 from dtgpt.inference.text import segments
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.megatron_request import ApiRequest
+from dtgpt.serve.token_names import LOWEST_LOGPROB
 from dtgpt.util.errors import UserError, shown
 
 MOST_TOKENS = 12000  # of a request, prompts and new ones, as Megatron-LM's --max-tokens-to-oom
-IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: int) -> list[Job]:
-    """Return a job for each prompt. `seed`: where the request names none. Raise UserError where the prompts are too
-    long, with Megatron-LM's sentence, or have no ids."""
+    """Return a job for each prompt. `seed`: of the draws. Raise UserError where the prompts are too long, with
+    Megatron-LM's sentence, or have no ids."""
     prompts = _encode(api, tokenizer, config)
     new_tokens = _new_tokens(api, prompts, config)
     if api.beam_width is not None:
@@ -35,10 +35,8 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
     options = Options(
         max_new_tokens=new_tokens, temperature=api.temperature, top_k=api.top_k, top_p=api.top_p,
         top_p_decay=api.top_p_decay, top_p_bound=api.top_p_bound,
-        prevent_newline_after_colon=api.prevent_newline_after_colon,
-        seed=seed if api.random_seed is None else api.random_seed,
+        prevent_newline_after_colon=api.prevent_newline_after_colon, seed=seed, prompt_logprobs=api.logprobs,
         stop_on_double_eol=api.stop_on_double_eol, stop_on_eol=api.stop_on_eol and not api.stop_on_double_eol,
-        prompt_logprobs=api.logprobs,
     )  # fmt: skip
     return [Job(ids, options, index) for index, ids in enumerate(prompts)]
 
@@ -94,7 +92,7 @@ def answer(
     sequences, scores = [], []
     for job, (completion,) in zip(jobs, found, strict=True):
         sequences.append([*job.ids, *completion.ids])
-        scores.append([max(x, IMPOSSIBLE) for x in (*(completion.prompt_logprobs or []), *completion.logprobs)])
+        scores.append([max(LOWEST_LOGPROB, x) for x in (*(completion.prompt_logprobs or []), *completion.logprobs)])
     return {"logprobs": scores if api.logprobs else None, **_texts(tokenizer, sequences)}
 
 

@@ -1,6 +1,5 @@
 """OpenAI's completions and models."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -12,11 +11,9 @@ from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_answer import ENCODER, Answer, Stream
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
-from dtgpt.serve.service import LONG, THREADS, Service, watched
+from dtgpt.serve.service import LONG, SEED, Service, beside, watched
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.token_names import TokenNames
-
-SEED = "X-Seed"  # header of an answer: the seed that gives it again
 
 
 def routes(service: Service) -> list[Route]:
@@ -32,7 +29,9 @@ def routes(service: Service) -> list[Route]:
             return EventStream(request, ticket, Stream(answer), headers)
         async with watched(request, ticket):
             found = await ticket.completions()
-        return json_answer(answer.whole(found), headers)
+        if answer.tokens(found) < LONG:
+            return json_answer(answer.whole(found), headers)
+        return await beside(lambda: json_answer(answer.whole(found), headers))
 
     async def models(request: Request) -> Response:
         return json_answer({"object": "list", "data": [_model(service)]})
@@ -54,7 +53,7 @@ async def _read(body: dict[str, Any], service: Service) -> CompletionRequest:
     arguments = body, service.generator, service.model_id, service.limits
     if _size(body.get("prompt")) < LONG:
         return read_request(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(THREADS, read_request, *arguments)
+    return await beside(read_request, *arguments)
 
 
 def _size(prompt: Any) -> int:

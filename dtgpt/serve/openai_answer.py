@@ -33,8 +33,12 @@ class Answer:
             for job, sequences in enumerate(found)
             for rank, completion in enumerate(best(sequences, asked.n))
         ]
-        new_tokens = sum(len(completion.ids) for sequences in found for completion in sequences)
-        return {**self._head, "choices": choices, "usage": self.usage(new_tokens)}
+        return {**self._head, "choices": choices, "usage": self.usage(_new_tokens(found))}
+
+    def tokens(self, found: Sequence[Sequence[Completion]]) -> int:
+        """Return the number of tokens that the whole answer has, about."""
+        prompt = self.asked.prompt_tokens * self.asked.n if self.asked.echo else 0
+        return prompt + _new_tokens(found)
 
     def _choice(self, job: int, index: int, found: Completion) -> dict[str, Any]:
         asked, prompt = self.asked, self.asked.prompts[job]
@@ -130,6 +134,10 @@ class _StreamedChoice:
             logprobs.add_prompt(update.prompt)
         logprobs.add(update.ids, update.logprobs, update.alternatives)
         return logprobs.take_shown(self._length) if update.finish is None else logprobs.take(self._length)
+
+
+def _new_tokens(found: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.ids) for sequences in found for completion in sequences)
 
 
 def best(sequences: Sequence[Completion], count: int) -> list[Completion]:

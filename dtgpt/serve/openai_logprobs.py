@@ -9,9 +9,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Alternatives, Score
 from dtgpt.inference.text import TextStream
 from dtgpt.serve.openai_request import Prompt, text_of
-from dtgpt.serve.token_names import TokenNames, by_id
-
-LOWEST = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM
+from dtgpt.serve.token_names import LOWEST_LOGPROB, TokenNames, by_id
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Logprobs:
         names, lists = self._names, self._lists
         for place, (i, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             lists.tokens.append(names[i])
-            lists.token_logprobs.append(max(LOWEST, logprob))
+            lists.token_logprobs.append(max(LOWEST_LOGPROB, logprob))
             lists.top_logprobs.append(likeliest(names, i, logprob, alternatives[place] if alternatives else []))
 
 
@@ -83,8 +81,8 @@ def likeliest(names: TokenNames, chosen: int, logprob: float, alternatives: Alte
     name, found = names[chosen], {}
     for i, value in alternatives:
         other = names[i]
-        found[by_id(i) if i != chosen and (other == name or other in found) else other] = max(LOWEST, value)
-    found[name] = max(LOWEST, logprob)
+        found[by_id(i) if i != chosen and (other == name or other in found) else other] = max(LOWEST_LOGPROB, value)
+    found[name] = max(LOWEST_LOGPROB, logprob)
     return found
 
 

@@ -1,6 +1,5 @@
 """A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
 
-import secrets
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +11,11 @@ from dtgpt.inference.session import Job
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.openai_keys import read_keys
 from dtgpt.serve.problems import HttpProblem, bad_request
+from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 NEW_TOKENS = 16  # where a request does not name them
-SEEDS = 2**32  # of requests that name none
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
 KINDS = "a text, a list of ids, or a list of texts or of lists of ids"
 
@@ -56,7 +55,7 @@ def read_request(body: dict[str, Any], generator: Generator, model: str, limits:
         keys["best_of"] = keys["n"]
     _check_together(keys)
     prompts = _read_prompts(keys["prompt"], generator, limits)
-    seed = secrets.randbelow(SEEDS) if keys["seed"] is None else keys["seed"]
+    seed = draw_seed() if keys["seed"] is None else keys["seed"]
     jobs = [_job(keys, prompt, index, seed, generator) for index, prompt in enumerate(prompts)]
     return CompletionRequest(
         prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),

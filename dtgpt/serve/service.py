@@ -2,19 +2,18 @@
 
 import asyncio
 import json
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.generator import Generator
-from dtgpt.inference.prompts import encode
-from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.session import Job
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.limits import Limits
@@ -24,8 +23,24 @@ from dtgpt.serve.worker import Worker
 from dtgpt.util.console import say
 
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
-LONG = 2000  # characters of a text that is encoded beside the event loop
-THREADS = ThreadPoolExecutor(2, "tokenizer")
+LONG = 2000  # characters, ids or bytes from which on work is done beside the event loop
+THREADS = ThreadPoolExecutor(2, "requests")
+SEED = "X-Seed"  # header of an answer: the seed that gives it again
+SEEDS = 2**32  # of requests that name none
+
+
+T = TypeVar("T")
+
+
+async def beside(work: Callable[..., T], *arguments: Any) -> T:
+    """Return what `work` returns in a thread beside the event loop: reading, encoding and writing what is long does not
+    hold other requests up."""
+    return await asyncio.get_running_loop().run_in_executor(THREADS, work, *arguments)
+
+
+def draw_seed() -> int:
+    """Return a seed for a request that names none."""
+    return secrets.randbelow(SEEDS)
 
 
 @dataclass
@@ -61,19 +76,6 @@ class Service:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises UserError where there is none."""
         return self.generator.tokenizer
-
-    @property
-    def special(self) -> SpecialIds:
-        """The ids that rules look for."""
-        return self.generator.special
-
-    async def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, as `dtgpt.inference.prompts.encode` does; a long text does not hold other
-        requests up."""
-        if len(text) < LONG:
-            return encode(text, self.tokenizer, self.config)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(THREADS, encode, text, self.tokenizer, self.config)
 
     def submit(self, request: Request, jobs: list[Job], prompts: Sequence[Any] = (), quiet: bool = False) -> Ticket:
         """Hand the jobs of a request to the worker, as `Worker.submit` does. `prompts`: as the client gave them, for

@@ -1,10 +1,12 @@
-"""The names of tokens in answers: their text, where it is whole characters."""
+"""Tokens in answers: their names, which are their text where it is whole characters, and their lowest number."""
 
 from functools import cached_property
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.text import TextStream
 from dtgpt.util.errors import UserError
+
+LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have, as vLLM
 
 
 class TokenNames:

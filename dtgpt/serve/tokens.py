@@ -1,6 +1,5 @@
 """The routes about the tokenizer, as vLLM has them: with these, lm_eval needs no tokenizer of its own."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +12,21 @@ from dtgpt.serve.body import read_json
 from dtgpt.serve.openai_keys import read_switch, read_text
 from dtgpt.serve.openai_request import check_model
 from dtgpt.serve.problems import HttpProblem
-from dtgpt.serve.service import THREADS, Service
+from dtgpt.serve.service import Service, beside
 from dtgpt.util.errors import shown
 
-Answer = dict[str, Any]
+Object = dict[str, Any]  # of JSON
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes `/tokenize`, `/detokenize` and `/tokenizer_info`, on a service."""
 
-    def about(make: Callable[[Answer, Service], Answer]) -> Callable:
+    def about(make: Callable[[Object, Service], Object]) -> Callable:
         async def route(request: Request) -> Response:
             body = await read_json(request, service.limits)
             name = body.get("model")
             check_model(None if name is None else read_text("model", name), service.model_id)
-            # Texts may be long: they are encoded and decoded beside the event loop.
-            found = await asyncio.get_running_loop().run_in_executor(THREADS, make, body, service)
-            return JSONResponse(found)
+            return JSONResponse(await beside(make, body, service))
 
         return route
 
@@ -43,7 +40,7 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def tokenize(body: Answer, service: Service) -> Answer:
+def tokenize(body: Object, service: Service) -> Object:
     """Return the ids of a text, in which names of special tokens stand for these: lm_eval asks for the id of the end of
     text by its name. Raise HttpProblem for a wrong value."""
     text, tokenizer = body.get("prompt"), service.tokenizer
@@ -59,7 +56,7 @@ def tokenize(body: Answer, service: Service) -> Answer:
     return found
 
 
-def detokenize(body: Answer, service: Service) -> Answer:
+def detokenize(body: Object, service: Service) -> Object:
     """Return the text of ids, special tokens by their names. Raise HttpProblem for a wrong value."""
     ids, most = body.get("tokens"), service.tokenizer.vocab_size - 1
     if not isinstance(ids, list):
@@ -70,7 +67,7 @@ def detokenize(body: Answer, service: Service) -> Answer:
     return {"prompt": service.tokenizer.decode(ids)}
 
 
-def describe(tokenizer: Tokenizer, positions: int) -> Answer:
+def describe(tokenizer: Tokenizer, positions: int) -> Object:
     """Return what Hugging Face's `tokenizer_config.json` has: names of special tokens, null where there is none.
     `positions`: of the model."""
     begin = tokenizer.opening if tokenizer.begin_of_text is None else tokenizer.begin_of_text
@@ -85,6 +82,6 @@ def _name(tokenizer: Tokenizer, i: int | None) -> str | None:
     return None if i is None else tokenizer.decode([i])
 
 
-def _switch(body: Answer, key: str, default: bool) -> bool:
+def _switch(body: Object, key: str, default: bool) -> bool:
     value = body.get(key)
     return default if value is None else read_switch(key, value)

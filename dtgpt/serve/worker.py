@@ -28,9 +28,8 @@ Command = Callable[[Session], None]
 class Refused(HttpProblem):
     """A request that the server does not take now: its queue is full, or it ends."""
 
-    def __init__(self, status: int, message: str, retry_after: int | None = None):
-        super().__init__(status, message, headers={"Retry-After": str(retry_after)} if retry_after else None)
-        self.retry_after = retry_after
+    def __init__(self, status: int, message: str, retry_after: int):
+        super().__init__(status, message, headers={"Retry-After": str(retry_after)})
 
 
 class Failed(HttpProblem):
@@ -52,8 +51,8 @@ class Status:
     """What a server is doing."""
 
     state: str  # "starting", "ready", "draining", "stalled" or "failed"
-    waiting: int  # rows that have no slot
-    running: int  # rows that have one
+    waiting: int  # rows for which there is no slot
+    running: int  # all others
     slots: int
 
     @property

@@ -24,13 +24,23 @@ def test_a_request_is_prefilled_then_runs_in_rounds_up_to_its_last_token():
     assert not scheduler.busy
 
 
-def test_rounds_are_single_steps_while_a_request_waits():
+def test_rounds_are_single_steps_while_a_prompt_is_read():
+    scheduler = Scheduler(slots=2, chunk=4)
+    scheduler.add(0, prefill=1, choices=1, new_tokens=30)
+    scheduler.add(1, prefill=12, choices=1, new_tokens=30)
+    rounds = [scheduler.next_round() for _ in range(4)]
+    assert [(len(work.chunks), work.steps) for work in rounds] == [(1, 1), (1, 1), (1, 1), (1, 1)]
+    assert scheduler.next_round().steps == 8
+
+
+def test_a_request_that_waits_for_a_slot_does_not_shorten_rounds():
     scheduler = Scheduler(slots=1)
     for request in (0, 1):
         scheduler.add(request, prefill=1, choices=1, new_tokens=20)
-    assert [scheduler.next_round().steps for _ in range(3)] == [1, 1, 1]
-    scheduler.cancel(1)
-    assert scheduler.next_round().steps == 8
+    assert [scheduler.next_round().steps for _ in range(4)] == [1, 8, 8, 3]
+    assert scheduler.next_round() is None
+    scheduler.finish(0, 0)
+    assert scheduler.next_round().starts == [Start(1, [0], [0])]
 
 
 def test_choices_share_a_prefill_and_wait_for_all_of_their_slots():

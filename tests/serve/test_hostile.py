@@ -4,6 +4,7 @@ the next request works."""
 import json
 import resource
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtgpt.serve import body as body_module
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import Limits
+from dtgpt.serve.openai_answer import Answer
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -105,10 +108,10 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_what_is_not_strict_json_is_refused_everywhere(near, body):
+@pytest.mark.parametrize("content", BODIES.values(), ids=BODIES)
+def test_what_is_not_strict_json_is_refused_everywhere(near, content):
     for path, method in POSTS.items():
-        answer = near.request(method, path, content=body, headers=JSON)
+        answer = near.request(method, path, content=content, headers=JSON)
         assert answer.status_code == 400, (path, answer.text)
         message = answer.json()["message" if path == "/api" else "error"]
         assert message and (path == "/api" or message["type"] == "invalid_request_error")
@@ -117,6 +120,25 @@ def test_what_is_not_strict_json_is_refused_everywhere(near, body):
 def test_brackets_in_texts_are_not_nesting(near):
     answer = near.post("/v1/completions", json={**SMALL, "prompt": '["[{' * 200})
     assert answer.status_code == 200, answer.text
+
+
+def test_long_bodies_and_answers_do_not_hold_other_requests_up(near, monkeypatch):
+    threads = []
+
+    def noted(work):
+        def note(*arguments):
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return work(*arguments)
+
+        return note
+
+    monkeypatch.setattr(body_module, "parse_object", noted(body_module.parse_object))
+    monkeypatch.setattr(Answer, "whole", noted(Answer.whole))
+    near.post("/v1/completions", json=SMALL)
+    loop, also_loop = threads
+    assert loop == also_loop != "requests"
+    near.post("/v1/completions", json={**SMALL, "prompt": [72] * 1000, "n": 2, "echo": True, "logprobs": 0})
+    assert threads[2:] == ["requests"] * 2
 
 
 def test_another_content_type_is_refused(near):
