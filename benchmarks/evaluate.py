@@ -27,7 +27,7 @@ from transformers import GPT2LMHeadModel
 
 import dtgpt
 from dtgpt.data.tokenizers.open import make_tokenizer
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import Sample, fitted
 from dtgpt.evaluation.catalog import asked_for, prepare
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import TaskOptions
@@ -59,13 +59,14 @@ def hellaswag_like(count: int, config: GPT2Config, draw: np.random.Generator) ->
         context = draw.integers(config.vocab_size, size=length).tolist()
         for _ in range(ENDINGS):
             size = int(np.clip(draw.normal(36, 8) if long else draw.normal(15, 5), 2, 60))
-            samples.append(Sample([*context, *draw.integers(config.vocab_size, size=size).tolist()], length))
-    return [sample.last(config.seq_length) for sample in samples[:count]]
+            ending = draw.integers(config.vocab_size, size=size).tolist()
+            samples.append(fitted(context, ending, config.seq_length))
+    return samples[:count]
 
 
 def random_sample(context: int, target: int, config: GPT2Config, draw: np.random.Generator) -> Sample:
     ids = draw.integers(config.vocab_size, size=context + target).tolist()
-    return Sample(ids, context).last(config.seq_length)
+    return fitted(ids[:context], ids[context:], config.seq_length)
 
 
 def samples_of(args: argparse.Namespace, config: GPT2Config) -> dict[str, list[Sample]]:
@@ -188,8 +189,7 @@ def main() -> int:
         theirs.save_pretrained(folder)
         model = dtgpt.load(folder, "single", args.device, args.dtype)
     theirs.to(device)
-    scorer = scorer_of(model)
-    scorer.tokens = args.batch_tokens or scorer.tokens
+    scorer = scorer_of(model, args.batch_tokens)
     first, _ = timed(lambda: scorer.score(samples["lambada"][:2000]), device)
     windows = FORWARD_WINDOWS if device.type == "cuda" else 4
     forward = forward_rate(scorer, config, windows, args.rounds)

@@ -60,7 +60,7 @@ class EvalOptions:
     ] = "auto"
     strict: Annotated[bool, "lambada, megatron: predict the whole last word, not its last token alone"] = False
     overlapping_eval: Annotated[
-        int | None, "wikitext103, megatron: tokens from one window to the next; none: windows do not overlap", Bounds(1)
+        int | None, "wikitext103, megatron: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
     ] = None
     limit: Annotated[
         int | None, "measure the first passages, windows or items alone, for a look; none: all", Bounds(1)
@@ -96,8 +96,7 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
     positions = source.config.seq_length
     from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
-    scorer = scorer_of(Model(source, settings, mesh, path, tokenizer=tokenizer))
-    scorer.tokens = options.batch_tokens or scorer.tokens
+    scorer = scorer_of(Model(source, settings, mesh, path, tokenizer=tokenizer), options.batch_tokens)
     with Threads(1) as threads:  # a digest takes seconds, in which the device works
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None
         measured = measure(scorer, asked, prepared)

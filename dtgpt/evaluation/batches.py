@@ -25,11 +25,18 @@ class Sample(NamedTuple):
     ids: Sequence[int]
     context: int = 1  # at least one id, since nothing predicts the first one
 
-    def last(self, positions: int) -> "Sample":
-        """Return the sample without the ids at its beginning for which a model does not have enough positions. The last
-        id takes no position, since it is predicted and not read."""
-        surplus = max(0, len(self.ids) - positions - 1)
-        return Sample(self.ids[surplus:], max(1, self.context - surplus))
+
+def fitted(context: Sequence[int], target: Sequence[int], positions: int) -> Sample:
+    """Return the sample that scores `target` after `context`, of which the beginning is left out where a model does not
+    have enough positions. The last id takes no position, since it is predicted and not read. Raise UserError where the
+    target alone has too many ids."""
+    if len(target) > positions:
+        raise UserError(
+            f"a continuation of {counted(len(target), 'token')} is longer than the model's {positions} positions; use "
+            "data with shorter ones, or a model with more positions"
+        )
+    kept = context[max(0, len(context) + len(target) - positions - 1) :]
+    return Sample([*kept, *target], len(kept))
 
 
 class Samples:

@@ -36,8 +36,8 @@ class Record(NamedTuple):
     def field(self, name: str, kind: type, what: str) -> Any:
         """Return a field. Raise UserError where there is none, or it is not `what`, a `kind`."""
         if name not in self.fields:
-            known = ", ".join(map(str, self.fields))
-            raise UserError(f'{self.place} has no "{name}", only {known[:120] or "nothing"}; give {what} there')
+            known = f", only {', '.join(map(str, self.fields))[:120]}" if self.fields else ""
+            raise UserError(f'{self.place} has no "{name}"{known}; give {what} there')
         value = self.fields[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UserError(f'{self.place} has "{name}": {shown(value)}; give {what} there')

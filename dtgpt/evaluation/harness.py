@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from dtgpt.data.tokenizers.export import first_token
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
@@ -149,14 +149,8 @@ class HarnessModel(TemplateLM):
         first. The beginning of a pair that is too long is left out."""
         samples, cut = [], 0
         for context, target in pairs:
-            if len(target) > self.positions:
-                raise UserError(
-                    f"a continuation of {counted(len(target), 'token')} is longer than the model's {self.positions} "
-                    "positions; use a task with shorter ones"
-                )
-            whole = Sample([*context, *target], len(context))
-            samples.append(whole.last(self.positions))
-            cut += len(samples[-1].ids) < len(whole.ids)
+            samples.append(fitted(context, target, self.positions))
+            cut += samples[-1].context < len(context)
         if cut:
             say(f"{cut} of {counted(len(pairs), 'request')} lose the beginning of their context", warning=True)
         if not samples:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
@@ -21,6 +21,7 @@ from dtgpt.evaluation.tasks import (
     mean_and_error,
     opened,
 )
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 SOURCE = (
@@ -94,8 +95,8 @@ def _plain_items(file: DataFile) -> list[Item]:
     lines = list(lines_of(file))
     if len(lines) % LINES:
         raise UserError(
-            f"{file.path} has {len(lines)} lines of text, which are not items of {LINES}: context, 0 to {ENDINGS - 1}, "
-            f"{ENDINGS} endings; give JSON lines, or such items"
+            f"{file.path} has {counted(len(lines), 'line')} of text, not items of {LINES}: context, "
+            f"0 to {ENDINGS - 1}, {ENDINGS} endings; give JSON lines, or such items"
         )
     items = []
     for first in range(0, len(lines), LINES):
@@ -123,7 +124,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
         contexts = [opened(ids, tokenizer) for ids in encoded(tokenizer, [item.context for item in items])]
         ends = encoded(tokenizer, [f" {ending}" for endings in texts for ending in endings])
         pairs = [(contexts[number // ENDINGS], end) for number, end in enumerate(ends)]
-    samples = [Sample([*context, *end], len(context)).last(positions) for context, end in pairs]
+    samples = [fitted(context, end, positions) for context, end in pairs]
 
     def measure(scores: list[TokenScores]) -> Result:
         sums = np.array([own.logprob for own in scores]).reshape(-1, ENDINGS)

@@ -1,11 +1,9 @@
 """LAMBADA: the last word of a passage (Paperno et al. 2016), by Megatron-LM's procedure or lm-evaluation-harness's."""
 
-import math
-
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.batches import fitted
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
@@ -15,6 +13,7 @@ from dtgpt.evaluation.tasks import (
     TaskOptions,
     encode_pairs,
     encoded,
+    exponential,
     mean_and_error,
     opened,
 )
@@ -66,7 +65,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
     else:
         cuts = [text.rpartition(" ") for text in texts]
         pairs = encode_pairs(tokenizer, [(before, f" {word}") for before, _, word in cuts])
-    samples = [Sample([*context, *target], len(context)).last(positions) for context, target in pairs]
+    samples = [fitted(context, target, positions) for context, target in pairs]
 
     def measure(scores: list[TokenScores]) -> Result:
         return _megatron(scores, options.strict) if megatron else _harness(scores)
@@ -97,11 +96,7 @@ def _harness(scores: list[TokenScores]) -> Result:
 
 def perplexity(scores: list[TokenScores]) -> float:
     """Return e to the mean negative log-probability of whole targets; infinity where that overflows."""
-    mean = float(np.mean([own.logprob for own in scores]))
-    try:
-        return math.exp(-mean)
-    except OverflowError:
-        return math.inf
+    return exponential(-float(np.mean([own.logprob for own in scores])))
 
 
 TASK = Task("lambada", ("megatron", "lm-eval"), SOURCE, prepare)

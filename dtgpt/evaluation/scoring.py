@@ -116,9 +116,10 @@ class Scorer:
         return scores[0] if scores else None
 
 
-def scorer_of(model: Model) -> Scorer:
-    """Return a scorer of a model that `dtgpt.load` has made. While it scores, nothing else may use the model."""
-    return Scorer(model.stages, model.mesh, model.config, model.dtype)
+def scorer_of(model: Model, tokens: int | None = None) -> Scorer:
+    """Return a scorer of a model that `dtgpt.load` has made; `tokens` as of `Scorer`. While it scores, nothing else may
+    use the model."""
+    return Scorer(model.stages, model.mesh, model.config, model.dtype, tokens)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class SharedModel:
     then. Where rank 0 fails, the others do."""
 
     def __init__(self, model: Model):
-        self.model, self._scorer = model, scorer_of(model)
+        self.model = model
         self._in_step = True  # whether the other ranks wait for a command
 
     @property
@@ -90,10 +90,8 @@ class SharedModel:
     def _score(
         self, samples: Sequence[Sample] | None, tokens: int | None, progress: Callable[[int], None]
     ) -> list[TokenScores]:
-        scorer = scorer_of(self.model) if tokens is None else self._scorer
-        scorer.tokens = tokens or scorer.tokens
         with self.model.generator.alone():
-            scores = scorer.score(samples, lambda done: progress(done * self.model.mesh.plan.dp))
+            scores = scorer_of(self.model, tokens).score(samples, lambda done: progress(done * self.model.mesh.plan.dp))
         assert scores is not None  # nothing interrupts it
         return scores
 

@@ -1,5 +1,6 @@
 """What a task is: samples from a file, and figures from their scores."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -95,6 +96,14 @@ def encode_pairs(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tup
         cut = lengths[context] or 1
         found.append((ids[:cut], ids[cut:]))
     return found
+
+
+def exponential(exponent: float) -> float:
+    """Return e to the power of a number; infinity where that overflows."""
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
 
 
 def mean_and_error(values: list[bool]) -> tuple[float, float]:

@@ -12,7 +12,8 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded, opened
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded, exponential, opened
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 SOURCE = (
@@ -22,6 +23,7 @@ SOURCE = (
 )
 COLUMNS = ("text", "page")  # of rows, or of articles
 BLANK_LINE = " \n"  # in WikiText; data sets that have a row a line have an empty row for it
+OVERLAPPING_EVAL = 32  # tokens from one window to the next where an option does not say it, as in Megatron-LM
 LARGEST_EXPONENT = 20  # of a perplexity by Megatron-LM's procedure
 
 # What the detokenizer of Megatron-LM, and of lm-evaluation-harness, replaces, in this order (facts of both programs):
@@ -147,7 +149,8 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
 def _prepare_whole(
     file: DataFile, tokenizer: Tokenizer, positions: int, step: int | None, limit: int | None
 ) -> Prepared:
-    if step is not None and step > positions:
+    step = min(OVERLAPPING_EVAL, positions) if step is None else step
+    if step > positions:
         raise UserError(
             f"--overlapping-eval {step} leaves tokens out between windows of {positions}; use 1 to {positions}"
         )
@@ -155,7 +158,7 @@ def _prepare_whole(
     words = len(text.strip().split(" "))
     (ids,) = encoded(tokenizer, [detokenize(text)])
     if len(ids) < 2 or words < 2:
-        raise UserError(f"{file.path} has {words} words, too few for a perplexity; give a longer text")
+        raise UserError(f"{file.path} has {counted(words, 'word')}, too few for a perplexity; give a longer text")
     windows = overlapping_windows(len(ids), positions, step)
     samples = _samples(ids, windows)[:limit]
     details = {"overlapping_eval": step, "words": words, "tokens": len(ids), "windows": len(windows)}
@@ -169,7 +172,7 @@ def _prepare_whole(
             f"adjusted ppl: {adjusted:.4E} | token ratio: {ratio} |"
         )
         metrics = {"adjusted_ppl": adjusted, "ppl": ppl, "loss": loss, "token_ratio": ratio}
-        procedure = f"Megatron-LM: windows of {positions} predictions, {step or positions} tokens from one to the next"
+        procedure = f"Megatron-LM: windows of {positions} predictions, {step} tokens from one to the next"
         return Result("wikitext103", "megatron", procedure, metrics, counted, "tokens", line, details)
 
     return Prepared(samples, measure)
@@ -189,20 +192,13 @@ def _prepare_articles(file: DataFile, tokenizer: Tokenizer, positions: int, limi
     def measure(scores: list[TokenScores]) -> Result:
         nats = -sum(own.logprob for own in scores)
         metrics = {
-            "word_perplexity": _exp(nats / words), "byte_perplexity": _exp(nats / size),
+            "word_perplexity": exponential(nats / words), "byte_perplexity": exponential(nats / size),
             "bits_per_byte": nats / size / math.log(2),
         }  # fmt: skip
         procedure = "lm-evaluation-harness, wikitext: each article alone, rolling from the end of text"
         return Result("wikitext103", "lm-eval", procedure, metrics, len(pages), "articles", None, details)
 
     return Prepared(samples, measure)
-
-
-def _exp(exponent: float) -> float:
-    try:
-        return math.exp(exponent)
-    except OverflowError:
-        return math.inf
 
 
 TASK = Task("wikitext103", ("megatron", "lm-eval"), SOURCE, prepare)

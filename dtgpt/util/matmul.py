@@ -1,7 +1,9 @@
 """Settings of PyTorch's matrix products on CUDA."""
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -22,7 +24,8 @@ def without_split_k(device: torch.device) -> Iterator[None]:
     settings, library = backends.matmul, backends.preferred_blas_library()
     names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     before = [(getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names]
-    backends.preferred_blas_library("cublaslt")
+    with stderr_dropped():  # PyTorch says once a process that the switch is experimental, perhaps within a text
+        backends.preferred_blas_library("cublaslt")
     try:
         for name in names:
             setattr(settings, name, (False, False))
@@ -31,3 +34,22 @@ def without_split_k(device: torch.device) -> Iterator[None]:
         for name, values in zip(names, before, strict=True):
             setattr(settings, name, values)
         backends.preferred_blas_library(library)
+
+
+@contextmanager
+def stderr_dropped() -> Iterator[None]:
+    """Drop what C++ code writes to stderr inside of the block: Python's filters of warnings do not see it."""
+    with suppress(OSError, ValueError):  # stderr may be closed
+        sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -156,9 +156,11 @@ def test_figures_are_those_of_an_independent_script(model, data, evaluate):
     assert (found["hellaswag"]["acc"], found["hellaswag"]["acc_norm"]) == oracle.hellaswag()
 
 
-def test_windows_without_overlap(model, data, evaluate):
-    found = metrics(evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt")[0])
-    assert found["wikitext103"]["loss"] == pytest.approx(Oracle(model).wikitext(CONFIG.seq_length)[0], rel=1e-6)
+@pytest.mark.parametrize("words, step", [([], 32), (["--overlapping-eval", CONFIG.seq_length], CONFIG.seq_length)])
+def test_windows_of_the_default_overlap_and_of_none(model, data, evaluate, words, step):
+    (result,) = evaluate("--task", "WIKITEXT103", "--data", data / "wiki.txt", *words)[0]["results"]
+    assert result["metrics"]["loss"] == pytest.approx(Oracle(model).wikitext(step)[0], rel=1e-6)
+    assert result["overlapping_eval"] == step and f"{step} tokens from one to the next" in result["procedure"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -288,13 +290,17 @@ def test_what_cannot_be_asked_for_is_one_sentence(refused, folder, words, expect
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "has the label None"),
     ("hellaswag", "x.jsonl", b'{"ctx": "a", "label": 4, "endings": ["b", "c", "d", "e"]}', "has the label 4"),
     ("hellaswag", "x.jsonl", b'{"label": 3, "endings": ["b", "c", "d", "e"]}', 'no "ctx_a"'),
-    ("hellaswag", "x.txt", b"a\n1\nb\nc\nd\n", "5 lines of text, which are not items of 6"),
+    ("hellaswag", "x.txt", b"a\n1\nb\nc\nd\n", "5 lines of text, not items of 6"),
     ("hellaswag", "x.txt", b"a\nb\nc\nd\ne\nf\n", "line 2 has the label 'b'"),
-    ("wikitext103", "x.txt", b"word", "too few"), ("wikitext103", "x.jsonl", b'{"words": "a"}', 'no "text"'),
+    ("lambada", "x.txt", b"a " + b"b" * 50, "51 tokens is longer than the model's 48 positions"),
+    ("wikitext103", "x.txt", b"word", "1 word, too few"), ("wikitext103", "x.csv", b"text\n", "1 word, too few"),
+    ("lambada", "x.csv", b"text\n", "nothing to measure"), ("lambada", "x.jsonl", b"{}", 'no "text"; give'),
+    ("wikitext103", "x.jsonl", b'{"words": "a"}', 'no "text"'),
 ])  # fmt: skip
 def test_files_with_other_content_are_one_sentence(refused, folder, tmp_path, task, name, content, expected):
     (tmp_path / name).write_bytes(content)
-    assert expected in refused(folder, "--task", task, "--data", name)
+    strict = ["--strict"] if task == "lambada" else []
+    assert expected in refused(folder, "--task", task, "--data", name, *strict)
 
 
 def test_what_the_files_lack_for_a_form(refused, folder, tmp_path):

@@ -7,7 +7,7 @@ import torch
 import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation import scoring
-from dtgpt.evaluation.batches import Sample, Samples, pack
+from dtgpt.evaluation.batches import Sample, Samples, fitted, pack
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -23,7 +23,7 @@ TRAINING = {"dp2_zero3": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4}
 
 
 def samples(vocab_size: int = VOCABULARY, length: int = LENGTH) -> list[Sample]:
-    """Of all lengths: two tokens, and one more than the model has positions."""
+    """Return samples of all lengths, from two tokens to one more than the model has positions."""
     generator = np.random.default_rng(0)
     sizes = [2, length + 1, 5, 5, 9, length, 3, length + 1, 12, 2, 7]
     ids = [generator.integers(vocab_size, size=size).tolist() for size in sizes]
@@ -67,9 +67,7 @@ def likely(model, given: list[Sample]) -> list[Sample]:
 def test_scores_are_those_of_transformers(theirs, folder, tokens, monkeypatch):
     monkeypatch.setattr(scoring, "PIECE_LOGITS", 7 * 1100)
     given = likely(theirs, samples())
-    scorer = scorer_of(dtgpt.load(folder, device="cpu"))
-    scorer.tokens = tokens
-    found = scorer.score(given)
+    found = scorer_of(dtgpt.load(folder, device="cpu"), tokens).score(given)
     assert found is not None and len(found) == len(given)
     for own, (logprobs, greedy) in zip(found, expected(theirs, given), strict=True):
         np.testing.assert_allclose(own.logprobs, logprobs, rtol=1e-5, atol=1e-5)
@@ -118,8 +116,7 @@ def test_the_head_makes_logits_of_the_asked_positions_alone(folder):
 
 
 def test_a_request_to_end_leaves_the_rest_out(folder):
-    scorer, asked = scorer_of(dtgpt.load(folder, device="cpu")), []
-    scorer.tokens = 1
+    scorer, asked = scorer_of(dtgpt.load(folder, device="cpu"), tokens=1), []
     given = [Sample([1, 2])] * 30
     assert scorer.score(given, interrupted=lambda: asked.append(1) or len(asked) > 2) is None
     assert len(asked) == 3 and scorer.score(given[:1]) is not None
@@ -155,9 +152,10 @@ def test_batches_hold_each_sample_once_and_waste_little():
     assert next(length for _, length in pack(flat, tokens=10, multiple=16, longest=499)) == 499
 
 
-@pytest.mark.parametrize("length, context, kept", [(6, 3, (5, 2)), (9, 2, (5, 1)), (5, 4, (5, 4)), (2, 1, (2, 1))])
+@pytest.mark.parametrize("length, context, kept", [(6, 3, (5, 2)), (9, 5, (5, 1)), (5, 4, (5, 4)), (2, 1, (2, 1))])
 def test_the_beginning_of_a_long_sample_is_left_out(length, context, kept):
-    found = Sample(list(range(length)), context).last(4)
+    ids = list(range(length))
+    found = fitted(ids[:context], ids[context:], 4)
     assert (len(found.ids), found.context) == kept and found.ids[-1] == length - 1
 
 

@@ -1,5 +1,6 @@
 """Several prompts in one pass: which ones, and that none changes another. On a GPU: test_engine_cuda.py."""
 
+import os
 from collections.abc import Callable
 from unittest import mock
 
@@ -24,7 +25,7 @@ from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import Sampling
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.util.matmul import without_split_k
+from dtgpt.util.matmul import stderr_dropped, without_split_k
 from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
@@ -175,3 +176,12 @@ def test_products_split_no_sum_inside_of_the_block_alone(monkeypatch):
     finally:
         settings.allow_fp16_reduced_precision_reduction = True
     assert state() == before
+
+
+def test_what_libraries_say_of_a_switch_does_not_reach_the_terminal(capfd):
+    os.write(2, b"before ")
+    with pytest.raises(KeyError), stderr_dropped():
+        os.write(2, b"dropped ")
+        raise KeyError
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "before after"

@@ -15,9 +15,7 @@ Plain = list[tuple[np.ndarray, np.ndarray]]
 def score(path, plan, samples: list[Sample], tokens: int) -> tuple[Plain, int]:
     """Scores, where rank 0 alone has the samples, and the number of samples that this rank heard of as finished."""
     model, done = load(path, plan), []
-    scorer = scorer_of(model)
-    scorer.tokens = tokens
-    found = scorer.score(samples if model.mesh.rank == 0 else None, done.append)
+    found = scorer_of(model, tokens).score(samples if model.mesh.rank == 0 else None, done.append)
     assert found is not None
     return [tuple(one) for one in found], sum(done)
 

@@ -142,7 +142,7 @@ def run_blocks(
 
     if all_reduce is None and len(x) <= MOST_ROWS and blocks:
         few = kernels_for(sizes_of(blocks[0], keys[0]), x.device)
-        if few is not None:
+        if few is not None and len(x) <= few.most_rows:
             return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions))
 
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:

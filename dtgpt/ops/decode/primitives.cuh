@@ -99,10 +99,12 @@ __device__ inline void copy_16(uint32_t target, const void* source, uint64_t pol
                  : "memory");
 }
 
-// Ends a group of copies, and waits for all groups but the newest PENDING.
+__device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups of copies but the newest PENDING.
 template <int PENDING>
-__device__ inline void close_group_and_wait() {
-    asm volatile("cp.async.commit_group;\n\tcp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+__device__ inline void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -19,7 +19,9 @@ from dtgpt.ops.extension import library
 from dtgpt.ops.fast import has_dependent_launch, multiprocessors
 
 SOURCE = Path(__file__).with_name("rows.cu")
-MOST_ROWS = 4  # beyond, the kernels of `kernels.py` are as fast
+MOST_ROWS, MOST_ROWS_OF_LARGE = 4, 2  # beyond, the kernels of `kernels.py` are as fast; large: not all weights are kept
+MOST_KEPT = 4  # chains of a warp whose weights fit into its registers
+MOST_LARGE = 8192  # H and F: beyond, the inputs leave no room for a ring of weights
 SPLIT = SEGMENT = 128  # positions of attention; columns of a chain
 WARPS, TILE = 8, 8
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -46,7 +48,7 @@ class Gpu(NamedTuple):
 
 
 class Product(ctypes.Structure):
-    """The arguments of a product; `rows.cu` has the meaning of the fields."""
+    """The arguments of a product; `product.cuh` has the meaning of the fields."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "norm_weight", "norm_bias", "partial", "state")),
@@ -66,17 +68,21 @@ class Attention(ctypes.Structure):
     )
 
 
-def fits(sizes: Sizes, ctas: int) -> bool:
-    """Return whether the kernels can be built for these sizes: the weights that a warp multiplies must fit into its
-    registers, and those of a CTA into half of a multiprocessor's shared memory."""
+def most_rows(sizes: Sizes, ctas: int) -> int:
+    """Return the number of rows up to which the kernels serve a model of these sizes, 0 where they do not. `ctas`: the
+    multiprocessors over which rows of a weight are spread."""
+    heads, largest = sizes.packed // sizes.head, max(sizes.hidden, sizes.inner, sizes.width)
+    known = sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
     products = ((sizes.packed, sizes.hidden), (sizes.hidden, sizes.width), (sizes.inner, sizes.hidden),
                 (sizes.hidden, sizes.inner))  # fmt: skip
-    for columns, size in products:
-        rows, sets = math.ceil(columns / ctas), math.ceil(size / SEGMENT / WARPS)
-        if size % SEGMENT or math.ceil(rows / TILE) * sets > 4:
-            return False
-    heads = sizes.packed // sizes.head
-    return sizes.head in (64, 128) and heads <= 10 * sizes.kv_heads and sizes.head * heads == sizes.packed
+    if not known or largest > MOST_LARGE or any(size % (SEGMENT // 2) for _, size in products):
+        return 0
+
+    def kept(columns: int, size: int) -> bool:
+        chains = math.ceil(math.ceil(columns / ctas) / TILE) * math.ceil(size / SEGMENT / WARPS)
+        return chains <= MOST_KEPT and size % SEGMENT == 0
+
+    return MOST_ROWS if all(kept(*product) for product in products) else MOST_ROWS_OF_LARGE
 
 
 def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
@@ -99,17 +105,17 @@ def kernels_for(sizes: Sizes, device: torch.device) -> "RowKernels | None":
     properties = torch.cuda.get_device_properties(device)
     per_multiprocessor = getattr(properties, "shared_memory_per_multiprocessor", 0)
     gpu = Gpu(multiprocessors(device), per_multiprocessor // 3)
-    if not has_dependent_launch(device) or gpu.room < 76_000 or not fits(sizes, gpu.multiprocessors):
+    if not has_dependent_launch(device) or gpu.room < 76_000 or not most_rows(sizes, gpu.multiprocessors):
         return None
     built = library(SOURCE, device, flags(sizes, gpu), "Triton")
-    return None if built is None else RowKernels(built, sizes)
+    return None if built is None else RowKernels(built, sizes, most_rows(sizes, gpu.multiprocessors))
 
 
 class RowKernels:
     """The kernels for one model."""
 
-    def __init__(self, built: ctypes.CDLL, sizes: Sizes):
-        self._sizes = sizes
+    def __init__(self, built: ctypes.CDLL, sizes: Sizes, most_rows: int):
+        self._sizes, self.most_rows = sizes, most_rows
         self._launch = {}
         for name in ("qkv", "attention", "proj", "fc", "out"):
             function = getattr(built, f"launch_{name}")
@@ -120,7 +126,7 @@ class RowKernels:
         self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
         slots: Tensor, positions: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the residual stream `[M, H]` after `blocks`, M up to MOST_ROWS; arguments as of `run_blocks`. Raises
+        """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`. Raises
         RuntimeError where CUDA refuses a launch.
 
         A kernel begins to copy weights while others before it still run. What else it reads early, slots, positions and

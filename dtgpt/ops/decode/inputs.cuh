@@ -1,0 +1,162 @@
+// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, merged from attention's splits, or as they are.
+// WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes.
+
+#pragma once
+
+#include "product.cuh"
+
+constexpr int AT_ONCE = 8;  // splits of attention whose loads are under way together
+
+template <int ROWS, int PROLOGUE, int SIZE, int COLUMNS>
+struct Inputs : Place<ROWS, SIZE, COLUMNS> {
+    using Base = Place<ROWS, SIZE, COLUMNS>;
+    using Base::p;
+    using Base::thread;
+    using Base::warp;
+    using Base::lane;
+    using Base::sums;
+    using Base::inputs;
+
+    static constexpr int ROW_WARPS = WARPS / ROWS, SHARERS = ROW_WARPS * WARP, CHUNKS = SIZE / 8;
+    static constexpr int MOST = (CHUNKS + SHARERS - 1) / SHARERS;
+    __device__ int row() const { return warp / ROW_WARPS; }
+    __device__ int share() const { return thread % SHARERS; }
+    __device__ bool has(int i) const { return share() + i * SHARERS < CHUNKS && row() < p.rows; }
+    __device__ void keep(int i, uint4 chunk) const {
+        reinterpret_cast<uint4*>(inputs(row()))[share() + i * SHARERS] = chunk;
+    }
+
+    struct Chunks {
+        uint4 at[MOST];
+    };
+
+    // Zeros where there is nothing. A vector [SIZE] is constant; rows were written by other CTAs, and come from L2.
+    __device__ Chunks load_vector(const T* source) const {
+        Chunks made;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            made.at[i] = has(i) ? __ldg(reinterpret_cast<const uint4*>(source) + share() + i * SHARERS) : uint4{};
+        }
+        return made;
+    }
+
+    __device__ Chunks load_rows() const {
+        Chunks made;
+        const uint4* const source = reinterpret_cast<const uint4*>(p.x) + row() * CHUNKS + share();
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) made.at[i] = has(i) ? __ldcg(source + i * SHARERS) : uint4{};
+        return made;
+    }
+
+    __device__ void keep_rows(const Chunks& x) const {
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            if (has(i)) keep(i, x.at[i]);
+        }
+    }
+
+    __device__ static void add_lanes(double& sum, double& squares, int lanes) {
+#pragma unroll
+        for (int distance = lanes / 2; distance > 0; distance /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, distance);
+            squares += __shfl_xor_sync(~0u, squares, distance);
+        }
+    }
+
+    // 1 / sqrt(x), by two Newton steps in fp64.
+    __device__ static float reciprocal_root(double x) {
+        double y = rsqrtf(static_cast<float>(x));
+        y *= fma(-0.5 * x * y, y, 1.5);
+        return static_cast<float>(y * fma(-0.5 * x * y, y, 1.5));
+    }
+
+    __device__ static uint32_t normal(uint32_t pair, uint32_t weights, uint32_t biases, float mean, float scale) {
+        const float2 x = Pairs<T>::widen(pair), weight = Pairs<T>::widen(weights), bias = Pairs<T>::widen(biases);
+        return Pairs<T>::narrow(__fmaf_rn(__fmul_rn(__fsub_rn(x.x, mean), scale), weight.x, bias.x),
+                                __fmaf_rn(__fmul_rn(__fsub_rn(x.y, mean), scale), weight.y, bias.y));
+    }
+
+    // LayerNorm, with sums in fp64: of 16-bit numbers they are exact for practical purposes.
+    __device__ void keep_normal(const Chunks& x, const Chunks& weight, const Chunks& bias) const {
+        double sum = 0, squares = 0;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+#pragma unroll
+            for (const uint32_t pair : {x.at[i].x, x.at[i].y, x.at[i].z, x.at[i].w}) {
+                const float2 values = Pairs<T>::widen(pair);
+                const double a = values.x, b = values.y;
+                sum += a + b;
+                squares += fma(a, a, b * b);
+            }
+        }
+        add_lanes(sum, squares, WARP);
+        if constexpr (ROW_WARPS > 1) {
+            if (lane == 0) sums()[warp] = make_double2(sum, squares);
+            __syncthreads();
+            const double2 of_warp = sums()[row() * ROW_WARPS + lane % ROW_WARPS];
+            sum = of_warp.x, squares = of_warp.y;
+            add_lanes(sum, squares, ROW_WARPS);
+        }
+        constexpr double RECIPROCAL = 1.0 / SIZE;
+        const double exact_mean = sum * RECIPROCAL;
+        const double variance = fmax(squares * RECIPROCAL - exact_mean * exact_mean, 0.0);
+        const float mean = static_cast<float>(exact_mean), scale = reciprocal_root(variance + p.eps);
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            const uint4 v = x.at[i], w = weight.at[i], b = bias.at[i];
+            if (has(i)) {
+                keep(i, make_uint4(normal(v.x, w.x, b.x, mean, scale), normal(v.y, w.y, b.y, mean, scale),
+                                   normal(v.z, w.z, b.z, mean, scale), normal(v.w, w.w, b.w, mean, scale)));
+            }
+        }
+    }
+
+    // The merge of attention's `used` splits: four columns of a head a thread. The threads of a head, an aligned part of a
+    // warp of at least AT_ONCE lanes, share the splits' states.
+    static_assert(PROLOGUE != MERGE || HEAD >= 4 * AT_ONCE, "a head has AT_ONCE threads");
+    __device__ void keep_merged(int used) const {
+#pragma unroll 1
+        for (int i = share(); i < SIZE / 4; i += SHARERS) {
+            const unsigned group = 0xffu << (lane & 24);  // the AT_ONCE lanes that share states: others may have ended
+            const size_t cell = (static_cast<size_t>(row()) * (SIZE / HEAD) + i / (HEAD / 4)) * SPLITS;
+            const float2* const state = p.state + cell;
+            const float4* const partial = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
+            float largest = -INFINITY, total = 0;
+            float4 made{};
+            if constexpr (SPLITS > AT_ONCE) {
+#pragma unroll 1
+                for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) largest = fmaxf(largest, __ldcg(state + j).x);
+            }
+#pragma unroll 1
+            for (int base = 0; base < SPLITS && (base == 0 || base < used); base += AT_ONCE) {
+                const int mine = base + lane % AT_ONCE;
+                const float2 own = mine < used ? __ldcg(state + mine) : make_float2(-INFINITY, 0);
+                float4 values[AT_ONCE];
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    values[j] = base + j < used ? __ldcg(partial + (base + j) * (HEAD / 4)) : float4{};
+                }
+                if (base == 0) {
+                    largest = fmaxf(largest, own.x);
+#pragma unroll
+                    for (int distance = AT_ONCE / 2; distance > 0; distance /= 2) {
+                        largest = fmaxf(largest, __shfl_xor_sync(group, largest, distance));
+                    }
+                }
+                const float factor_of_own = exp2_approx(__fsub_rn(own.x, largest));
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {  // a split that is not there adds 0
+                    const float factor = __shfl_sync(group, factor_of_own, j, AT_ONCE);
+                    total = __fmaf_rn(factor, __shfl_sync(group, own.y, j, AT_ONCE), total);
+                    made.x = __fmaf_rn(factor, values[j].x, made.x);
+                    made.y = __fmaf_rn(factor, values[j].y, made.y);
+                    made.z = __fmaf_rn(factor, values[j].z, made.z);
+                    made.w = __fmaf_rn(factor, values[j].w, made.w);
+                }
+            }
+            reinterpret_cast<uint2*>(inputs(row()))[i] =
+                make_uint2(Pairs<T>::narrow(__fdiv_rn(made.x, total), __fdiv_rn(made.y, total)),
+                           Pairs<T>::narrow(__fdiv_rn(made.z, total), __fdiv_rn(made.w, total)));
+        }
+    }
+};
