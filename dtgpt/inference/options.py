@@ -91,10 +91,10 @@ def _plain(name: str, value: Any) -> Any:
     if name == "stop_token_ids":
         return (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
     if name == "logit_bias" and isinstance(value, Mapping):
-        return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
+        return {int(key) if spells_id(key) else key: bias for key, bias in value.items()}
     return value
 
 
-def _is_number(key: Any) -> bool:
+def spells_id(key: Any) -> bool:
     """Return whether a key, which JSON has as a text, may be an id."""
-    return isinstance(key, str) and key.isdecimal() and len(key) < LONGEST_ID
+    return isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < LONGEST_ID

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import MOST_SEQUENCES
+from dtgpt.inference.options import MOST_SEQUENCES, spells_id
 from dtgpt.inference.sampling import BIAS, HIGHEST_TEMPERATURE, LARGEST_TOP_K, PENALTY
 from dtgpt.inference.text import check_stop_strings
 from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_NGRAM, MOST_STOPS
@@ -12,7 +12,6 @@ from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 
 MOST_LOGPROBS = 5  # as OpenAI's API
-LONGEST_ID = 20  # digits of an id that is a key of an object
 ELSEWHERE = {  # names that other programs have for a key
     "max_new_tokens": "max_tokens", "tokens_to_generate": "max_tokens", "max_completion_tokens": "max_tokens",
     "num_return_sequences": "n", "random_seed": "seed", "stop_strings": "stop", "until": "stop", "prompts": "prompt",
@@ -120,7 +119,7 @@ def read_bias(name: str, value: Any) -> dict[int, float]:
         raise wrong(name, value, f"an object of up to {MOST_BIASES} ids with a number each")
     found = {}
     for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < LONGEST_ID):
+        if not spells_id(key):
             raise wrong(f"the id {shown_name(key)} of {name}", bias, 'ids of tokens, such as "50256"')
         found[int(key)] = number(-BIAS, BIAS)(name, bias)
     return found

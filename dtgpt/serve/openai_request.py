@@ -1,5 +1,6 @@
 """A request to OpenAI's completions: what the model is asked for, and what its answer must have."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, encode
 from dtgpt.inference.session import Job
 from dtgpt.serve.limits import Limits
-from dtgpt.serve.openai_keys import read_keys
+from dtgpt.serve.openai_keys import KEYS, read_keys
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
@@ -171,8 +172,9 @@ def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) 
 
 
 def _renamed(error: UserError) -> HttpProblem:
-    """Return the problem of a wrong value, with OpenAI's names of the options."""
+    """Return the problem of a wrong value, with OpenAI's names of options, about the key that it names."""
     sentence = str(error)
     for name, theirs in OPENAI_NAMES.items():
         sentence = sentence.replace(name, theirs)
-    return HttpProblem(400, sentence)
+    named = re.search(r"\b(\w+)=", sentence)
+    return HttpProblem(400, sentence, named[1] if named and named[1] in KEYS else None)

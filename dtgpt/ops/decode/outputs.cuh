@@ -50,7 +50,8 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
 
     __device__ Output output(int item) const {
         Output o{};
-        o.row = ROWS == 1 ? 0 : item / count, o.n = first + item - o.row * count;
+        const int own = COLUMNS < CTAS ? max(count, 1) : count;  // a CTA of a small model may have no row
+        o.row = ROWS == 1 ? 0 : item / own, o.n = first + item - o.row * own;
         o.bias = __ldg(reinterpret_cast<const unsigned short*>(p.bias) + o.n);
         if constexpr (EPILOGUE == CACHE) o.slot = p.slots[o.row], o.position = p.positions[o.row];
         return o;

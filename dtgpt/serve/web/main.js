@@ -62,7 +62,7 @@ async function start(run) {
     find("#spoken").textContent = run.problem ? "" : `Done, ${counted(run.new, "token")}`;
   }
   if (!run.choices.some((choice) => choice.characters.length || choice.tokens.length)) drop(run);
-  if (!model && !run.problem) greet();
+  if (!model && !run.problem) showModel();
 }
 
 // Bring the answer's place into view: on a phone, without the keyboard and the settings.
@@ -175,7 +175,7 @@ function explain(problem) {
   place.scrollIntoView({ block: "nearest" });
 }
 
-async function greet() {
+async function showModel() {
   try {
     model = await models(settings.value("key"));
   } catch (error) {
@@ -278,7 +278,7 @@ find("#link").addEventListener("click", copyLink);
 find("#theme").addEventListener("click", changeTheme);
 prompt.addEventListener("input", typed);
 addEventListener("keydown", keys);
-find("#field-key").addEventListener("change", () => model ?? greet());
+find("#field-key").addEventListener("change", () => model ?? showModel());
 addEventListener("hashchange", followLink);
 addEventListener("pagehide", stop);
 find("#generate kbd").textContent = isMac ? "⌘↵" : "Ctrl ↵";
@@ -290,4 +290,4 @@ arrange();
 write(recall(sessionStorage, PROMPT) ?? "");
 followLink();
 if (wide.matches) prompt.focus();
-greet();
+showModel();
