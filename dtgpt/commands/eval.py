@@ -88,7 +88,7 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     form = None if options.form == "auto" else options.form
     how = TaskOptions(form=form, strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
-    check_output(output)
+    check_output(output, [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
     source, settings, mesh = open_model(path, plan, options.device, options.precision)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
@@ -149,10 +149,15 @@ def describe_model(path: Path, source: Source, digest: str) -> dict[str, Any]:
     return described
 
 
-def check_output(path: Path) -> None:
-    """Raise UserError, before anything is computed, where results cannot be written to `path`."""
+def check_output(path: Path, data: Sequence[Path]) -> None:
+    """Raise UserError, before anything is computed, where results cannot be written to `path`, or would take the place
+    of `data`."""
     if path.is_dir():
         raise UserError(f"--output {path} is a folder; name a file, such as {path / 'eval.json'}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--output {path} is not a regular file; name one, such as eval.json")
+    if path.exists() and any(one.exists() and path.samefile(one) for one in data):
+        raise UserError(f"--output {path} is the data, which it would replace; name another file, such as eval.json")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"--output {path} is in {folder}, which is not a folder; make it, or give another path")

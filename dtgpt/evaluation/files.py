@@ -100,7 +100,11 @@ def _json_lines(file: DataFile) -> Iterator[tuple[str, Any]]:
         try:
             yield place, parse_json(line)
         except ValueError as error:
-            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            reason = (
+                f"{error.msg.removesuffix(' at')}, column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else error
+            )
             raise UserError(f"{place} is not JSON ({reason}); write an object in each line") from None
 
 

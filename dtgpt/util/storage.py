@@ -98,7 +98,10 @@ def leftovers_of(path: Path) -> list[Path]:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file under another name; it is called `path` when the context ends and its content is on the disk. Where
-    the context fails, `path` stays what it was. Raises OSError."""
+    the context fails, `path` stays what it was. Raises OSError, also for a device such as /dev/null, in whose place a
+    file would come."""
+    if _is_device(path):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     temporary = temporary_path(path, secrets.token_hex(4))
     try:
         with create_file(temporary) as file:
@@ -112,6 +115,14 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _is_device(path: Path) -> bool:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -267,6 +267,8 @@ def _nan(logits, targets, vocab_size):
     (["--task", "lambada", "--data", "x", "--limit", "0"], "use 1 or more"),
     (["--task", "lambada", "--data", "x", "--output", "no/where.json"], "is not a folder"),
     (["--task", "lambada", "--data", "x", "--output", "."], "is a folder"),
+    (["--task", "lambada", "--data", "x", "--output", "/dev/null"], "/dev/null is not a regular file"),
+    (["--task", "lambada", "--data", __file__, "--output", __file__], "is the data, which it would replace"),
     (["--task", "lambada", "--data", "."], "is a folder; name a file"),
     (["--task", "lambada", "--data", "x", "--form", "mine"], "use one of auto, megatron"),
 ])  # fmt: skip

@@ -52,6 +52,13 @@ def test_a_link_is_replaced_by_the_file_and_its_target_kept(tmp_path):
     assert (tmp_path / "x").read_text() == "new" and not (tmp_path / "x").is_symlink()
 
 
+def test_a_device_is_not_replaced_by_a_file(monkeypatch):
+    monkeypatch.setattr(Path, "replace", None)  # so that this machine keeps its own
+    with pytest.raises(OSError, match="not a regular file"):
+        write_text(Path("/dev/null"), "new")
+    assert Path("/dev/null").is_char_device()
+
+
 def test_what_killed_processes_left_is_removed_but_not_through_a_link(tmp_path):
     for folder in ("mine", "others"):
         (tmp_path / folder).mkdir()
