@@ -66,7 +66,7 @@ class RemoteModel:
         """Yield the pieces of a single text."""
         with self._understood():
             for event in self.client.events("/v1/completions", self._keys(prompt, given, index) | {"stream": True}):
-                yield from (choice["text"] for choice in event["choices"])
+                yield from ("" + choice["text"] for choice in event["choices"])  # TypeError for what is not a text
 
     def complete(self, prompt: str, given: Given, index: int) -> list[Completion]:
         """Return all texts after a prompt."""

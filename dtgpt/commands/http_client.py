@@ -12,6 +12,8 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
 SECONDS = 330.0  # without a byte: a server may let a request wait for 300 s
+LONGEST_LABEL = 63  # characters between two dots of a name
+LONGEST_WAIT = 60.0  # seconds, whatever a server asks for
 LARGEST = 1 << 28  # bytes of an answer
 
 
@@ -21,7 +23,8 @@ class Refusal(UserError):
     def __init__(self, sentence: str, status: int, retry_after: str | None):
         super().__init__(sentence)
         self.status = status
-        self.retry_after = float(retry_after) if retry_after and retry_after.isdecimal() else 1.0  # seconds
+        seconds = float(retry_after) if retry_after and retry_after.isdecimal() else 1.0
+        self.retry_after = min(seconds, LONGEST_WAIT)  # seconds
 
 
 class HttpClient:
@@ -35,7 +38,16 @@ class HttpClient:
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError:
             self._host = ""
-        if not self._host or parts.query or parts.fragment or "@" in parts.netloc:
+        plain = self.address.isascii() and self.address.isprintable() and " " not in self.address
+        labels = self._host.split(".")
+        if (
+            not self._host
+            or not plain
+            or max(map(len, labels)) > LONGEST_LABEL
+            or parts.query
+            or parts.fragment
+            or "@" in parts.netloc
+        ):
             raise UserError(f"{shown(address)} is not the address of a server; give one such as http://127.0.0.1:5000")
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._prefix = parts.path

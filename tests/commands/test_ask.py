@@ -142,7 +142,8 @@ def test_nobody_who_answers_is_one_sentence(generate):
     assert code == 2 and "does not answer (Connection refused); start a server with dtgpt serve MODEL" in err
 
 
-@pytest.mark.parametrize("address", ["http://", "http://a:b", "http://u:p@h:1", "https://h?x=1", "http://h:99999"])
+@pytest.mark.parametrize("address", ["http://", "http://a:b", "http://u:p@h:1", "https://h?x=1", "http://h:99999",
+    "http://\x01", "http://a b", "http://\xe9", f"http://{'a' * 64}"])  # fmt: skip
 def test_a_wrong_address_is_one_sentence(generate, address):
     assert "is not the address of a server" in generate(address, "--prompt", "a")[2]
 
@@ -189,6 +190,7 @@ PIECE = b'data: {"choices": [{"text": " b"}]}\n\n'
     (200, PIECE, "closed the connection before the answer was complete"),
     (200, b"data: <html>\n", "not a JSON object"), (200, b"data: []\n", "not a JSON object"),
     (200, b'data: {"choices": [{}]}\n', "answers in a form that is not that of dtgpt serve"),
+    (200, b'data: {"choices": [{"text": 5}]}\n', "answers in a form that is not that of dtgpt serve"),
     (200, PIECE + b'data: {"error": {"message": "the engine has failed"}}\n\n', "the engine has failed"),
     (404, b"<html>", "/v1/completions has status 404; is this a server of dtgpt?"),
     (418, b'{"error": "plain"}', "plain"), (500, b'{"message": "Internal Server Error"}', "Internal Server Error"),
