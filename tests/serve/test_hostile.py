@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -310,14 +311,16 @@ def test_many_connections_at_once(address, service):
     assert most > 100
 
 
-def test_an_answer_does_not_depend_on_the_load(http):
+def test_an_answer_does_not_depend_on_the_load(http, service, monkeypatch):
+    monkeypatch.setattr(service.worker, "limits", replace(service.limits, read_seconds=30.0))  # machines may be busy
     requests = [
         {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 3 + i % 9, "seed": i} for i in range(128)
     ]
 
     def ask(request):
-        answer = http.post("/v1/completions", json=request).json()
-        return [choice["text"] for choice in answer["choices"]]
+        answer = http.post("/v1/completions", json=request)
+        assert answer.status_code == 200, answer.text
+        return [choice["text"] for choice in answer.json()["choices"]]
 
     alone = [ask(request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as threads:
