@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
+from dtgpt.commands.model_options import MergeFile, VocabFile
 from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -39,8 +40,8 @@ class ConvertOptions:
     tokenizer: Annotated[
         str | None, "tokenizer to save with the model, as for dtgpt prepare; none: the one saved with the source"
     ] = None
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
 
 
 def convert(path: Path, target: Path, options: ConvertOptions) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
+from dtgpt.commands.model_options import Device, MergeFile, Precision, TokenizerName, VocabFile
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -72,15 +73,11 @@ class EvalOptions:
     plan: Annotated[
         str | None, "parallel plan, such as tp2_pp2; none: a replica in each process that torchrun started"
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
-    ] = "auto"
-    tokenizer: Annotated[
-        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
-    ] = None
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    device: Device = "auto"
+    precision: Precision = "auto"
+    tokenizer: TokenizerName = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
 
 
 @memory_errors_as_user_errors("use smaller batches (--batch-tokens)")

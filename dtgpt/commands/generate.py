@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from dtgpt.commands.ask import (
     RemoteModel,
@@ -16,6 +16,7 @@ from dtgpt.commands.ask import (
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.http_client import HttpClient
+from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.commands.serve import KEY
 from dtgpt.inference.generator import Need, need_of
@@ -79,19 +80,13 @@ class GenerateOptions:
     ends: Annotated[bool, "end a text at the end of text"] = True
     stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text"] = False
     stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text"] = False
-    plan: Annotated[
-        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
-    ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
-    ] = "auto"
+    plan: PlanName = None
+    device: Device = "auto"
+    precision: Precision = "auto"
     slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
-    tokenizer: Annotated[
-        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
-    ] = None
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    tokenizer: TokenizerName = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
     api_key: Annotated[str | None, f"key that the server wants; none: that in ${KEY}, if set"] = None
 
 

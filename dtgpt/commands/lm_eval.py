@@ -3,10 +3,11 @@
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import wants_help
+from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError, shown_name
@@ -29,21 +30,15 @@ class LmEvalOptions:
     the device busy.
     """
 
-    plan: Annotated[
-        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
-    ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
-    ] = "auto"
+    plan: PlanName = None
+    device: Device = "auto"
+    precision: Precision = "auto"
     slots: Annotated[
         int | None, "texts that are generated at the same time; none: as many as needed, up to 256", Bounds(1, 256)
     ] = None
-    tokenizer: Annotated[
-        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
-    ] = None
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    tokenizer: TokenizerName = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
 
 
 OWN = frozenset(field.name for field in fields(LmEvalOptions))

@@ -5,9 +5,10 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
+from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.inference.generator import Need
 from dtgpt.inference.load import open_model
 from dtgpt.inference.memory import MOST_SLOTS
@@ -57,19 +58,13 @@ class ServeOptions:
     seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
     drain: Annotated[float, "seconds that running requests have when the server ends", Bounds(0, 3600)] = 20.0
     log_prompts: Annotated[bool, "write prompts to the log"] = False
-    plan: Annotated[
-        str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
-    ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
-    ] = "auto"
+    plan: PlanName = None
+    device: Device = "auto"
+    precision: Precision = "auto"
     warm_up: Annotated[bool, "run steps of all shapes before the port opens"] = True
-    tokenizer: Annotated[
-        str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
-    ] = None
-    vocab_file: Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"] = None
-    merge_file: Annotated[str | None, "merges.txt, with --vocab-file"] = None
+    tokenizer: TokenizerName = None
+    vocab_file: VocabFile = None
+    merge_file: MergeFile = None
 
 
 @memory_errors_as_user_errors("serve fewer texts at the same time (--slots)")

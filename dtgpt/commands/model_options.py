@@ -1,0 +1,16 @@
+"""Options that several commands have: how a model is opened, and which tokenizer it has."""
+
+from typing import Annotated, Literal
+
+PlanName = Annotated[
+    str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
+]
+TokenizerName = Annotated[
+    str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
+]
+VocabFile = Annotated[str | None, "vocab.json of a BPE like GPT-2's, with --merge-file"]
+MergeFile = Annotated[str | None, "merges.txt, with --vocab-file"]
