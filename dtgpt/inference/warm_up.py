@@ -4,7 +4,8 @@ from typing import Any
 
 from dtgpt.inference.options import MOST_SEQUENCES, Options
 from dtgpt.inference.prompt_batches import PROMPT_LENGTHS, batch_sizes
-from dtgpt.inference.runner import BUCKETS
+from dtgpt.inference.runner import BUCKETS, ROWS_OF_SHORT_STEPS
+from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.session import Job, Session
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests; graphs of others are made on demand
@@ -26,7 +27,9 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
     for sampling in SAMPLINGS:
         for size in rows:
             parts = [min(MOST_SEQUENCES, size - done) for done in range(0, size, MOST_SEQUENCES)]
-            _run(session, [_job(2, 2, part, sampling) for part in parts])
+            # A sequence begins with a round of one step. Few rows have a graph of a whole round, too.
+            steps = 1 + LONGEST_ROUND if size <= ROWS_OF_SHORT_STEPS else 2
+            _run(session, [_job(2, min(steps, positions - 2), part, sampling) for part in parts])
 
 
 def _job(tokens: int, new_tokens: int, rows: int = 1, sampling: dict[str, Any] = SAMPLINGS[0]) -> Job:

@@ -39,6 +39,20 @@ def test_every_shape_of_a_graph_is_run(shapes):
     assert steps >= {(rows, filters) for rows in (1, 2, 4, 8, 12) for filters in (False, True)}
 
 
+def test_few_rows_take_whole_rounds_too(monkeypatch):
+    rounds, decode = set(), Runner.decode
+
+    def seen(runner, slots, count, variant):
+        rounds.add((len(slots), count, variant.filters))
+        return decode(runner, slots, count, variant)
+
+    monkeypatch.setattr(Runner, "decode", seen)
+    generator = generator_of(tiny_model(seq_length=64), bytes_tokenizer(), 12)
+    generator.run(lambda: Need(12, 1), lambda session: warm_up(session, 12, 64, graphs=True))
+    few = (1, 2, 4, 8)
+    assert rounds >= {(rows, steps, filters) for rows in few for steps in (1, 8) for filters in (False, True)}
+
+
 def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
     batches, read = set(), Runner.prefill_batch
 
