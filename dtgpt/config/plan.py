@@ -154,14 +154,16 @@ class ResolvedPlan(Plan):
             )
 
     def _validate_tensor(self, model: ModelConfig) -> None:
-        if model.num_heads % self.tp:
-            raise UserError(
-                f"model.num_heads={model.num_heads} cannot be split over tp={self.tp}; "
-                f"use {_listed([n for n in _divisors(model.num_heads) if n > self.sequence_parallel])}"
-            )
+        fitting = _divisors(math.gcd(*model.cut_by_tp.values()))
+        for name, size in model.cut_by_tp.items():
+            if size % self.tp:
+                raise UserError(
+                    f"model.{name}={size} cannot be split over tp={self.tp}; "
+                    f"use {_listed([n for n in fitting if n > self.sequence_parallel])}"
+                )
         vocab = model.padded_vocab_size
         if not _every_rank_has_rows(vocab, self.tp):
-            largest = max(t for t in _divisors(model.num_heads) if _every_rank_has_rows(vocab, t))
+            largest = max(t for t in fitting if _every_rank_has_rows(vocab, t))
             raise UserError(
                 f"the vocabulary of {vocab} (model.vocab_size={model.vocab_size}, padded) leaves a rank of "
                 f"tp={self.tp} without a row; use tp={largest} or less"

@@ -2,6 +2,7 @@
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 
 FIRST = "gpt2"  # of checkpoints that name none
-ARCHITECTURES: dict[str, type[ModelConfig]] = {config.architecture: config for config in (GPT2Config,)}
+ARCHITECTURES: dict[str, type[ModelConfig]] = {config.architecture: config for config in (GPT2Config, LlamaConfig)}

@@ -26,11 +26,10 @@ class ModelConfig(ABC):
 
     architecture: ClassVar[str]  # as checkpoints name it
     roles: ClassVar[Roles]
-    tied: ClassVar[bool]  # whether the output projection is the token embedding
 
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
-    num_heads: Annotated[int, "number of attention heads; divides hidden_size", SIZE]
+    num_heads: Annotated[int, "number of attention heads", SIZE]
     seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 1024
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
     dropout: Annotated[float, "dropout of embeddings, attention and residual branches", Bounds(0, below=1)] = 0.0
@@ -41,6 +40,10 @@ class ModelConfig(ABC):
     def validate(self) -> None:
         """Raise UserError, one sentence, if no model has this shape."""
         check_fields(self, "model.")
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raise UserError, one sentence, if the heads do not have the same size."""
         if self.hidden_size % self.num_heads:
             heads = [n for n in range(1, 2 * self.num_heads + 1) if self.hidden_size % n == 0]
             near = sorted(sorted(heads, key=lambda n: abs(n - self.num_heads))[:4])
@@ -48,6 +51,16 @@ class ModelConfig(ABC):
                 f"model.hidden_size={self.hidden_size} cannot be split over model.num_heads={self.num_heads}; "
                 f"use a divisor such as {', '.join(map(str, near))}"
             )
+
+    @property
+    @abstractmethod
+    def tied(self) -> bool:
+        """Whether the output projection is the token embedding."""
+
+    @property
+    def cut_by_tp(self) -> dict[str, int]:
+        """The sizes, by the fields' names, that a tensor parallel degree has to divide."""
+        return {"num_heads": self.num_heads}
 
     @abstractmethod
     def make_embedding(self, dtype: torch.dtype) -> nn.Module:
@@ -73,7 +86,7 @@ class ModelConfig(ABC):
         role = role_of(module, self.roles)
         if kind == "bias":
             return 0.0, 0.0
-        if role is Role.NORM:
+        if role in (Role.NORM, Role.HEAD_NORM):
             return 1.0, 0.0
         return 0.0, self.init_std / (math.sqrt(2 * self.num_layers) if role is Role.ROW else 1)
 

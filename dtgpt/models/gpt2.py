@@ -59,7 +59,7 @@ class GPT2Config(ModelConfig):
 
     architecture: ClassVar[str] = "gpt2"
     roles: ClassVar[Roles] = ROLES
-    tied: ClassVar[bool] = True
+    tied = True
 
     layer_norm_eps: Annotated[float, "added to the variance in LayerNorm", Bounds(above=0, below=1)] = 1e-5
 

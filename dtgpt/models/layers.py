@@ -9,6 +9,7 @@ from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norm.layer_norm import layer_norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
+from dtgpt.ops.norm.rms_norm import residual_rms_norm, rms_norm, rms_norm_and_pass
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site
 
@@ -61,6 +62,29 @@ class FinalNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm of the residual stream, fused with the residual sum before it."""
+
+    eps: float
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, branch: Branch | None = None, site: Site = NO_DROPOUT
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `LayerNorm` does, by RMSNorm; the branch has no bias."""
+        if branch is None:
+            return rms_norm_and_pass(x, self.weight, self.eps)
+        return residual_rms_norm(x, branch.product, self.weight, self.eps, *site)
+
+
+class FinalRMSNorm(nn.RMSNorm):
+    """RMSNorm at the end of the residual stream, `[B, T, H]` -> `[B, T, H]`."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def add(x: Tensor, branch: Branch, site: Site) -> Tensor:

@@ -33,6 +33,7 @@ FIXED = {  # roles that a plan's table cannot replace, and why
     Role.OUTPUT: "the loss and the tied table are cut over the vocabulary",
     Role.HEAD_DROPOUT: "the masks of a dropout site follow from the modules around it",
     Role.STREAM_DROPOUT: "the masks of a dropout site follow from the modules around it",
+    Role.HEAD_NORM: "each rank normalises its own heads",
     Role.NORM: BETWEEN,
     Role.POSITIONS: BETWEEN,
 }
@@ -167,6 +168,7 @@ def default_table(config: ModelConfig, sequence_parallel: bool) -> dict[str, Par
         Role.ROW: row(output_layouts=between),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
+        Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
     }
     if sequence_parallel:
         styles |= {

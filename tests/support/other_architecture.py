@@ -20,7 +20,7 @@ NO_DROPOUT = (None, 0.0)
 @dataclass(frozen=True, kw_only=True)
 class OtherConfig(ModelConfig):
     architecture: ClassVar[str] = "other"
-    tied: ClassVar[bool] = False
+    tied = False
     group: ClassVar[int] = 1  # heads of q that share one of k and v
     roles: ClassVar[Roles] = {
         "embedding.tokens": Role.VOCABULARY,
