@@ -1,7 +1,6 @@
-"""dtgpt's LLaMA, Mistral and Qwen3 as models of transformers, in its names and layouts. Used by tests only; written from
-the formats, not from dtgpt's own converter."""
+"""dtgpt's LLaMA, Mistral and Qwen3 as models of transformers, in its names and layouts. Used by tests only; written
+from the formats, not from dtgpt's own converter."""
 
-import torch
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
