@@ -32,7 +32,7 @@ SLOW = {
     "test_eval_command", "test_extension", "test_foreign_files", "test_generate_command", "test_graphs", "test_harness",
     "test_hostile", "test_inference", "test_interop_huggingface", "test_interval_loss", "test_last_step", "test_life",
     "test_llama_parity", "test_lm_eval", "test_lost_peers", "test_megatron_own", "test_openai_client", "test_optim",
-    "test_page_browser",
+    "test_llama_runs", "test_page_browser",
     "test_parity", "test_pickles", "test_pipeline", "test_plan_command", "test_precision", "test_prepare",
     "test_prepare_command", "test_prepared", "test_ranks", "test_recipe_file", "test_recompute", "test_reshard",
     "test_resume", "test_resume_plans", "test_run_folder", "test_same_text", "test_samples_of_training",
