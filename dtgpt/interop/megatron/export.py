@@ -23,7 +23,7 @@ from dtgpt.util.storage import new_folder
 
 VERSION = 3.0
 # Modules that store a state beside their weight: nothing without 8-bit floats.
-WITH_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+WITH_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class Target(NamedTuple):
@@ -95,8 +95,8 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 def _stage(source: Source, target: Target, tensor_rank: int, stage: int) -> dict[str, Any]:
     """Return what Megatron-LM keeps under `model` for one rank."""
-    config, model = source.config, {}
-    for key, (name, shape) in _parameters(config, target, stage).items():
+    model: dict[str, Any] = {}
+    for key, (name, shape) in _parameters(source.config, target, stage).items():
         *path, last = key
         place = model
         for part in path:
@@ -104,6 +104,8 @@ def _stage(source: Source, target: Target, tensor_rank: int, stage: int) -> dict
         place[last] = _piece(source, target, tensor_rank, name, shape)
         if target.family != "nested" and (module := last.removesuffix(".weight")).rpartition(".")[2] in WITH_STATE:
             place[f"{module}._extra_state"] = None  # without it, its loader says that keys are missing
+    if target.family != "nested" and stage == target.pipeline_parallel_size - 1:
+        model["output_layer._extra_state"] = None  # also where its weight is the token table
     return model
 
 
