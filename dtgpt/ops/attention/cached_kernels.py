@@ -56,29 +56,26 @@ def split_kernel(
     begin(PDL)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
+    first = tl.program_id(0) * (EACH if STEP == 1 else 1)
     newest = position // SPLIT
-    if STEP == 1:
-        first = tl.program_id(0) * EACH
-        last = tl.minimum(first + EACH, newest + 1)
-    else:
-        first = tl.program_id(0)
-        last = newest + 1
+    last = tl.minimum(first + EACH, newest + 1) if STEP == 1 else newest + 1
     queries = q + row.to(tl.int64) * q_row + head * q_group
-    base = (slot * KV_HEADS + head) * LENGTH * SIZE
     if table is None:
         query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
     else:
         query = rotary_heads(
             queries + r[:, None] * SIZE, (r < GROUP)[:, None], q_norm, eps, table, places, position, SIZE
         )
+    base = (slot * KV_HEADS + head) * LENGTH * SIZE
+    if table is not None:
         # The program that attends to the new token writes its k and v, and reads them like those of all others.
-        at = tl.arange(0, 1)[:, None] + GROUP
-        writes = (at >= 0) & (newest >= first) & (newest < last) & ((newest - first) % STEP == 0)
-        k_new = rotary_heads(queries + at * SIZE, writes, k_norm, eps, table, places, position, SIZE)
-        v_new = tl.load(queries + (at + 1) * SIZE + d[None, :], writes, 0.0)
-        cell = base + position * SIZE + d[None, :]
-        tl.store(keys + cell, k_new, writes)
-        tl.store(values + cell, v_new, writes)
+        behind = tl.arange(0, 1)[:, None] + GROUP
+        writes = (behind == GROUP) & (newest >= first) & (newest < last) & ((newest - first) % STEP == 0)
+        new_k = rotary_heads(queries + behind * SIZE, writes, k_norm, eps, table, places, position, SIZE)
+        new_v = tl.load(queries + (behind + 1) * SIZE + d[None, :], writes, 0.0)
+        here = base + position * SIZE + d[None, :]
+        tl.store(keys + here, new_k, writes)
+        tl.store(values + here, new_v, writes)
         tl.debug_barrier()
     for split in tl.range(first, last, STEP, num_stages=STAGES):
         at = split * SPLIT + offset
