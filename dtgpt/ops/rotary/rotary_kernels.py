@@ -215,17 +215,18 @@ def rotary_backward(
     batch, length, groups, size = dk.shape
     d_qkv = dq.new_empty(batch, length, groups, dq.shape[2] // groups + 2, size)
     tokens, tiles, constants = tiling(d_qkv.shape, launch)
-    programs, sums, partials = tiles, (), (None, None)
-    if q_weight is not None and k_weight is not None:
+    programs, partials = tiles, None
+    if q_weight is not None:
         programs = max(min(tiles, multiprocessors(dq.device) * max(launch.occupancy // launch.warps, 1)), 1)
-        sums = torch.empty_like(q_weight), torch.empty_like(k_weight)
         partials = torch.empty(2, programs, size, dtype=torch.float32, device=dq.device)
     rotary_backward_kernel[(programs,)](
-        dq, dk, dv, qkv, positions, table, q_weight, k_weight, d_qkv, *partials,
+        dq, dk, dv, qkv, positions, table, q_weight, k_weight, d_qkv,
+        *((None, None) if partials is None else partials),
         *(stride for tensor in (dq, dk, dv) for stride in tensor.stride()[:3]),
         tokens, length, table.shape[1], tiles, eps, **constants, num_warps=launch.warps,
     )  # fmt: skip
-    if not sums:
+    if partials is None or q_weight is None or k_weight is None:
         return d_qkv, None, None
-    sum_partials(partials, *sums)
-    return d_qkv, *sums
+    dq_weight, dk_weight = torch.empty_like(q_weight), torch.empty_like(k_weight)
+    sum_partials(partials, dq_weight, dk_weight)
+    return d_qkv, dq_weight, dk_weight
