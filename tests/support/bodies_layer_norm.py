@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -44,6 +45,33 @@ def results(function: Function, inputs: Sequence[Tensor], cotangents: Sequence[T
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, inputs, cotangents)]
+
+
+def capture(work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The results of `work`, captured into a CUDA graph after a first run, and replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = work()
+    graph.replay()
+    return found
+
+
+def saved_bytes(function: Function, inputs: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps for the backward of `function`."""
+    saved = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        function(*(t.detach().requires_grad_() for t in inputs))
+    return sum(t.nbytes for t in saved.values())
 
 
 @contextmanager

@@ -88,12 +88,19 @@ def _like_statistic(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide)
 
 
+def _forward(x, branch, weight, eps, key, p, start):
+    """Launch the forward kernel. Return (sum or None without a branch, normed, reciprocal root mean square)."""
+    launch = kernels().RMS_FORWARD
+    total, normed, _, rrms = kernels().norm_forward(x, branch, None, weight, None, eps, key, p, start, launch)
+    return total, normed, rrms
+
+
 _rms_norm = torch.library.custom_op("dtgpt::rms_norm", _with_statistic, mutates_args=(), device_types="cpu")
 
 
 @_rms_norm.register_kernel("cuda")
 def _(x, weight, eps):
-    _, normed, _, rrms = kernels().norm_forward(x, None, None, weight, None, eps, None, 0.0, (0, 0))
+    _, normed, rrms = _forward(x, None, weight, eps, None, 0.0, (0, 0))
     return normed, rrms
 
 
@@ -109,12 +116,7 @@ def _residual_rms_norm(
     return total, *_with_statistic(total, weight, eps)
 
 
-@_residual_rms_norm.register_kernel("cuda")
-def _(x, branch, weight, eps, key, p, start):
-    total, normed, _, rrms = kernels().norm_forward(x, branch, None, weight, None, eps, key, p, start)
-    return total, normed, rrms
-
-
+_residual_rms_norm.register_kernel("cuda", lambda *inputs: _forward(*inputs))
 _residual_rms_norm.register_fake(lambda x, *_: (like(x, x), *_like_statistic(x)))
 
 
@@ -132,7 +134,8 @@ def _rms_norm_backward(
 
 @_rms_norm_backward.register_kernel("cuda")
 def _(d_normed, d_sum, total, rrms, weight, key, p, start):
-    made = kernels().norm_backward(d_normed, d_sum, total, None, rrms, weight, None, key, p, start)
+    launch = kernels().RMS_BACKWARD
+    made = kernels().norm_backward(d_normed, d_sum, total, None, rrms, weight, None, key, p, start, launch)
     dx, d_branch, dweight, *_ = made
     return dx, total.new_empty(0) if d_branch is None else d_branch, dweight
 

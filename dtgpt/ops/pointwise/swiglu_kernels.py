@@ -19,8 +19,8 @@ class Launch(NamedTuple):
     warps: int
 
 
-FORWARD = Launch(pairs=1024, warps=4)
-BACKWARD = Launch(pairs=1024, warps=4)
+FORWARD = Launch(pairs=1024, warps=8)
+BACKWARD = Launch(pairs=1024, warps=8)
 
 RATE = tl.constexpr(-1 / math.log(2))
 # In a product with a tensor this constant is the right operand, as the interpreter of Triton 3.8 needs.
@@ -39,7 +39,7 @@ def load_pairs(x, first, pairs, BLOCK: tl.constexpr):
     return tl.split(tl.reshape(values, (BLOCK, 2)))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def swiglu_forward_kernel(x, y, pairs, BLOCK: tl.constexpr):
     """Compute y `[pairs]` from x `[pairs, 2]`."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -48,7 +48,7 @@ def swiglu_forward_kernel(x, y, pairs, BLOCK: tl.constexpr):
     tl.store(y + first + places, gate * sigmoid(gate) * up, places < pairs - first)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def swiglu_backward_kernel(dy, x, dx, pairs, BLOCK: tl.constexpr):
     """Compute dx `[pairs, 2]` from dy `[pairs]` and x `[pairs, 2]`."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
