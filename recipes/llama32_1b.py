@@ -9,8 +9,8 @@ short run  python recipes/llama32_1b.py --steps 50 --optimizer.decay_steps 50 --
 expect     EXPECT
 
 Meta pruned the model from Llama 3.1 8B and has not published how it was trained. Batch and optimizer are those of
-TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/llama.md tells how to prepare a text with
-the model's tokenizer.
+TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/llama.md tells how to prepare a text
+with the model's tokenizer.
 """
 
 from dataclasses import replace
