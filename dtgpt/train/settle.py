@@ -183,12 +183,12 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
 
 def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
-    UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
-    contradiction; where positions are not learned, the length of samples is the recipe's."""
-    config = open_config(path)
-    check_same_architecture(path, config, asked)
-    own = FREE if config.learns_positions else FREE | {"seq_length"}
-    held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}
+    UserError where an option `given` contradicts them, or the model is of another architecture; a shorter context is
+    not a contradiction, and without learned positions the length of samples is the recipe's."""
+    model = open_config(path)
+    check_same_architecture(path, model, asked)
+    free = FREE if model.learns_positions else {*FREE, "seq_length"}
+    held = {f"model.{n}": v for n, v in vars(model).items() if n not in free}
     wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
     other = [n for n in held if n in given and wanted[n] != held[n]]
     wrong = [n for n in other if n != "model.seq_length" or wanted[n] > held[n]]
