@@ -37,10 +37,10 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         from dtgpt.interop.hf.model import HuggingFace
 
         return HuggingFace(path)
-    if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
-        from dtgpt.interop.megatron.model import Megatron
+    if is_megatron(path):
+        from dtgpt.interop.megatron.open import open_megatron
 
-        return Megatron(path, true_vocab_size)
+        return open_megatron(path, true_vocab_size)
     if path.suffix in (".pt", ".pth") and not path.is_dir():
         from dtgpt.interop.nanogpt import NanoGPT
 
@@ -50,6 +50,12 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return LLMC(path)
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
+
+
+def is_megatron(path: Path) -> bool:
+    """Return whether `path` is the folder of a checkpoint of Megatron-LM."""
+    own = "latest_checkpointed_iteration.txt", ".metadata"
+    return any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*"))
 
 
 def open_config(path: Path) -> ModelConfig:
