@@ -11,7 +11,7 @@ from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source
+from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
@@ -56,6 +56,16 @@ def is_megatron(path: Path) -> bool:
     """Return whether `path` is the folder of a checkpoint of Megatron-LM."""
     own = "latest_checkpointed_iteration.txt", ".metadata"
     return any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*"))
+
+
+def open_training(resume: str | None, vocab_size: int) -> TrainingSource | None:
+    """Return the run of another library that `resume` of a recipe names, None for anything else. `vocab_size`: of the
+    recipe's model, by which rows of padding are known. Raise UserError where such a run cannot go on here."""
+    if resume is None or not is_megatron(Path(resume)) or (Path(resume) / STATE).is_file():
+        return None
+    from dtgpt.interop.megatron.training import MegatronTraining
+
+    return MegatronTraining(Path(resume), vocab_size)
 
 
 def open_config(path: Path) -> ModelConfig:

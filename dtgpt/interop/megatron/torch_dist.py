@@ -21,6 +21,7 @@ from dtgpt.interop.distcp import METADATA, DistributedFolder
 from dtgpt.interop.foreign import DTYPES, check_tensors, untied
 from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
 from dtgpt.interop.megatron.config import ZERO_CENTERED, choose_architecture, true_vocabulary
+from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import our_name
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
 from dtgpt.models.config import ModelConfig, Shape
@@ -58,11 +59,11 @@ class TorchDist(Source):
         self._zero_centered = any(getattr(self.args, name, None) for name in ZERO_CENTERED)
         self._where = self._locate()
         full, self.notes = self._read_config()
-        self._rows = full.vocab_size
+        self.num_rows = full.vocab_size
         self._check_tensors(full)
-        tp = getattr(self.args, "tensor_model_parallel_size", 1)
+        tp = getattr(self.args, "tensor_model_parallel_size", None)
         tp = tp if type(tp) is int and 1 <= tp <= full.num_heads else 1
-        vocabulary, notes = true_vocabulary(true_vocab_size, self._rows, self.args, tp, self._architecture)
+        vocabulary, notes = true_vocabulary(true_vocab_size, self.num_rows, self.args, tp, self._architecture)
         self.config = replace(full, vocab_size=vocabulary)
         self.notes += notes
 
@@ -102,6 +103,10 @@ class TorchDist(Source):
         shapes = [self.folder.tensors[key].shape[0 if layer is None else 1 :] for key in keys]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    def keys(self) -> dict[str, Shape]:
+        """Return the names in the file of all that is read, with their shapes there."""
+        return {key: self.folder.tensors[key].shape for where in self._where.values() for key in where.keys}
+
     def _rows_of(self, name: str, rows: range, rest: Part, prefix: str) -> Tensor:
         """Return the rows with dtgpt's indices `rows`, which in the file may lie in several runs of rows."""
         order = torch.arange(self.stored_shape(name)[0])
@@ -119,7 +124,7 @@ class TorchDist(Source):
             length = self.folder.tensors[key].shape[len(lead)]
             own = range(max(rows.start - begin, 0), min(rows.stop - begin, length))
             if own:
-                piece = self.folder.read(prefix + key, (*lead, own, *rest))
+                piece = read_as_shaped(self.folder, prefix + key, self.folder.tensors[key].shape, (*lead, own, *rest))
                 found.append(piece.reshape(len(own), *map(len, rest)))
             begin += length
         return torch.cat(found).float()
@@ -194,7 +199,7 @@ class TorchDist(Source):
 
     def _check_tensors(self, config: ModelConfig) -> None:
         expected = (
-            (name, (self._rows, *shape[1:]) if has_vocabulary(name, config) else shape)
+            (name, (self.num_rows, *shape[1:]) if has_vocabulary(name, config) else shape)
             for name, shape in iterate_shapes(config)
         )
         check_tensors({name: self.stored_shape(name) for name in self._where}, expected, self.path)
