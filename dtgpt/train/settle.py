@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE
+from dtgpt.checkpoint.load import FREE, check_same_architecture
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
 from dtgpt.config.megatron_options import explain
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
@@ -186,11 +186,7 @@ def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict
     UserError where an option `given` contradicts them, or the model is of another architecture; a shorter context is
     not a contradiction, and without learned positions the length of samples is the recipe's."""
     model = open_config(path)
-    if model.architecture != asked.architecture:
-        raise UserError(
-            f"{path} holds a {model.architecture}, and the recipe's model is a {asked.architecture}; give another "
-            f"model, or a recipe with a {type(model).__name__}"
-        )
+    check_same_architecture(path, model, asked)
     free = FREE if model.learns_positions else {*FREE, "seq_length"}
     held = {f"model.{n}": v for n, v in vars(model).items() if n not in free}
     wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
