@@ -91,6 +91,12 @@ def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
     return tuple(f"-DDTGPT_{name.upper()}={value}" for name, value in named.items())
 
 
+def serves(block: BlockWeights) -> bool:
+    """Return whether the kernels compute blocks of this kind: with LayerNorms, biases, learned positions and GELU."""
+    there = (block.norm_1_bias, block.qkv_bias, block.proj_bias, block.norm_2_bias, block.fc_bias, block.out_bias)
+    return block.rotary is None and block.activation == "gelu" and all(bias is not None for bias in there)
+
+
 def sizes_of(block: BlockWeights, keys: Tensor) -> Sizes:
     """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`."""
     kv_heads, length, head = keys.shape[1:]
@@ -126,8 +132,8 @@ class RowKernels:
         self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
         slots: Tensor, positions: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`. Raises
-        RuntimeError where CUDA refuses a launch.
+        """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`, blocks
+        such as `serves` accepts. Raises RuntimeError where CUDA refuses a launch.
 
         A kernel begins to copy weights while others before it still run. What else it reads early, slots, positions and
         the cache of older tokens, must not be written within this call: therefore the first kernel waits for all.
@@ -154,7 +160,7 @@ class RowKernels:
             self._product("out", block.out, block.out_bias, x, x=inner, residual=middle)
         return x
 
-    def _product(self, name: str, weight: Tensor, bias: Tensor, out: Tensor, **more: Any) -> None:
+    def _product(self, name: str, weight: Tensor, bias: Tensor | None, out: Tensor, **more: Any) -> None:
         fields = {"dependent": True, "weight": weight, "bias": bias, "out": out, **more}
         numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
         self._call(name, Product(rows=len(out), **numbers), out.device)
