@@ -30,6 +30,12 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
+def copies_tiles(device: torch.device) -> bool:
+    """Return whether a GPU has a unit that copies whole tiles to shared memory (TMA; compute capability 9.0 and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say."""
     properties = torch.cuda.get_device_properties(device)
@@ -39,6 +45,12 @@ def shared_memory(device: torch.device) -> int:
 def may_fuse(x: Tensor) -> bool:
     """Return `has_triton`, for an op whose backward computes gradients of parameters along with that of `x`."""
     return has_triton(x) and not _apart
+
+
+def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
+    """Return whether an op runs as its custom op: where kernels can work (`may_fuse` for an op with parameters) and on
+    the meta device, where planning measures what the op saves on a GPU."""
+    return x.device.type == "meta" or (may_fuse(x) if has_parameters else has_triton(x))
 
 
 def is_apart() -> bool:

@@ -17,8 +17,10 @@ from tests.support.llama_twins import translate, twin_of
 from tests.support.runs import training
 
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
-SHAPE = dict(num_layers=3, hidden_size=96, ffn_hidden_size=160, seq_length=48, vocab_size=301, init_std=0.1)
-SCALED = dict(rope_theta=500.0, rope_factor=8.0, rope_low_frequency=1.0, rope_high_frequency=4.0)
+SHAPE = {
+    "num_layers": 3, "hidden_size": 96, "ffn_hidden_size": 160, "seq_length": 48, "vocab_size": 301, "init_std": 0.1,
+}  # fmt: skip
+SCALED = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_low_frequency": 1.0, "rope_high_frequency": 4.0}
 MODELS = {
     "llama": LlamaConfig(num_heads=4, num_kv_heads=4, head_dim=24, **SHAPE),
     "llama 3.1": LlamaConfig(num_heads=6, num_kv_heads=2, head_dim=16, **SCALED, rope_original_length=32, **SHAPE),

@@ -19,7 +19,7 @@ from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, first_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import as_parameter, cast, check_dtype, check_tensors, plain_names, untied
-from dtgpt.interop.hf import gpt2
+from dtgpt.interop.hf import gpt2, llama
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
@@ -42,13 +42,14 @@ class Architecture(Protocol):
     BUFFERS: re.Pattern[str]  # names, without PREFIX, that are left out
 
     def stored_names(self, name: str) -> list[str]: ...
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig) -> Tensor: ...
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor: ...
     def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]: ...
     def read_config(self, settings: dict[str, Any], path: Path) -> ModelConfig: ...
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
 
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2}  # by `model_type`, which is dtgpt's name too
+# By `model_type`; dtgpt's name of an architecture is one of these.
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, **dict.fromkeys(llama.FAMILIES, llama)}
 
 
 class HuggingFace(Source):
@@ -64,10 +65,11 @@ class HuggingFace(Source):
         kind = settings.get("model_type")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise UserError(
-                f"{path} has model_type={shown(kind)}; dtgpt's model is {', '.join(ARCHITECTURES)}: give another model"
+                f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
             )
-        architecture, files = ARCHITECTURES[kind], _files(folder)
+        architecture = ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
+        files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
@@ -78,13 +80,15 @@ class HuggingFace(Source):
             self._files[table], self._names[table] = self._files[output], self._names[output]
         check_tensors(shapes, _stored_shapes(self.config), folder)
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
-            raise untied(folder)
+            raise untied(folder) if type(self.config).tied is True else _contradicts(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.config.architecture]
         names = architecture.stored_names(name)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
-        return as_parameter(architecture.from_stored(stored, name, self.config), name, self.config, part)
+        if has_vocabulary(name, self.config):
+            return as_parameter(stored[0], name, self.config, part)
+        return as_parameter(architecture.from_stored(stored, name, self.config, part), name, self.config, None)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
         """Return `action(file, name in it)` for the file that holds a tensor."""
@@ -111,6 +115,13 @@ class HuggingFace(Source):
             return self._open(plain, lambda file, there: file.get_slice(there)[begin : begin + ROWS].float())
 
         return all(torch.equal(rows(one, n), rows(other, n)) for n in range(0, self.config.vocab_size, ROWS))
+
+
+def _contradicts(path: Path) -> UserError:
+    return UserError(
+        f"{path} has tie_word_embeddings=true, but there is an output projection (lm_head.weight) of its own; "
+        "write false there if it is the model's"
+    )
 
 
 def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -215,7 +226,8 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
 def _settings(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     """Return the content of each JSON file. Without a tokenizer only GPT-2's own vocabulary has a known end of text:
     its last id."""
-    end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
+    own = (config.architecture, config.vocab_size) == (GPT2_124M.architecture, GPT2_124M.vocab_size)
+    end = config.vocab_size - 1 if own else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     if tokenizer is not None:
         ends = {"bos_token_id": first_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
