@@ -70,7 +70,7 @@ def causal_attention(
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
-    """Return the fastest back end that gives the same bits in every run, with or without Triton kernels.
+    """Return the fastest back end that gives the same bits in every run, or `sdpa`, with or without Triton kernels.
 
     The choice depends on the model and its dropout, never on the plan. Measured by `benchmarks/op_flash.py` on an H200,
     forward and backward of flash take 0.91 times as long as cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as
