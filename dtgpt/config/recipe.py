@@ -54,7 +54,7 @@ class Recipe:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     attention: Annotated[
         Backend,
-        "implementation of the attention core; auto: the fastest that gives the same bits in every run, if there is one",
+        "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
     ] = "auto"
     recompute: Annotated[
         Literal["none", "selective", "full"],
