@@ -90,9 +90,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         hidden = hidden_columns(q.shape[1], k.shape[1], q.device)
     grouped = reads_groups(q.device, q.dtype, hidden is not None)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v)) if grouped else by_heads(q, k, v)
-    options = {"attn_mask": None if hidden is None else ~hidden, "enable_gqa": q.shape[1] != k.shape[1]}
-    with nullcontext() if hidden is None else sdpa_kernel(MASKED):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=hidden is None, **options).transpose(1, 2)
+    seen, shared = None if hidden is None else ~hidden, q.shape[1] != k.shape[1]
+    with nullcontext() if seen is None else sdpa_kernel(MASKED):
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=shared)
+    return out.transpose(1, 2)
 
 
 def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
