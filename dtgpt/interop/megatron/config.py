@@ -27,7 +27,7 @@ VALUES: Values = {
     "apply_residual_connection_post_layernorm": ((None, False), "residuals of normalized values"),
     "enable_mhc_connections": ((None, False), "several residual streams"),
     "multi_latent_attention": ((None, False), "latent attention"),
-    "qk_l2_norm": ((None, False), "norms of queries and keys without weights"),
+    "qk_l2_norm": ((None, False), "norms of queries and keys"),
     "softmax_type": ((None, "vanilla"), "another softmax"),
     "attention_output_gate": ((None, False), "gated attention"),
     "experimental_attention_variant": ((None,), "another attention"),
