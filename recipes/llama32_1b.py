@@ -1,12 +1,13 @@
 """Llama 3.2 1B: the published model, trained from scratch or from its published weights.
 
-hardware   one GPU of 80 GB or more
+hardware   one GPU of 40 GB or more
 plan       dtgpt plan recipes/llama32_1b.py --world 8 --gpu H100
 command    torchrun --nproc-per-node 8 recipes/llama32_1b.py --data.path tokens_text_document
 fine-tune  python recipes/llama32_1b.py --init_from Llama-3.2-1B --data.path tokens_text_document
-           --optimizer.lr 1e-5 --steps 1000
-short run  python recipes/llama32_1b.py --steps 50 --optimizer.decay_steps 50 --log.interval 5 --global_batch_size 8
-expect     EXPECT
+           --optimizer.lr 1e-5 --optimizer.min_lr 1e-6 --optimizer.warmup 100 --steps 1000
+           --global_batch_size 16
+short run  python recipes/llama32_1b.py --steps 50 --optimizer.warmup 5 --log.interval 5 --global_batch_size 8
+expect     33 GiB on one GPU and 37 GiB on each of 8, as planned. The full run was not tried.
 
 Meta pruned the model from Llama 3.1 8B and has not published how it was trained. Batch and optimizer are those of
 TinyLlama 1.1B (Zhang et al. 2024): 2 million tokens a step, 4e-4 to 4e-5. docs/llama.md tells how to prepare a text

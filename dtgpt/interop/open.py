@@ -55,13 +55,19 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 def is_megatron(path: Path) -> bool:
     """Return whether `path` is the folder of a checkpoint of Megatron-LM."""
     own = "latest_checkpointed_iteration.txt", ".metadata"
-    return any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*"))
+    return os.path.isdir(path) and (any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*")))
+
+
+def is_foreign_run(resume: str) -> bool:
+    """Return whether `resume` of a recipe names a run of another library."""
+    path = Path(resume)
+    return is_megatron(path) and not (path / "recipe.json").is_file()
 
 
 def open_training(resume: str | None, vocab_size: int) -> TrainingSource | None:
     """Return the run of another library that `resume` of a recipe names, None for anything else. `vocab_size`: of the
     recipe's model, by which rows of padding are known. Raise UserError where such a run cannot go on here."""
-    if resume is None or not is_megatron(Path(resume)) or (Path(resume) / STATE).is_file():
+    if resume is None or not is_foreign_run(resume):
         return None
     from dtgpt.interop.megatron.training import MegatronTraining
 

@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.inference.load import load
 from dtgpt.interop.hf import llama
 from dtgpt.interop.hf import model as huggingface
 from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.interop.inspect import inspect, model_digest
 from dtgpt.interop.open import open_source
+from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
@@ -24,7 +26,10 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.rotary import rotary
 from dtgpt.train.settle import model_values
 from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits, scatter
+from tests.support.bodies_inference import weights_at_the_start
+from tests.support.ranks import pool
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
+from tests.support.vocabularies import cut_by_pattern
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -353,3 +358,32 @@ def test_a_recipe_takes_the_dimensions_of_a_model_and_keeps_its_samples(folder):
     gpt2 = GPT2Config(num_layers=1, hidden_size=8, num_heads=2)
     refused(lambda: model_values(folder, gpt2, set()), "holds a llama", "a gpt2", "LlamaConfig")
     assert asdict(held).keys() == asdict(other).keys() and len(parameter_shapes(held)) == 2 + 6 * 3
+
+
+@pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])
+def test_a_run_begins_with_a_folder_under_any_plan(recipe, tmp_path, plan):
+    their_model("qwen3", vocab_size=257, num_key_value_heads=2, hidden_size=40).save_pretrained(tmp_path / "qwen3")
+    source = HuggingFace(tmp_path / "qwen3")
+    model = replace(source.config, seq_length=16)
+    target = replace(recipe, model=model, init_from=str(tmp_path / "qwen3"), plan=plan)
+    whole = pool().run(2, weights_at_the_start, target)[0]
+    for name in parameter_shapes(model):
+        assert torch.equal(whole[name], source.read(name)), name
+
+
+def test_greedy_texts_of_transformers_and_dtgpt_agree(tmp_path, capsys):
+    """With a begin of text before the prompt, in a folder of transformers and in one that dtgpt wrote."""
+    their_model("qwen3 tied", vocab_size=400).save_pretrained(tmp_path / "theirs")
+    cut_by_pattern(tmp_path / "theirs", "llama3")
+    capsys.readouterr()
+    convert(tmp_path / "theirs", tmp_path / "ours", ConvertOptions())
+    convert(tmp_path / "ours", tmp_path / "again", ConvertOptions(to="hf"))
+    assert capsys.readouterr().err == ""
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "again"))
+    (theirs,) = pipeline("the quick", **greedy)
+    for name in ("theirs", "ours", "again"):
+        assert load(tmp_path / name).generate("the quick", return_full_text=True, **greedy) == theirs["generated_text"]
+    settings = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    ids = tokenizer_beside(tmp_path / "theirs")
+    assert settings == {"bos_token_id": ids.begin_of_text, "eos_token_id": ids.end_of_text, "max_length": 64}

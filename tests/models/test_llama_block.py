@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.layers import Context
-from dtgpt.models.llama import LLAMA32_1B, LlamaConfig
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.fast import split_backward
-from dtgpt.planning.activations import _measure
 from tests.support.bodies_layer_norm import capture, custom_ops, keys_of
 
 CONFIG = LlamaConfig(
@@ -49,20 +48,7 @@ def test_fused_and_compiled_operations_follow_plain_torch(qk_norm):
         compiled = work.results(torch.compile(work.block, fullgraph=True, dynamic=False, backend="aot_eager"))
     for true, *others in zip(plain, fused, compiled, strict=True):
         for other in others:
-            torch.testing.assert_close(other, true, rtol=1e-5, atol=1e-6)
-
-
-@NORMED
-def test_a_block_keeps_the_inputs_of_its_matrices_and_of_what_is_computed_again(qk_norm):
-    config = replace(LLAMA32_1B, qk_norm=qk_norm)
-    hidden, width, heads = config.hidden_size, config.ffn_hidden_size, config.num_heads * config.head_dim
-    packed = heads + 2 * config.num_kv_heads * config.head_dim
-    stream = 4 * hidden  # the input and the sum between the branches, and the norms of both
-    attention = packed + heads + packed * qk_norm
-    statistics = 2 * torch.float32.itemsize
-    expected = torch.bfloat16.itemsize * (stream + attention + 3 * width) + statistics
-    sizes = _measure(config, 2, 1, False, torch.bfloat16)
-    assert sizes.saved == 2 * config.seq_length * expected
+            assert (other - true).norm() <= 1e-5 * true.norm()
 
 
 @NORMED

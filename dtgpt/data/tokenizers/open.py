@@ -56,7 +56,10 @@ def open_tokenizer(
         return make_tokenizer("bytes", [], 0)
     path = Path(name)
     if path.is_dir():
-        path, begin = tokenizer_file(path) or path / NAMES[0], begin or opens_texts(path)
+        found, begin = tokenizer_file(path), begin or opens_texts(path)
+        if found is None:
+            raise UserError(f"{path} has no tokenizer (none of {', '.join(NAMES)}); give a folder or file with one")
+        path = found
         if path.name == "vocab.json":
             return from_files(path, path.with_name("merges.txt"))
     if path.exists():

@@ -103,8 +103,9 @@ class TorchDist(Source):
         shapes = [self.folder.tensors[key].shape[0 if layer is None else 1 :] for key in keys]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def keys(self) -> dict[str, Shape]:
-        """Return the names in the file of all that is read, with their shapes there."""
+    @property
+    def stored_shapes(self) -> dict[str, Shape]:
+        """The shapes of all weights, by the names in the file."""
         return {key: self.folder.tensors[key].shape for where in self._where.values() for key in where.keys}
 
     def _rows_of(self, name: str, rows: range, rest: Part, prefix: str) -> Tensor:

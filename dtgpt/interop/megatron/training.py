@@ -91,13 +91,13 @@ class MegatronTraining(TrainingSource):
 
     def _has(self, kind: str) -> bool:
         tensors = self._weights.folder.tensors
-        return any(f"{self._prefix}{kind}.{key}" in tensors for key in self._weights.keys())
+        return any(f"{self._prefix}{kind}.{key}" in tensors for key in self._weights.stored_shapes)
 
     def _check_tensors(self) -> None:
         """Raise UserError where a moment or a master weight is missing, or has another shape or type."""
         folder = self._weights.folder
         prefixes = [f"{self._prefix}{moment}." for moment in MOMENTS] + ([self._master] if self._master else [])
-        for key, shape in self._weights.keys().items():
+        for key, shape in self._weights.stored_shapes.items():
             for prefix in prefixes:
                 check_shape(folder, prefix + key, shape)
                 dtype = folder.tensors[prefix + key].dtype
@@ -108,7 +108,7 @@ class MegatronTraining(TrainingSource):
 
     def _master_notes(self) -> list[str]:
         tensors = self._weights.folder.tensors
-        if self._master or all(tensors[key].dtype == torch.float32 for key in self._weights.keys()):
+        if self._master or all(tensors[key].dtype == torch.float32 for key in self._weights.stored_shapes):
             return []
         return [f"{self.path} has no fp32 master weights; the run goes on with weights rounded to 16 bits"]
 
@@ -170,7 +170,7 @@ def _updates(part: Mapping[Any, Any]) -> int | None:
     first = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], dict) else {}
     for found in (part.get("common_step"), first.get("step")):
         value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
-        if type(value) in (int, float) and 0 <= value < LARGEST_COUNT and value == int(value):
+        if isinstance(value, int | float) and 0 <= value < LARGEST_COUNT and value == int(value):
             return int(value)
     return None
 

@@ -88,12 +88,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     """
     if hidden is None and q.shape[1] < k.shape[1]:  # PyTorch's is_causal puts the first query at the first column
         hidden = hidden_columns(q.shape[1], k.shape[1], q.device)
-    shares = not q.is_cuda or (q.dtype.itemsize == 2 and hidden is None)
-    # Other kernels on a GPU would compute all probabilities where several heads of q share one of k and v.
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v)) if shares else by_heads(q, k, v)
+    grouped = reads_groups(q.device, q.dtype, hidden is not None)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v)) if grouped else by_heads(q, k, v)
     options = {"attn_mask": None if hidden is None else ~hidden, "enable_gqa": q.shape[1] != k.shape[1]}
     with nullcontext() if hidden is None else sdpa_kernel(MASKED):
         return F.scaled_dot_product_attention(q, k, v, is_causal=hidden is None, **options).transpose(1, 2)
+
+
+def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    """Return whether PyTorch's kernels take fewer heads of k and v than of q. The GPU kernels for fp32 and for masks do
+    not: PyTorch would compute all probabilities instead."""
+    return device.type != "cuda" or (dtype.itemsize == 2 and not masked)
 
 
 def explicit(

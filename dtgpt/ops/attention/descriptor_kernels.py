@@ -117,7 +117,7 @@ def keys_kernel(
         _, ends = load_pairs(spans, columns, T, BOUND)
         end = tl.load(spans + 2 * (tl.minimum(begin + BLOCK_N, T) - 1) + 1)
     begin_of_head, head = first, group * GROUP
-    for _ in range(0, tl.cdiv(end - first, BLOCK_M) * GROUP):
+    for _ in range(tl.cdiv(end - first, BLOCK_M) * GROUP):
         rows = first + tl.arange(0, BLOCK_M)
         q_tile = tile_of(q, sample, head, first, BLOCK_M, WIDTH)
         level, delta = load_pairs(sums + (sample * N + head).to(tl.int64) * 2 * T, rows, T, BOUND)

@@ -1,8 +1,8 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
-16-bit heads without dropout are read through tensor descriptors where the GPU copies whole tiles (`descriptor_kernels`),
-except heads of up to 64 that share no keys, which `flash_kernels` serves as fast. The choice depends on the model, its
-dropout and the GPU, never on the length or on the number of samples and heads.
+16-bit heads without dropout are read through tensor descriptors where the GPU copies whole tiles, by
+`descriptor_kernels`; not so heads of up to 64 that share no keys, which `flash_kernels` serves as fast. The choice
+depends on the model, its dropout and the GPU, never on the length or on the number of samples and heads.
 """
 
 import math
@@ -130,7 +130,7 @@ def _describe(x: Tensor, rows: int, width: int) -> Any:
 
 
 def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return q, k, v as `flash_kernels` read them: k and v share strides, and None for a v that starts right after k."""
+    """Return q, k, v as `flash_kernels` read them: k and v with common strides, and None for a v right after k."""
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
     return q, k, None if v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() else v

@@ -117,8 +117,8 @@ def turn_back(a, b, cosine, sine, source, mask, weight_a, weight_b, sum_a, sum_b
         x_a, x_b = load_halves(source, mask, HALF)
         inverse = inverse_root(x_a, x_b, eps, HALF)
         x_a, x_b = x_a * inverse, x_b * inverse
-        sum_a += a * x_a
-        sum_b += b * x_b
+        sum_a += tl.where(mask, a * x_a, 0.0)  # of rows that do not exist the product is 0 / 0 where eps is 0
+        sum_b += tl.where(mask, b * x_b, 0.0)
         a, b = a * weight_a, b * weight_b
         along = tl.sum(a * x_a + b * x_b, 1)[:, None] / (2 * HALF)
         a, b = inverse * (a - x_a * along), inverse * (b - x_b * along)
@@ -148,7 +148,8 @@ def rotary_backward_kernel(
         token = tile // G * TOKENS + tl.arange(0, TOKENS)
         there = token < tokens
         mask = there[:, None] & (columns < HALF)[None, :]
-        group, sample, row = tile % G, (token // length).to(tl.int64), (token % length).to(tl.int64)
+        group = tl.cast(tile % G, tl.int64)
+        sample, row = (token // length).to(tl.int64), (token % length).to(tl.int64)
         q_from = dq + (sample * q_sample + row * q_token + group * R * q_head)[:, None] + columns[None, :]
         k_from = dk + (sample * k_sample + row * k_token + group * k_head)[:, None] + columns[None, :]
         v_from = dv + (sample * v_sample + row * v_token + group * v_head)[:, None] + columns[None, :]
@@ -159,7 +160,8 @@ def rotary_backward_kernel(
         place = ((token.to(tl.int64) * G + group) * ((R + 2) * D))[:, None] + columns[None, :]
         for head in range(R):
             ahead = mask & (head + 1 < R)
-            next_a, next_b = load_halves(q_from + (head + 1) * q_head, ahead, HALF)  # while this head is on its way
+            next_from = q_from + tl.cast(head + 1, tl.int64) * q_head
+            next_a, next_b = load_halves(next_from, ahead, HALF)  # while this head is on its way
             a, b, q_sum_a, q_sum_b = turn_back(
                 a, b, cosine, sine, None if qkv is None else qkv + place + head * D, mask, q_a, q_b, q_sum_a, q_sum_b,
                 eps, HALF,
