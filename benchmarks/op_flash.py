@@ -95,7 +95,7 @@ def parts(batch: int, heads: int) -> list[Case]:
     out, sums = flash.launch_forward(*qkv, x.key, P, 0, None)
     pairs, cases = sums.new_empty(*sums.shape, 2), []
     dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
-    call = flash._Call(*qkv, x.key, P, 0, None)
+    call = flash_launch.Call(*qkv, x.key, P, 0, None)
     masks, inputs, sizes = (*call.key, call.words, None), (out, x.grad, sums, pairs), (*call.sizes, *call.start)
     mask = {
         "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd, SPANS=False),
@@ -118,7 +118,7 @@ def parts(batch: int, heads: int) -> list[Case]:
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
         variants = {}
         for p in (0.0, P):
-            site = call if p else flash._Call(*qkv, None, 0.0, 0, None)
+            site = call if p else flash_launch.Call(*qkv, None, 0.0, 0, None)
 
             def work(site=site, name=name, scales=scales) -> None:
                 site.run(name, *tensors[name], made=made[name], scales=scales)

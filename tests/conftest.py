@@ -29,7 +29,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 SLOW = {
     "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage", "test_checkpoint_kill",
     "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert", "test_data", "test_engine",
-    "test_eval_command", "test_extension", "test_foreign_files", "test_generate_command", "test_graphs", "test_harness",
+    "test_eval_command", "test_extension", "test_foreign_files", "test_generate_command", "test_generate_llama", "test_graphs", "test_harness",
     "test_hostile", "test_inference", "test_interop_huggingface", "test_interval_loss", "test_last_step", "test_life",
     "test_llama_parity", "test_lm_eval", "test_lost_peers", "test_megatron_own", "test_openai_client", "test_optim",
     "test_llama_runs", "test_page_browser",

@@ -178,6 +178,6 @@ def check_same_architecture(where: Path, saved: ModelConfig, wanted: ModelConfig
     """Raise UserError where the recipe's model is of another architecture than that at `where`."""
     if type(saved) is not type(wanted):
         raise UserError(
-            f"{where} holds a model of architecture {saved.architecture}, and the recipe's is {wanted.architecture}; "
-            f"give a recipe whose model is a {type(saved).__name__}"
+            f"{where} holds a {saved.architecture}, and the recipe's model is a {wanted.architecture}; give another "
+            f"model, or a recipe with a {type(saved).__name__}"
         )

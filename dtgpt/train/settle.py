@@ -11,7 +11,7 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
-from dtgpt.config.megatron_options import explain
+from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
@@ -34,7 +34,7 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 def override(file: Recipe, words: list[str]) -> Recipe:
     """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
-    return settle(file, read_words(words, file, explain=explain)[1])
+    return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
 
 
 def settle(file: Recipe, options: Options) -> Recipe:

@@ -144,12 +144,12 @@ def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, 
     """Fill the shards of a new run with the weights of another one, or of another library."""
     source = open_source(path, mesh)
     held = source.config
-    if not held.learns_positions:
-        if config.seq_length > held.seq_length:
-            say(f"{path} knows {held.seq_length} positions, and this run has {config.seq_length}", warning=True)
-        held = replace(held, seq_length=config.seq_length)
-    elif config.seq_length < held.seq_length:
+    if config.seq_length < held.seq_length and held.learns_positions:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
+        held = replace(held, seq_length=config.seq_length)
+    elif not held.learns_positions:
+        if config.seq_length > held.seq_length:
+            say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
         held = replace(held, seq_length=config.seq_length)
     check_same_model(path, held, config)
     if run := run_of(path):

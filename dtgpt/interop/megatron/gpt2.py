@@ -103,6 +103,10 @@ def to_theirs(piece: Tensor, name: str, config: GPT2Config) -> Tensor:
     return piece
 
 
+def cut_sizes(config: GPT2Config, ranks: int) -> dict[str, int]:
+    return {"num_heads": config.num_heads}
+
+
 def check_export(config: GPT2Config) -> list[str]:
     return []
 

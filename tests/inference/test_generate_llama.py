@@ -1,24 +1,36 @@
 """Generation with LLaMA and Qwen3: text of transformers, the same text under every plan and in company, a cache that
-grows with the heads of keys and values alone, and slots that are shorter than the model."""
+grows with the heads of keys and values alone, slots that are shorter than the model, and the commands."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+import dtgpt
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.cli import main
 from dtgpt.config.plan import Plan
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.inference import generator
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.decoder import build_model
+from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
+from dtgpt.serve.app import make_app
+from dtgpt.util.errors import UserError
+from tests.interop.test_interop_huggingface import InMemory
 from tests.support import bodies_engine as bodies
 from tests.support.engines import CPU, drain, engine_of
 from tests.support.llama_twins import twin_of
 from tests.support.ranks import pool
+from tests.support.runs import change, training
+from tests.support.server import client, served
 
 LLAMA = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=48,
@@ -106,3 +118,75 @@ def test_the_cache_keeps_rotated_keys_of_the_heads_of_keys_alone():
     plan = Plan().for_world(1)
     per_head = bytes_per_slot(whole, plan, torch.bfloat16) - bytes_per_slot(LLAMA, plan, torch.bfloat16)
     assert per_head == 6 * LLAMA.num_layers * LLAMA.seq_length * 2 * LLAMA.head_dim * 2
+
+
+BYTES = make_tokenizer("bytes", [], 0)
+WITH_TEXT = {"llama": replace(LLAMA, vocab_size=257), "gpt2": GPT2Config(num_layers=2, hidden_size=16, num_heads=2,
+             seq_length=48, vocab_size=257, init_std=0.5)}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WITH_TEXT)
+def folder(request, tmp_path_factory):
+    """The weights of a model, with a tokenizer."""
+    model = build_model(WITH_TEXT[request.param], CPU, torch.float32, root_key(1))
+    path = tmp_path_factory.mktemp("model") / "weights"
+    save_weights(InMemory(model), path, "here", BYTES)
+    return path
+
+
+def test_shorter_slots_change_no_text_and_take_less_memory(folder):
+    whole, short = dtgpt.load(folder, device="cpu"), dtgpt.load(folder, device="cpu", max_length=12)
+    assert short.config == replace(whole.config, seq_length=12)
+    assert short.generate("ab", max_new_tokens=10, seed=1) == whole.generate("ab", max_new_tokens=10, seed=1)
+    assert len(short.generate([1, 2], ends=False)) == 10
+    tokens = torch.arange(12)[None]
+    assert torch.equal(short(tokens), whole(tokens))
+    position = 8 + 4 * whole.config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(whole.config, 1))
+    assert whole.generator.bytes_per_slot - short.generator.bytes_per_slot == 36 * position
+    with pytest.raises(UserError, match="max_new_tokens=11 need 13 positions, but the model has 12"):
+        short.generate("ab", max_new_tokens=11)
+
+
+@pytest.mark.parametrize("length", [0, -1, 49, 10**30, True, 12.0, "12"])
+def test_lengths_that_the_model_does_not_have_are_refused(folder, length):
+    with pytest.raises(UserError, match="is not a number of the model's positions; use 1 to 48, or leave it out"):
+        dtgpt.load(folder, device="cpu", max_length=length)
+
+
+def test_a_user_is_told_where_memory_has_room_for_few(folder, monkeypatch, capsys):
+    model = dtgpt.load(folder, device="cpu", max_length=40)
+    monkeypatch.setattr(generator, "free_memory", lambda device, local_world: 5 * model.generator.bytes_per_slot)
+    model.generate("ab", max_new_tokens=1)
+    assert "room" not in capsys.readouterr().err
+    model.generate(["ab"] * 9, max_new_tokens=1)
+    assert "room for 3 sequences at the same time, of 40 positions" in capsys.readouterr().err
+
+
+def run(*words) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, words)))
+    assert stop.value.code == 0
+
+
+def test_generate_and_eval(folder, tmp_path, capsys):
+    common = ("--device", "cpu", "--max-length", 24)
+    run("generate", folder, "--prompt", "ab", "--temperature", 0, "--max-new-tokens", 9, *common)
+    expected = dtgpt.load(folder, device="cpu").generate("ab", temperature=0.0, max_new_tokens=9)
+    assert capsys.readouterr().out == f"ab{expected}\n"
+    data, output = tmp_path / "lambada.jsonl", tmp_path / "eval.json"
+    data.write_text("".join(json.dumps({"text": f"{i} and {i}"}) + "\n" for i in range(3)))
+    run("eval", folder, "--task", "lambada", "--data", data, "--output", output, *common)
+    results = json.loads(output.read_text())
+    assert results["model"]["positions"] == 24 and len(results["results"]) == 1
+
+
+def test_a_server_and_samples_of_training(recipe):
+    model = build_model(WITH_TEXT["llama"], CPU, torch.float32, root_key(0))
+    with served(model) as service, client(make_app(service)) as http:
+        answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True}).json()
+        assert answer["usage"]["completion_tokens"] == 5
+    recipe = replace(change(recipe, log={"prompt": "7 and"}), model=replace(WITH_TEXT["llama"], dropout=0.1))
+    trainer = training(recipe)
+    for _ in range(2):
+        assert trainer.sample().startswith("7 and")
+        trainer.train_step()
