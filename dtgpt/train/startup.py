@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
+from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
@@ -100,28 +101,28 @@ def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Me
     return find_checkpoint(mesh, run, chosen, check=check_interval)
 
 
-def find_foreign_run(recipe: Recipe) -> TrainingSource | None:
-    """Return the run of another library that the recipe resumes, with `recipe.model`; None for anything else. Raise
-    UserError where the recipe has another model, or no steps are left."""
-    run = open_training(recipe.resume, recipe.model.vocab_size)
+def find_foreign_run(resume: str | None, model: ModelConfig, num_steps: int) -> TrainingSource | None:
+    """Return the run of another library that `resume` names, with `model`; None for anything else. Raise UserError
+    where it has another model, or none of `num_steps` are left."""
+    run = open_training(resume, model.vocab_size)
     if run is None:
         return None
     shape, step = run.config, run.state["step"]
     if not shape.learns_positions:
-        shape = replace(shape, seq_length=recipe.model.seq_length)
-    check_same_model(run.path, shape, recipe.model)
-    if step >= recipe.num_steps:
+        shape = replace(shape, seq_length=model.seq_length)
+    check_same_model(run.path, shape, model)
+    if step >= num_steps:
         raise UserError(f"{run.path} has already done {counted_noun(step, 'step')}; raise --steps to go on")
     return run
 
 
-def take_over(run: TrainingSource, recipe: Recipe, trainer: Trainer) -> None:
-    """Go on with a run of another library, as a new run of dtgpt."""
+def take_over(run: TrainingSource, trainer: Trainer, sizes: BatchSizes) -> None:
+    """Go on with a run of another library, as a new run of dtgpt. sizes: those from the step of the run on."""
     for note in run.notes:
         say(note, warning=True)
     state = dict(run.state)
     load_foreign_training(run, trainer.shards, trainer.optimizer.adamw)
-    trainer.restore(state, recipe.batch_sizes(state["step"], state["consumed_samples"]))
+    trainer.restore(state, sizes)
     seen = counted_noun(state["consumed_samples"], "sample")
     say(f"going on with {run.path} after step {state['step']} and {seen}")
 
