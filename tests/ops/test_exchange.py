@@ -60,8 +60,7 @@ def check_collectives(exchange: Exchange, mesh: Mesh) -> None:
         groups, rows, columns = (int(torch.randint(1, most, (), generator=sizes)) for most in (9, 65, 1025))
         parts = torch.randn(groups, rows, columns, device=mesh.device)
         parts[0, 0, 0] = torch.nan
-        expected = functools.reduce(torch.add, parts)[None]
-        dist.all_reduce(expected, group=group)
+        expected = sum_by_nccl(parts, group)
         delay(rank, turn)
         assert same(exchange.sum(parts), expected), (turn, parts.shape)
 
@@ -80,6 +79,12 @@ def check_collectives(exchange: Exchange, mesh: Mesh) -> None:
         found = exchange.look_up(ids, table[rank * rows : (rank + 1) * rows], rank * rows)
         assert found is not None and torch.equal(found, table[ids]), (turn, table.shape)
     assert exchange.sum(parts.new_empty(1, 1, CAPACITY + 1)) is None
+
+
+def sum_by_nccl(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = functools.reduce(torch.add, parts[1:], parts[0].clone())[None]
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def delay(rank: int, turn: int) -> None:
@@ -124,9 +129,7 @@ class Case:
         self.positions = torch.randint(LENGTH, (16,), device=mesh.device)
 
     def nccl(self, parts: Tensor) -> Tensor:
-        total = functools.reduce(torch.add, parts)[None]
-        dist.all_reduce(total, group=self.group)
-        return total
+        return sum_by_nccl(parts, self.group)
 
     def exchanged(self, parts: Tensor) -> Tensor:
         total = self.exchange.sum(parts)
