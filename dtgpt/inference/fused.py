@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.symmetric import symmetric_memory
 
-_exchanges: WeakKeyDictionary[Mesh, Exchange | None] = WeakKeyDictionary()
+_exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
 
 
 class FusedStage:
@@ -57,9 +56,9 @@ class FusedStage:
         few = kernels_of_few_rows(self._blocks, self._keys, mesh.plan.tp) is not None
         if len(set(mesh.gather(few))) > 1:  # ranks where a build failed would wait for others
             return
-        if mesh not in _exchanges:
-            _exchanges[mesh] = make_exchange(mesh)
-        self._exchange = _exchanges[mesh]
+        if mesh.plan.tp not in _exchanges:
+            _exchanges[mesh.plan.tp] = make_exchange(mesh)
+        self._exchange = _exchanges[mesh.plan.tp]
 
     def _embed(self, tokens: Tensor, rows: Rows) -> Tensor:
         """Return activations `[1, B, H]` of tokens `[1, B]`."""
