@@ -2,10 +2,12 @@
 
     python benchmarks/decode.py --model 345m --batches 1 8 64 256 --positions 0 512
     python benchmarks/decode.py --model 1558m --batches 1 --peers dtgpt naive_graph
+    python benchmarks/decode.py --model llama32_1b --length 2048 --batches 1 64
     torchrun --nproc-per-node 2 benchmarks/decode.py --model 345m --plan tp2 --batches 1
 
 Random weights, greedy tokens; the timed ones begin LEAD tokens behind the given position. The bound is the bytes of the
-weights and of the keys and values at these positions, over the rate of a large copy, which is measured in the same run.
+weights that a step multiplies and of the keys and values at these positions, over the rate of a large copy, which is
+measured in the same run.
 Peers take turns; the figures are medians.
 """
 
@@ -15,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +27,17 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.slot_state import SlotState
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
+from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.local import inference_stages
@@ -40,7 +46,14 @@ from dtgpt.parallel.process import Process
 from dtgpt.util.environment import environment
 
 TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
-MODELS = {"tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M}
+TINY_LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, seq_length=128,
+    vocab_size=257,
+)  # fmt: skip
+MODELS: dict[str, ModelConfig] = {
+    "tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M,
+    "tiny_llama": TINY_LLAMA, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEERS = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")
 HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
@@ -66,19 +79,22 @@ def median_time(work: Callable[[], object], device: torch.device, rounds: int) -
     return statistics.median(times[1:])
 
 
-def weight_bytes(config: GPT2Config, dtype: torch.dtype) -> int:
-    """Bytes of the weights that a step reads: all but the table of positions."""
-    return (config.num_parameters - config.seq_length * config.hidden_size) * dtype.itemsize
+def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
+    """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
+    sequence."""
+    weights = (config.flops_per_token - 12 * config.num_layers * width(config) * config.seq_length) // 6
+    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 1))
+    return (weights + batch * position * kept) * dtype.itemsize
 
 
-def bytes_read(config: GPT2Config, dtype: torch.dtype, batch: int, position: float) -> float:
-    """Bytes of a step of `batch` sequences at `position`: the weights once, keys and values of each sequence."""
-    return weight_bytes(config, dtype) + batch * position * 2 * config.num_layers * config.hidden_size * dtype.itemsize
+def width(config: ModelConfig) -> int:
+    """Columns of the heads of q."""
+    return config.num_heads * config.head_dim
 
 
 def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
     """An engine under a plan, with random weights: the parts that `dtgpt.load` puts together."""
-    config, dtype, slots = MODELS[args.model], DTYPES[args.dtype], args.slots or max(args.batches)
+    config, dtype, slots = args.config, DTYPES[args.dtype], args.slots or max(args.batches)
     plan = parse_plan(args.plan, {}).for_world(Process.from_environment().world).for_inference()
     settings = Settings(
         model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
@@ -89,7 +105,7 @@ def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
 
 
 def make_peers(args: argparse.Namespace, engine: Engine, device: torch.device) -> dict[str, Peer]:
-    config, dtype = MODELS[args.model], DTYPES[args.dtype]
+    config, dtype = args.config, DTYPES[args.dtype]
     makers: dict[str, Callable[[], Peer]] = {
         "dtgpt": partial(EnginePeer, engine),
         "naive_graph": partial(NaiveGraphPeer, config, device, dtype),
@@ -112,7 +128,7 @@ def compare(peers: dict[str, Peer], prompt: list[int], batch: int, tokens: int, 
 
 def measure_decode(args: argparse.Namespace, engine: Engine, rate: float) -> list[dict]:
     """A row of results for each batch, position and peer."""
-    config, dtype, device = MODELS[args.model], DTYPES[args.dtype], engine.mesh.device
+    config, dtype, device = args.config, DTYPES[args.dtype], engine.mesh.device
     peers = make_peers(args, engine, device)
     results = []
     for position in args.positions:
@@ -169,7 +185,7 @@ def measure_rounds(args: argparse.Namespace, engine: Engine) -> list[dict]:
 def measure_prefill(args: argparse.Namespace, engine: Engine) -> dict[str, float]:
     """Tokens/s of prompts that fill the model: submitted at once, up to the first token of each; one after the other;
     and of the training forward over the same number of sequences, with and without its loss."""
-    config, dtype, device = MODELS[args.model], DTYPES[args.dtype], engine.mesh.device
+    config, dtype, device = args.config, DTYPES[args.dtype], engine.mesh.device
     length, sequences = config.seq_length, args.prefill
     request = Request(ids=[0] * (length - 1), sampling=Sampling(temperature=0.0, max_new_tokens=1))
     ids = torch.arange(length).remainder(config.vocab_size)
@@ -209,7 +225,7 @@ def replayed(work: Callable[[], object], device: torch.device) -> Callable[[], o
 
 def measure_memory(args: argparse.Namespace, engine: Engine, before: int) -> dict[str, float]:
     """GiB that the engine takes as planned, and the peak since `before` bytes were allocated."""
-    config, dtype, plan = MODELS[args.model], DTYPES[args.dtype], engine.mesh.plan
+    config, dtype, plan = args.config, DTYPES[args.dtype], engine.mesh.plan
     slots = (engine.slots + 1) * bytes_per_slot(config, plan, dtype)
     planned = config.num_parameters * dtype.itemsize / (plan.tp * plan.pp) + slots
     cuda = engine.mesh.device.type == "cuda"
@@ -253,6 +269,7 @@ def warm_up(args: argparse.Namespace, engine: Engine) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="345m", choices=MODELS)
+    parser.add_argument("--length", type=int, default=0, help="positions of a slot; default: the model's")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument(
         "--plan", default="single", help="under torchrun, such as tp2 or pp2, with the peer dtgpt alone"
@@ -270,7 +287,10 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tokens < LONGEST_ROUND:
         parser.error(f"--tokens {args.tokens} is less than a round; use {LONGEST_ROUND} or more")
-    needed, there = max(args.positions) + 1 + LEAD + args.tokens, MODELS[args.model].seq_length
+    args.config = MODELS[args.model]
+    if args.length:
+        args.config = replace(args.config, seq_length=args.length)
+    needed, there = max(args.positions) + 1 + LEAD + args.tokens, args.config.seq_length
     if needed > there:
         parser.error(f"position {max(args.positions)} and {args.tokens} tokens need {needed} positions of {there}")
     return args

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from timing import capture
 from torch import Tensor
 
+from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
@@ -16,6 +17,7 @@ from dtgpt.interop.hf.gpt2 import write_config
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
 from dtgpt.models.layers import AttentionCore
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 
 LEAD = 24  # tokens before those that are timed: caches warm, and all rows of the engine under way
@@ -62,12 +64,11 @@ class TransformersPeer(Peer):
     """`generate` of transformers, with the cache that it makes by default or a static one that makes it compile."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, static: bool):
-        from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
+        from transformers import CompileConfig
 
         self.device = device
-        settings = GPT2Config(**write_config(config), bos_token_id=None, eos_token_id=None)
         with device:
-            self.model = GPT2LMHeadModel(settings).to(dtype).eval()  # random weights, distributed as dtgpt's
+            self.model = their_model(config).to(dtype).eval()  # random weights, distributed as dtgpt's
         self.options: dict = {"do_sample": False, "pad_token_id": 0}
         if static:
             self.options["cache_implementation"] = "static"
@@ -92,6 +93,27 @@ class TransformersPeer(Peer):
     def close(self) -> None:
         self.model._cache = None  # where transformers keeps a static cache
         torch.compiler.reset()
+
+
+def their_model(config: ModelConfig) -> torch.nn.Module:
+    """A model of transformers of the same shape."""
+    import transformers as hf
+
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    if not isinstance(config, LlamaConfig):
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**write_config(config), **ids))
+    kinds = (hf.Qwen3Config, hf.Qwen3ForCausalLM) if config.qk_norm else (hf.LlamaConfig, hf.LlamaForCausalLM)
+    make_config, make_model = kinds
+    return make_model(
+        make_config(
+            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+            max_position_embeddings=config.seq_length, rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tied, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            **ids,
+        )
+    )  # fmt: skip
 
 
 class StopWatch:
@@ -152,19 +174,23 @@ class NaiveGraphPeer(Peer):
 
 
 class StaticCache:
-    """Keys and values `[B, N, P, D]` of one layer; `position`, int64 `[1]`, is that of the next token of all rows."""
+    """Keys and values `[B, N_kv, P, D]` of one layer; `position`, int64 `[1]`, is that of the next token of every
+    row."""
 
     def __init__(self, batch: int, length: int, config: ModelConfig, dtype: torch.dtype, position: Tensor):
-        shape = batch, config.num_heads, length, config.head_dim
+        ((heads, dim),) = core_sizes(config, 1)
+        shape = batch, heads, length, dim
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=position.device) for _ in range(2))
         self.position, self.places = position, torch.arange(length, device=position.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep k and v `[B, 1, N, D]`, and return the attention `[B, 1, N, D]` of q."""
+        """Keep k and v `[B, 1, N_kv, D]`, and return the attention `[B, 1, N, D]` of q."""
         self.keys.index_copy_(2, self.position, k.transpose(1, 2))
         self.values.index_copy_(2, self.position, v.transpose(1, 2))
         mask = (self.places <= self.position)[None, None, None]
-        return F.scaled_dot_product_attention(q.transpose(1, 2), self.keys, self.values, mask).transpose(1, 2)
+        grouped = q.shape[2] > self.keys.shape[1]
+        heads = F.scaled_dot_product_attention(q.transpose(1, 2), self.keys, self.values, mask, enable_gqa=grouped)
+        return heads.transpose(1, 2)
 
 
 def drain(device: torch.device) -> None:

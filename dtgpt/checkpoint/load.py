@@ -156,9 +156,17 @@ def find_checkpoint(
 
 def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raise UserError, field by field, where the model of a checkpoint has another shape. Dropout may change."""
-    there, here = ({"architecture": c.architecture, **asdict(c)} for c in (saved, wanted))
-    differences = [
-        f"{k} {there.get(k)} there, {here[k]} here" for k in here if k not in FREE and there.get(k) != here[k]
-    ]
+    check_same_architecture(where, saved, wanted)
+    there, here = asdict(saved), asdict(wanted)
+    differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]
     if differences:
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")
+
+
+def check_same_architecture(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
+    """Raise UserError where the recipe's model is of another architecture than that at `where`."""
+    if type(saved) is not type(wanted):
+        raise UserError(
+            f"{where} holds a model of architecture {saved.architecture}, and the recipe's is {wanted.architecture}; "
+            f"give a recipe whose model is a {type(saved).__name__}"
+        )

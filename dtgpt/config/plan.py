@@ -154,19 +154,18 @@ class ResolvedPlan(Plan):
             )
 
     def _validate_tensor(self, model: ModelConfig) -> None:
-        fitting = _divisors(math.gcd(*model.cut_by_tp.values()))
+        vocab = model.padded_vocab_size
+        dividing = _divisors(math.gcd(*model.cut_by_tp.values()))
+        fitting = [n for n in dividing if _every_rank_has_rows(vocab, n)]
         for name, size in model.cut_by_tp.items():
             if size % self.tp:
-                raise UserError(
-                    f"model.{name}={size} cannot be split over tp={self.tp}; "
-                    f"use {_listed([n for n in fitting if n > self.sequence_parallel])}"
-                )
-        vocab = model.padded_vocab_size
+                wanted = [n for n in fitting if n > self.sequence_parallel]
+                remedy = f"use {_listed(wanted)}" if wanted else "leave tp and sp out"
+                raise UserError(f"model.{name}={size} cannot be split over tp={self.tp}; {remedy}")
         if not _every_rank_has_rows(vocab, self.tp):
-            largest = max(t for t in fitting if _every_rank_has_rows(vocab, t))
             raise UserError(
                 f"the vocabulary of {vocab} (model.vocab_size={model.vocab_size}, padded) leaves a rank of "
-                f"tp={self.tp} without a row; use tp={largest} or less"
+                f"tp={self.tp} without a row; use tp={max(fitting)} or less"
             )
         if not self.sequence_parallel:
             return

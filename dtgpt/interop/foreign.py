@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.models.config import ModelConfig, Shape
-from dtgpt.models.source import Part, cut, has_vocabulary, pad_rows
+from dtgpt.models.source import Part, cut, has_vocabulary
 from dtgpt.util.errors import UserError, shown, shown_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of weights
@@ -88,8 +88,13 @@ def untied(place: Path) -> UserError:
 def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | None) -> Tensor:
     """Return dtgpt's parameter `name`, or a part of it, in fp32 and memory of its own: `stored` may be mapped from a
     file, and a table has any number of rows of padding."""
-    whole = pad_rows(stored, config) if has_vocabulary(name, config) else stored
-    return cut(whole, part).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if not has_vocabulary(name, config):
+        return cut(stored, part).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    rows, columns = part or (range(config.padded_vocab_size), range(stored.shape[1]))
+    table = torch.zeros(len(rows), len(columns), device=stored.device)  # the padding, which never enters a softmax
+    known = stored[rows.start : min(rows.stop, config.vocab_size), columns.start : columns.stop]
+    table[: len(known)] = known
+    return table
 
 
 def check_dtype(dtype: torch.dtype) -> None:

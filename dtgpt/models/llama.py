@@ -27,10 +27,11 @@ from dtgpt.models.layers import (
     add,
 )
 from dtgpt.models.roles import Role, Roles
+from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.pointwise.swiglu import swiglu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.ops.rotary.rotary import rotary_qkv
-from dtgpt.ops.rotary.table import Rotation
+from dtgpt.ops.rotary.table import Rotation, angle_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -153,6 +154,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.drop(self.tokens(tokens).to(self.dtype), context.dropout_keys)
 
+    def decode_weights(self) -> EmbeddingWeights:
+        """Return what `dtgpt.ops.decode` needs to run this embedding."""
+        return EmbeddingWeights(self.tokens.weight, None)
+
 
 class Block(nn.Module):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
@@ -171,6 +176,16 @@ class Block(nn.Module):
         x, h = self.norm_1(x)
         x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
         return add(x, self.mlp(h), self.drop_2.site(keys))
+
+    def decode_weights(self) -> BlockWeights:
+        """Return what `dtgpt.ops.decode` needs to run this block."""
+        attn, mlp = self.attn, self.mlp
+        return BlockWeights(
+            norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=None, proj=attn.proj.weight,
+            proj_bias=None, norm_2=self.norm_2.weight, norm_2_bias=None, fc=mlp.gate_up.weight, fc_bias=None,
+            out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim, activation="swiglu",
+            rotary=attn.decode_rotary(),
+        )  # fmt: skip
 
 
 class HeadNorm(nn.Module):
@@ -203,6 +218,13 @@ class Attention(nn.Module):
         heads = self.core(q, k, v, self.dropout.site(context.dropout_keys), context.document_bounds)
         return Branch(self.proj(heads.flatten(-2)), None)
 
+    def decode_rotary(self) -> Rotary:
+        """Return the angles, and the weights of norms of heads, for `decode_weights`."""
+        table = angle_table(self.rotation, self.head_dim, self.num_positions, self.qkv.weight.device)
+        if self.q_norm is None or self.k_norm is None:
+            return Rotary(table)
+        return Rotary(table, self.q_norm.weight, self.k_norm.weight, self.eps)
+
 
 class MLP(nn.Module):
     """SwiGLU, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of the first matrix: gate 0, up 0, gate 1, up 1, ..."""
@@ -226,3 +248,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)
+
+    def decode_weights(self) -> HeadWeights:
+        """Return what `dtgpt.ops.decode` needs to run this head."""
+        return HeadWeights(self.norm.weight, None, self.output.weight, self.norm.eps)

@@ -41,6 +41,12 @@ def may_fuse(x: Tensor) -> bool:
     return has_triton(x) and not _apart
 
 
+def takes_custom_op(x: Tensor, has_parameters: bool) -> bool:
+    """Return whether an op runs as its custom op: where kernels can work (`may_fuse` for an op with parameters) and on
+    the meta device, where planning measures what the op saves on a GPU."""
+    return x.device.type == "meta" or (may_fuse(x) if has_parameters else has_triton(x))
+
+
 def is_apart() -> bool:
     """Return whether `split_backward` is in effect."""
     return _apart

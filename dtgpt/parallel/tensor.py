@@ -77,8 +77,8 @@ def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SequencePart(ParallelStyle):
-    """A style for a module that takes its part of the sequence and has replicated parameters: the gradients of `names`
-    are summed over the tp ranks."""
+    """A style for a module that takes its part of the sequence, or of the heads, and has replicated parameters: the
+    gradients of `names` are summed over the tp ranks."""
 
     def __init__(self, *names: str):
         super().__init__()
@@ -231,12 +231,17 @@ def _check_own(table: Table, model: Decoder) -> None:
 
 def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
     """Return the style that the table gives the module of this name; None: replicated."""
-    if role_of(module, roles) is Role.HEAD_DROPOUT:  # drops in the heads that the QKV projection beside it makes
+    if role_of(module, roles) in (Role.HEAD_DROPOUT, Role.HEAD_NORM):  # of the heads that the QKV projection leaves
         parent = module.rpartition(".")[0]
         beside = [f"{parent}.{pattern.rpartition('.')[2]}" for pattern in patterns_of(Role.QKV, roles)]
-        if not any(isinstance(style_of(name, table, roles), ColwiseParallel) for name in beside):
+        if not any(_leaves_a_part(style_of(name, table, roles)) for name in beside):
             return None
     return next((style for pattern, style in table.items() if matches(module, pattern)), None)
+
+
+def _leaves_a_part(style: ParallelStyle | None) -> bool:
+    """Return whether a linear map of this style leaves each rank its own part of the output's features."""
+    return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 
 def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:

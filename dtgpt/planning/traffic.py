@@ -51,19 +51,28 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
         found.append(Collective("all-gather", "tp", into, n, n * unit))
         found.append(Collective("reduce-scatter", "tp", out, n, n * unit))
-        # Each rank sees its part of the sequence; ZeRO has cut these gradients before.
-        partial = sum(p.local for p in held if _sums_over_tp(p))
-        found.append(Collective("all-reduce", "tp", "gradients of norms, biases and positions, fp32", 1, 4 * partial))
     else:
         n = passes * (cuts + last)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
-    return found
+    # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
+    partial = [p for p in held if _sums_over_tp(p)]
+    size = 4 * sum(p.local for p in partial)
+    return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, fp32", bool(partial), size)]
 
 
 def _sums_over_tp(p: LocalParameter) -> bool:
-    """Return whether sequence parallelism leaves gradients of the parameter as addends on the tp ranks."""
+    """Return whether gradients of the parameter are addends on the tp ranks."""
     return isinstance(p.style, SequencePart) or (isinstance(p.style, SequenceRowwise) and p.name.endswith(".bias"))
+
+
+def _kinds(partial: list[LocalParameter]) -> str:
+    """Return what the parameters are, in words."""
+    norms = any(p.role is Role.NORM for p in partial)
+    words = ["norms" if norms else "the norms of heads"]
+    words += ["biases"] * any(p.name.endswith(".bias") and p.role is not Role.NORM for p in partial)
+    words += ["positions"] * any(p.role is Role.POSITIONS for p in partial)
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParameter], blocks: int) -> list[Collective]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE
+from dtgpt.checkpoint.load import FREE, check_same_architecture
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
 from dtgpt.config.megatron_options import explain
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
@@ -183,8 +183,12 @@ def _unknown(saved: dict[str, Any], known: set[str], prefix: str = "") -> Iterat
 
 def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
-    UserError where an option `given` contradicts them; a shorter context is not a contradiction."""
-    held = {f"model.{n}": v for n, v in vars(open_config(path)).items() if n not in FREE}
+    UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
+    contradiction; where positions are not learned, the length of samples is the recipe's."""
+    config = open_config(path)
+    check_same_architecture(path, config, asked)
+    own = FREE if config.learns_positions else FREE | {"seq_length"}
+    held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}
     wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
     other = [n for n in held if n in given and wanted[n] != held[n]]
     wrong = [n for n in other if n != "model.seq_length" or wanted[n] > held[n]]

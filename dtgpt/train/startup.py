@@ -116,7 +116,11 @@ def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, 
     """Fill the shards of a new run with the weights of another one, or of another library."""
     source = open_source(path, mesh)
     held = source.config
-    if config.seq_length < held.seq_length:
+    if not held.learns_positions:
+        if config.seq_length > held.seq_length:
+            say(f"{path} knows {held.seq_length} positions, and this run has {config.seq_length}", warning=True)
+        held = replace(held, seq_length=config.seq_length)
+    elif config.seq_length < held.seq_length:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
         held = replace(held, seq_length=config.seq_length)
     check_same_model(path, held, config)

@@ -230,9 +230,9 @@ def test_a_checkpoint_names_its_architecture_and_an_unknown_one_is_refused(recip
     """The one before is not taken instead: the newest is not damaged, but of a newer dtgpt."""
     newest = run / "checkpoints" / NEW
     assert json.loads((newest / STATE).read_text())["architecture"] == "gpt2"
-    change_state(newest, {"architecture": "llama", "model": {"num_experts": 8}})
+    change_state(newest, {"architecture": "mixture", "model": {"num_experts": 8}})
     for action in (lambda: train(change(recipe, resume=str(run), steps=6)), lambda: open_source(newest)):
         with pytest.raises(
-            UserError, match="is of the architecture 'llama', this dtgpt reads gpt2; use the dtgpt that"
+            UserError, match="is of the architecture 'mixture', this dtgpt reads gpt2, llama; use the dtgpt that"
         ):
             action()

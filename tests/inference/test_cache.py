@@ -17,15 +17,20 @@ from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.attention.core import Backend
 from dtgpt.util.errors import UserError
 from tests.support import bodies_engine as bodies
-from tests.support.other_architecture import GroupedConfig, OtherConfig
+from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 
 LENGTH, VOCABULARY = 20, 61
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
-CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}
+GROUPED = {"num_kv_heads": 2, "head_dim": 16, "ffn_hidden_size": 40, "qk_norm": True, "rope_factor": 4.0}
+CONFIGS = {
+    config: config(**SHAPE, **more, init_std=0.3)
+    for config, more in ((GPT2Config, {}), (OtherConfig, {}), (LlamaConfig, GROUPED))
+}
 BACKENDS = get_args(Backend)
 IDS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
 TOLERANCE = 1e-5
@@ -140,6 +145,6 @@ def test_slots_are_as_many_as_fit_up_to_a_bound():
 
 
 def test_heads_of_keys_that_tp_does_not_divide_are_refused():
-    config = CONFIGS[GroupedConfig]
+    config = CONFIGS[LlamaConfig]
     with pytest.raises(UserError, match="2 heads of keys and values, which cannot be split over tp=4; use"):
         Cache([], config, 4, 1, torch.float32, bodies.CPU)

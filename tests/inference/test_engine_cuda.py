@@ -18,6 +18,7 @@ from dtgpt.inference.request import NO_SPECIAL_IDS, Request
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.sampling.sequences import Variant
 from dtgpt.parallel.mesh import Mesh
@@ -28,6 +29,11 @@ from tests.support.other_architecture import OtherConfig
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
 CONFIG = GPT2Config(num_layers=3, hidden_size=256, num_heads=4, seq_length=512, vocab_size=1000, init_std=0.1)
+LLAMA = LlamaConfig(
+    num_layers=3, hidden_size=256, num_heads=6, num_kv_heads=2, head_dim=64, ffn_hidden_size=704, seq_length=512,
+    vocab_size=1000, init_std=0.1, rope_factor=8.0, rope_original_length=64,
+)  # fmt: skip
+QWEN = replace(LLAMA, head_dim=128, qk_norm=True, norm_eps=1e-6, tied=True)
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
     "plain": Sampling(seed=1),
@@ -58,12 +64,17 @@ def serve(engine: Engine, asked: list[Request]) -> list[list[int]]:
     return [found[handle, 0] for handle in handles]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_text_is_the_same_alone_and_in_company(name):
-    engine, asked = make(CONFIG, torch.bfloat16), requests(SAMPLINGS[name])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [*((CONFIG, name) for name in SAMPLINGS), (LLAMA, "greedy"), (LLAMA, "top_k"), (QWEN, "plain")],
+    ids=lambda value: value if isinstance(value, str) else value.architecture,
+)
+def test_the_text_is_the_same_alone_and_in_company(config, name):
+    engine, asked = make(config, torch.bfloat16), requests(SAMPLINGS[name])
+    assert engine._runner.step._fused is not None
     together = serve(engine, asked)
     assert [serve(engine, [request])[0] for request in reversed(asked)][::-1] == together
-    assert serve(make(CONFIG, torch.bfloat16, slots=3), asked) == together
+    assert serve(make(config, torch.bfloat16, slots=3), asked) == together
     assert len(set(map(tuple, together))) > 6
 
 
@@ -71,7 +82,7 @@ WIDE = GPT2Config(num_layers=2, hidden_size=1024, num_heads=16, seq_length=2048,
 BATCHES = {16: (2, 16, 64), 60: (4, 30), 200: (2, 8, 20), 512: (5, 16), 1023: (2, 4, 8), 2048: (2, 4)}  # by tokens
 
 
-@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["256", "1024"])
+@pytest.mark.parametrize("config", [CONFIG, WIDE, LLAMA, QWEN], ids=["256", "1024", "llama", "qwen"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_cache_of_a_prompt_has_the_same_bits_alone_and_in_batches(config, dtype):
     """Both in the pass that checks a shape and in later replays. A shape that had other bits would be read one prompt
@@ -115,9 +126,12 @@ OTHER = OtherConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=512, v
 
 @pytest.mark.parametrize(
     ("config", "dtype", "bound"),
-    [(CONFIG, torch.float32, 2e-5), (CONFIG, torch.bfloat16, 0.1), (OTHER, torch.float32, 2e-5)],
-    ids=["gpt2-fp32", "gpt2-bf16", "other-fp32"],
-)
+    [
+        (CONFIG, torch.float32, 2e-5), (CONFIG, torch.bfloat16, 0.1), (OTHER, torch.float32, 2e-5),
+        (LLAMA, torch.float32, 5e-5), (LLAMA, torch.bfloat16, 0.4), (QWEN, torch.bfloat16, 0.2),
+    ],
+    ids=["gpt2-fp32", "gpt2-bf16", "other-fp32", "llama-fp32", "llama-bf16", "qwen-bf16"],
+)  # fmt: skip
 def test_log_probabilities_are_those_of_the_whole_window(config, dtype, bound):
     engine = make(config, dtype)
     model = engine._runner.stages[0]

@@ -8,54 +8,95 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
-from dtgpt.ops.decode.blocks import run_blocks, run_head
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
+from dtgpt.ops.decode.blocks import embed, run_blocks, run_head
+from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
+from dtgpt.ops.norm.rms_norm import rms_norm_reference
+from dtgpt.ops.pointwise.swiglu import reference as swiglu
+from dtgpt.ops.rotary.rotary import rotate
+from dtgpt.ops.rotary.table import Rotation, angle_table
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
 POSITIONS = (0, 1, 127, 128, 300, 399)
-LENGTH = 400
+LENGTH, LONG = 400, 20_000  # a slot of the latter has more splits than programs
 SHAPES = {  # hidden size, heads, heads of k and v, D, F
     "345m": (1024, 16, 16, 64, 4096), "124m": (768, 12, 12, 64, 3072), "1558m": (1600, 25, 25, 64, 6400),
     "grouped": (512, 8, 2, 64, 1024), "one": (256, 4, 1, 64, 512), "wide": (512, 4, 4, 128, 2048),
     "small": (96, 3, 3, 32, 160),
 }  # fmt: skip
+ROTARY = {  # the same, of blocks with rotary positions, RMSNorm and SwiGLU
+    "llama32_1b": (2048, 32, 8, 64, 8192), "llama3_8b": (4096, 32, 8, 128, 14336), "llama2": (512, 4, 4, 128, 1376),
+    "r8": (512, 8, 1, 64, 768), "r7": (448, 14, 2, 32, 600), "r3": (96, 3, 1, 32, 160),
+}  # fmt: skip
+QWEN = {"qwen3_0_6b": (1024, 16, 8, 128, 3072), "r2": (96, 4, 2, 16, 136)}  # heads of q and k are normalised
+SHAPES = SHAPES | ROTARY | QWEN
+ROTATION = Rotation(500000.0, 8.0, 1.0, 4.0, 100)
+EPS = 1e-5
 
 
 def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (scale * torch.randn(shape, device=CUDA)).to(dtype)
 
 
+def matrix(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return random(*sizes, scale=1 / math.sqrt(sizes[-1]), dtype=dtype)
+
+
 def weights(shape: str, dtype: torch.dtype) -> BlockWeights:
     hidden, heads, kv_heads, dim, inner = SHAPES[shape]
     rows, width = (heads + 2 * kv_heads) * dim, heads * dim
-
-    def matrix(*sizes: int) -> Tensor:
-        return random(*sizes, scale=1 / math.sqrt(sizes[-1]), dtype=dtype)
+    rotates = shape in ROTARY or shape in QWEN
 
     def vector(size: int) -> Tensor:
         return random(size, scale=0.1, dtype=dtype)
 
+    def bias(size: int) -> Tensor | None:
+        return None if rotates else vector(size)
+
+    rotary = None
+    if rotates:
+        norms = (1 + vector(dim), 1 + vector(dim), EPS) if shape in QWEN else ()
+        rotary = Rotary(angle_table(ROTATION, dim, LONG + 5, CUDA), *norms)
     return BlockWeights(
-        1 + vector(hidden), vector(hidden), matrix(rows, hidden), vector(rows), matrix(hidden, width), vector(hidden),
-        1 + vector(hidden), vector(hidden), matrix(inner, hidden), vector(inner), matrix(hidden, inner), vector(hidden),
-        eps=1e-5, head_dim=dim,
+        1 + vector(hidden), bias(hidden), matrix(rows, hidden, dtype=dtype), bias(rows),
+        matrix(hidden, width, dtype=dtype), bias(hidden), 1 + vector(hidden), bias(hidden),
+        matrix(2 * inner if rotates else inner, hidden, dtype=dtype), bias(inner),
+        matrix(hidden, inner, dtype=dtype), bias(hidden), eps=EPS, head_dim=dim,
+        activation="swiglu" if rotates else "gelu", rotary=rotary,
     )  # fmt: skip
 
 
-class Case:
-    """Two blocks, and sequences at all of `POSITIONS` behind which the cache holds NaN."""
+def wide(value):
+    """Tensors of weights, but angles, in float64."""
+    return value.double() if isinstance(value, Tensor) else value
 
-    def __init__(self, shape: str, rows: int, dtype: torch.dtype = torch.bfloat16):
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return rms_norm_reference(x, weight, EPS)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight.T if bias is None else x @ weight.T + bias
+
+
+class Case:
+    """Two blocks, and sequences at all of `POSITIONS`, or in longer slots at multiples of these, behind which the cache
+    holds NaN."""
+
+    def __init__(self, shape: str, rows: int, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH):
         torch.manual_seed(0)
         hidden, _, kv_heads, dim, _ = SHAPES[shape]
         self.blocks = [weights(shape, dtype) for _ in range(2)]
-        self.positions = torch.tensor([POSITIONS[i % len(POSITIONS)] for i in range(rows)], device=CUDA)
+        places = [position * (length // LENGTH) for position in POSITIONS]
+        self.positions = torch.tensor([places[i % len(places)] for i in range(rows)], device=CUDA)
         self.slots = torch.randperm(rows, device=CUDA)
         self.x = random(rows, hidden, dtype=dtype)
-        self.head = HeadWeights(1 + random(hidden, scale=0.1, dtype=dtype), random(hidden, dtype=dtype),
-                                random(384, hidden, scale=0.05, dtype=dtype), 1e-5)  # fmt: skip
-        kept = [random(rows, kv_heads, LENGTH, dim, scale=0.5, dtype=dtype) for _ in range(4)]
+        bias = None if self.blocks[0].rotary else random(hidden, dtype=dtype)
+        self.head = HeadWeights(1 + random(hidden, scale=0.1, dtype=dtype), bias,
+                                random(384, hidden, scale=0.05, dtype=dtype), EPS)  # fmt: skip
+        kept = [random(rows, kv_heads, length, dim, scale=0.5, dtype=dtype) for _ in range(4)]
         for tensor in kept:
             for slot, position in zip(self.slots.tolist(), self.positions.tolist(), strict=True):
                 tensor[slot, :, position:] = math.nan
@@ -67,35 +108,54 @@ class Case:
         stream = run_blocks(self.x[rows], self.blocks, keys, values, self.slots[rows], self.positions[rows])
         return run_head(stream, self.head), keys + values
 
-    def reference(self) -> Tensor:
-        x = self.x.double()
-        for block, keys, values in zip(self.blocks, self.keys, self.values, strict=True):
-            w = BlockWeights(*(value.double() if isinstance(value, Tensor) else value for value in block))
-            h = F.layer_norm(x, x.shape[-1:], w.norm_1, w.norm_1_bias, w.eps)
-            packed = (h @ w.qkv.T + w.qkv_bias).unflatten(1, (keys.shape[1], -1, w.head_dim))
-            q, k, v = packed[:, :, :-2].flatten(1, 2), packed[:, :, -2], packed[:, :, -1]
-            kept = keys.double(), values.double()
-            for tensor, new in zip(kept, (k, v), strict=True):
+    def reference(self) -> tuple[Tensor, list[Tensor]]:
+        """Return what `run` does for all rows."""
+        x, caches = self.x.double(), [tensor.double() for tensor in self.keys + self.values]
+        for block, keys, values in zip(self.blocks, caches[:2], caches[2:], strict=True):
+            w = BlockWeights(*map(wide, block))
+            packed = product(norm(x, w.norm_1, w.norm_1_bias), w.qkv, w.qkv_bias)
+            q, k, v = self.heads(packed.unflatten(1, (keys.shape[1], -1, w.head_dim)), w.rotary)
+            for tensor, new in ((keys, k), (values, v)):
                 tensor[self.slots, :, self.positions] = new
-            x = x + attend_rows_reference(q, *kept, self.slots, self.positions).flatten(1) @ w.proj.T + w.proj_bias
-            h = F.layer_norm(x, x.shape[-1:], w.norm_2, w.norm_2_bias, w.eps)
-            x = x + F.gelu(h @ w.fc.T + w.fc_bias, approximate="tanh") @ w.out.T + w.out_bias
-        head = HeadWeights(*(value.double() if isinstance(value, Tensor) else value for value in self.head))
-        return F.layer_norm(x, x.shape[-1:], head.norm, head.norm_bias, head.eps) @ head.table.T
+            heads = attend_rows_reference(q, keys, values, self.slots, self.positions).flatten(1)
+            x = x + product(heads, w.proj, w.proj_bias)
+            inner = product(norm(x, w.norm_2, w.norm_2_bias), w.fc, w.fc_bias)
+            inner = swiglu(inner) if w.activation == "swiglu" else F.gelu(inner, approximate="tanh")
+            x = x + product(inner, w.out, w.out_bias)
+        head = HeadWeights(*map(wide, self.head))
+        return norm(x, head.norm, head.norm_bias) @ head.table.T, caches
+
+    def heads(self, packed: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = packed[:, :, :-2].flatten(1, 2), packed[:, :, -2], packed[:, :, -1]
+        if rotary is None:
+            return q, k, v
+        if rotary.q_norm is not None and rotary.k_norm is not None:
+            q, k = rms_norm_reference(q, rotary.q_norm, EPS), rms_norm_reference(k, rotary.k_norm, EPS)
+        cosine, sine = rotary.table[:, self.positions].unsqueeze(-2)
+        return rotate(q, cosine, sine), rotate(k, cosine, sine), v
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "length"), [*((shape, LENGTH) for shape in SHAPES), ("r3", LONG), ("wide", LONG)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_blocks_are_those_of_float64(shape, dtype):
-    case = Case(shape, 12, dtype)
-    logits, _ = case.run(torch.arange(12, device=CUDA))
-    expected = case.reference()
-    assert (logits.double() - expected).norm() / expected.norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+def test_blocks_are_those_of_float64(shape, length, dtype):
+    case = Case(shape, 12, dtype, length)
+    logits, caches = case.run(torch.arange(12, device=CUDA))
+    expected, kept = case.reference()
+    bound = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    assert (logits.double() - expected).norm() / expected.norm() < bound
+    for found, wanted in zip(caches, kept, strict=True):
+        new, exact = (tensor[case.slots, :, case.positions].double() for tensor in (found, wanted))
+        assert (new - exact).norm() / exact.norm() < bound
+        assert torch.equal(found.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("shape", ["345m", "1558m", "grouped"])
-def test_a_row_has_the_same_bits_in_every_company(shape):
-    case = Case(shape, 130)
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [("345m", LENGTH), ("1558m", LENGTH), ("grouped", LENGTH), ("llama32_1b", LENGTH), ("qwen3_0_6b", LENGTH),
+     ("r7", LONG)],
+)  # fmt: skip
+def test_a_row_has_the_same_bits_in_every_company(shape, length):
+    case = Case(shape, 130, length=length)
     everyone, kept = case.run(torch.arange(130, device=CUDA))
     for count in (1, 2, 7, 16, 17, 33, 64, 65, 129):
         rows = torch.randperm(130, device=CUDA)[:count]
@@ -104,6 +164,14 @@ def test_a_row_has_the_same_bits_in_every_company(shape):
         slots, positions = case.slots[rows], case.positions[rows]
         for alone, together in zip(own, kept, strict=True):
             assert torch.equal(alone[slots, :, positions], together[slots, :, positions]), count
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_embeddings(learned):
+    tokens, positions = torch.tensor([3, 0, 3], device=CUDA), torch.tensor([0, 6, 5], device=CUDA)
+    table, places = random(9, 96), random(7, 96) if learned else None
+    expected = table[tokens] if places is None else (table[tokens].float() + places[positions].float()).to(table.dtype)
+    assert torch.equal(embed(tokens, positions, EmbeddingWeights(table, places)), expected)
 
 
 @pytest.mark.parametrize(("length", "dim"), [(16, 64), (130, 32), (192, 128), (64, 24)])

@@ -1,4 +1,4 @@
-"""What tests of LayerNorm, GELU and bias gradients do on ranks, in Triton's interpreter and on a GPU."""
+"""What tests of norms, activations and rotary positions do on ranks, in Triton's interpreter and on a GPU."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from dtgpt.ops.norm import layer_norm, residual
-from dtgpt.ops.pointwise import bias, gelu
+from dtgpt.ops.norm import layer_norm, residual, rms_norm
+from dtgpt.ops.pointwise import bias, gelu, swiglu
 from dtgpt.ops.pointwise.linear import linear_by_column_sum
 from dtgpt.ops.random import dropout
 from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.ops.rotary import rotary
+from dtgpt.ops.rotary.table import Rotation, angle_table
 
 EPS = 1e-5
 # Of bf16 the interpreter cuts bits off where a GPU rounds.
@@ -44,6 +47,33 @@ def results(function: Function, inputs: Sequence[Tensor], cotangents: Sequence[T
     return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, inputs, cotangents)]
 
 
+def capture(work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The results of `work`, captured into a CUDA graph after a first run, and replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = work()
+    graph.replay()
+    return found
+
+
+def saved_bytes(function: Function, inputs: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps for the backward of `function`."""
+    saved = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        function(*(t.detach().requires_grad_() for t in inputs))
+    return sum(t.nbytes for t in saved.values())
+
+
 @contextmanager
 def poisoned():
     """Memory from `torch.empty` is full of NaN."""
@@ -54,18 +84,21 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def check(fast: Function, oracle: Function, inputs: Sequence[Tensor], outputs: int, tolerance: float = 0.0) -> None:
-    """Outputs and gradients of `fast` against those of `oracle` in float64, in norm; `outputs` have the first input's
-    shape."""
+def check(fast: Function, oracle: Function, inputs: Sequence[Tensor], tolerance: float = 0.0) -> None:
+    """Outputs and gradients of `fast` against those of `oracle` in float64, in norm; outputs have the first input's
+    dtype."""
     inputs = [t.clone().requires_grad_() for t in inputs]
-    cotangents = [torch.randn_like(inputs[0]) for _ in range(outputs)]
-    with poisoned():
-        found = results(fast, inputs, cotangents)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     with mock.patch.object(dropout, "has_triton", lambda x: False):  # whose kernel computes in fp32
-        true = results(oracle, wide, [t.double() for t in cotangents])
-    for index, (one, other, like) in enumerate(zip(found, true, [inputs[0]] * outputs + inputs, strict=True)):
-        assert one.dtype == like.dtype and one.shape == like.shape, index
+        outputs = oracle(*wide)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        cotangents = [torch.randn_like(t).to(inputs[0].dtype) for t in outputs]
+        true = [*outputs, *torch.autograd.grad(outputs, wide, [t.double() for t in cotangents])]
+    with poisoned():
+        found = results(fast, inputs, cotangents)
+    dtypes = [inputs[0].dtype] * len(outputs) + [t.dtype for t in inputs]
+    for index, (one, other, dtype) in enumerate(zip(found, true, dtypes, strict=True)):
+        assert one.dtype == dtype and one.shape == other.shape, index
         error = (one.double() - other).norm() / other.norm()
         assert error <= (tolerance or TOLERANCE[inputs[0].dtype]), (index, error.item())
 
@@ -89,13 +122,13 @@ def check_norms(shape: tuple[int, int], columns: int, dtype: torch.dtype, device
     def added(function: Function, key: Tensor | None) -> Function:
         return lambda x, branch, shift: function(x, branch, shift, key, 0.3, (5, 16))
 
-    check(norm(layer_norm.layer_norm), norm(layer_norm.layer_norm_reference), [x, weight, offset], 1)
+    check(norm(layer_norm.layer_norm), norm(layer_norm.layer_norm_reference), [x, weight, offset])
     fast, oracle = layer_norm.residual_norm, layer_norm.residual_norm_reference
-    check(without_bias(fast, key), without_bias(oracle, key), [x, branch, weight, offset], 2)
+    check(without_bias(fast, key), without_bias(oracle, key), [x, branch, weight, offset])
     for k in (key, None):
-        check(both(fast, k), both(oracle, k), [x, branch, shift, weight, offset], 2)
+        check(both(fast, k), both(oracle, k), [x, branch, shift, weight, offset])
         sums = residual.residual, residual.residual_reference
-        check(*(added(function, k) for function in sums), [x, branch, shift], 1)
+        check(*(added(function, k) for function in sums), [x, branch, shift])
 
 
 def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -106,16 +139,80 @@ def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device:
 
 def check_gelu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     x, _, shift, *_ = draw(shape, columns, dtype, device)
-    check(gelu.bias_gelu, gelu.reference, [2 * x, shift], 1)
+    check(gelu.bias_gelu, gelu.reference, [2 * x, shift])
     total = bias.bias_gradient(x)
     assert total.dtype == dtype
     true = x.double().flatten(0, -2).sum(0)
     assert (total.double() - true).norm() <= TOLERANCE[dtype] * true.norm()
 
 
+def check_rms_norms(
+    shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> None:
+    """All ways to call the functions of `rms_norm`, on `[*shape, columns]`."""
+    x, branch, _, weight, _ = draw(shape, columns, dtype, device)
+
+    def after_residual(function: Function, key: Tensor | None) -> Function:
+        return lambda x, branch, weight: function(x, branch, weight, EPS, key, 0.3, (5, 16))
+
+    pairs = [(rms_norm.rms_norm, rms_norm.rms_norm_reference)]
+    pairs.append((rms_norm.rms_norm_and_pass, lambda x, *rest: (x, rms_norm.rms_norm_reference(x, *rest))))
+    for fast, oracle in pairs:
+        check(lambda x, weight, f=fast: f(x, weight, EPS), lambda x, weight, f=oracle: f(x, weight, EPS), [x, weight])
+    for key in (keys_of(shape[0], device), None):
+        functions = rms_norm.residual_rms_norm, rms_norm.residual_rms_norm_reference
+        check(*(after_residual(function, key) for function in functions), [x, branch, weight])
+
+
+def check_rms_mask(
+    shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> None:
+    """The sum before an RMSNorm is bit for bit that before a LayerNorm, and so is the gradient of what is dropped."""
+    x, branch, _, weight, offset = draw(shape, columns, dtype, device)
+    leaf, key = branch.requires_grad_(), keys_of(shape[0], device)
+    one, _ = rms_norm.residual_rms_norm(x, leaf, weight, EPS, key, 0.3, (3, 8))
+    other, _ = layer_norm.residual_norm(x, leaf, None, weight, offset, EPS, key, 0.3, (3, 8))
+    assert torch.equal(one, other)
+    gradients = [torch.autograd.grad(total, leaf, torch.ones_like(x))[0] for total in (one, other)]
+    assert torch.equal(*gradients)
+    kept = keep_mask(key, [range(3, 3 + shape[1]), range(8, 8 + columns)], 0.3)
+    assert torch.equal(gradients[0] != 0, kept)
+
+
+def check_swiglu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    x = 2 * torch.randn(*shape, 2 * columns)
+    check(swiglu.swiglu, swiglu.reference, [x.to(dtype).to(device)])
+
+
+ROTATION = Rotation(theta=5e5, factor=8.0, original_length=64)
+
+
+def check_rotary(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, normed: bool, placed: bool,
+    device: torch.device | str = "cpu",
+) -> None:  # fmt: skip
+    """`rotary_qkv` of qkv of a shape [B, T, G, R + 2, D], with norms of heads and positions of its own or without."""
+    batch, length, *_, size = shape
+    number = length + 7
+    positions = torch.randint(0, number, (batch, length)).to(device) if placed else None
+    inputs = [torch.randn(shape), *(1 + 0.3 * torch.randn(size) for _ in range(2 * normed))]
+    inputs = [t.to(dtype).to(device) for t in inputs]
+    table = angle_table(ROTATION, size, number, torch.device(device))
+
+    def fast(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return rotary.rotary_qkv(qkv, positions, ROTATION, number, *weights, eps=EPS)
+
+    def oracle(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return rotary.reference(qkv, positions, table, *weights, eps=EPS)
+
+    check(fast, oracle, inputs)
+
+
 def custom_ops() -> ExitStack:
     """Public functions take their custom ops on a CPU too."""
     stack = ExitStack()
+    for module in (rms_norm, swiglu, rotary):
+        stack.enter_context(mock.patch.object(module, "takes_custom_op", lambda x, has_parameters: True))
     for module in (layer_norm, residual, gelu):
         stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
@@ -133,7 +230,11 @@ def interpret(body: Callable, *cases: tuple) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_index
-    ops = [value for module in (layer_norm, residual, gelu, bias) for value in vars(module).values()]
+    ops = [
+        value
+        for module in (layer_norm, residual, gelu, bias, rms_norm, swiglu, rotary)
+        for value in vars(module).values()
+    ]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M, GPT2Config
+from dtgpt.models.source import Part, cut
 from dtgpt.util.errors import UserError, shown
 
 PREFIX = "transformer."
@@ -39,10 +40,10 @@ def stored_names(name: str) -> list[str]:
     return [stored_name(name)]
 
 
-def from_stored(stored: list[Tensor], name: str, config: ModelConfig) -> Tensor:
-    """Return Hugging Face's tensor of dtgpt's parameter `name` in dtgpt's layout."""
+def from_stored(stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor:
+    """Return the elements `part` of Hugging Face's tensor of dtgpt's parameter `name` in dtgpt's layout."""
     (whole,) = stored
-    return reorder_qkv(whole.T if _is_matrix(name) else whole, name, config)
+    return cut(reorder_qkv(whole.T if _is_matrix(name) else whole, name, config), part)
 
 
 def to_stored(whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]:

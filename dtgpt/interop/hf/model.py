@@ -19,7 +19,7 @@ from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, first_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import as_parameter, cast, check_dtype, check_tensors, plain_names, untied
-from dtgpt.interop.hf import gpt2
+from dtgpt.interop.hf import gpt2, llama
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
@@ -42,13 +42,14 @@ class Architecture(Protocol):
     BUFFERS: re.Pattern[str]  # names, without PREFIX, that are left out
 
     def stored_names(self, name: str) -> list[str]: ...
-    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig) -> Tensor: ...
+    def from_stored(self, stored: list[Tensor], name: str, config: ModelConfig, part: Part | None) -> Tensor: ...
     def to_stored(self, whole: Tensor, name: str, config: ModelConfig) -> list[Tensor]: ...
     def read_config(self, settings: dict[str, Any], path: Path) -> ModelConfig: ...
     def write_config(self, config: Any) -> dict[str, Any]: ...
 
 
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2}  # by `model_type`, which is dtgpt's name too
+# By `model_type`; dtgpt's name of an architecture is one of these.
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, **dict.fromkeys(llama.FAMILIES, llama)}
 
 
 class HuggingFace(Source):
@@ -64,7 +65,7 @@ class HuggingFace(Source):
         kind = settings.get("model_type")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise UserError(
-                f"{path} has model_type={shown(kind)}; dtgpt's model is {', '.join(ARCHITECTURES)}: give another model"
+                f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
             )
         architecture, files = ARCHITECTURES[kind], _files(folder)
         self.config = architecture.read_config(settings, path)
@@ -84,7 +85,9 @@ class HuggingFace(Source):
         architecture = ARCHITECTURES[self.config.architecture]
         names = architecture.stored_names(name)
         stored = [self._open(plain, lambda file, there: file.get_tensor(there)) for plain in names]
-        return as_parameter(architecture.from_stored(stored, name, self.config), name, self.config, part)
+        if has_vocabulary(name, self.config):
+            return as_parameter(stored[0], name, self.config, part)
+        return as_parameter(architecture.from_stored(stored, name, self.config, part), name, self.config, None)
 
     def _open(self, plain: str, action: Callable[[Any, str], Any]) -> Any:
         """Return `action(file, name in it)` for the file that holds a tensor."""

@@ -1,24 +1,39 @@
-"""GPT-2 written as a Megatron-LM checkpoint: the `torch` format, checkpoint_version 3.0, with the names of 2023, which
-its later versions also read with --use-legacy-models."""
+"""Models written as Megatron-LM checkpoints: the `torch` format, checkpoint_version 3.0.
+
+GPT-2 has the names of 2023 unless others are asked for, LLaMA mcore's.
+"""
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import cast, check_dtype
-from dtgpt.interop.megatron.names import BLOCK_NAMES, POSITIONS, cut_dimension, padded_rows
+from dtgpt.interop.megatron.architecture import Architecture
+from dtgpt.interop.megatron.config import ARCHITECTURES
+from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
 from dtgpt.interop.megatron.tree import FILE_NAMES, TRACKER, rank_folder
-from dtgpt.models.config import VOCAB_MULTIPLE
-from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
-from dtgpt.models.source import Source, parameter_shapes
+from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig, Shape
+from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import new_folder
 
 VERSION = 3.0
+# Modules that store a state beside their weight: nothing without 8-bit floats.
+WITH_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+class Target(NamedTuple):
+    """The tree to be written."""
+
+    architecture: Architecture
+    family: Family
+    dtype: torch.dtype
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
 
 
 def save_megatron(
@@ -29,25 +44,23 @@ def save_megatron(
     dtype: torch.dtype = torch.float32,
     iteration: int | None = None,
     consumed_samples: int = 0,
+    family: Family | None = None,
 ) -> None:
     """Write the weights of `source` as the root of a new checkpoint with a file for each rank, one in memory at a time.
 
-    `iteration`: of the training so far, 1 or more; None: a release, from which Megatron-LM starts at 0. Raises
-    UserError, before anything is written, for sizes that do not divide the model; and for weights beyond fp16.
+    `iteration`: of the training so far, 1 or more; None: a release, from which Megatron-LM starts at 0. `family` of
+    names; None: that of 2023 for GPT-2, which later versions read with --use-legacy-models, and mcore's `local` for
+    others. Raises UserError, before anything is written, for sizes that do not divide the model; and for weights beyond
+    fp16.
     """
-    sizes = tensor_parallel_size, pipeline_parallel_size
     config = source.config
-    if not isinstance(config, GPT2Config):
-        raise UserError(f"a Megatron-LM tree holds a GPT-2, and this model is {config.architecture}; use --to hf")
-    for what, size, over, ranks in (
-        ("num_heads", config.num_heads, "tensor_parallel_size", tensor_parallel_size),
-        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
-    ):
-        if ranks < 1 or size % ranks:
-            raise UserError(f"{what}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
+    _check_sizes(config, tensor_parallel_size, pipeline_parallel_size)
     check_dtype(dtype)
+    architecture = ARCHITECTURES[config.architecture]
+    architecture.check_export(config)
+    target = Target(architecture, family or architecture.FAMILY, dtype, tensor_parallel_size, pipeline_parallel_size)
     state = {
-        "args": _args(config, sizes, dtype, iteration, consumed_samples),
+        "args": _args(config, target, iteration, consumed_samples),
         "checkpoint_version": VERSION,
         "iteration": iteration or 0,
     }
@@ -57,8 +70,18 @@ def save_megatron(
             for p in range(pipeline_parallel_size):
                 path = partial / name / rank_folder(t, p, pipeline_parallel_size > 1) / FILE_NAMES[0]
                 path.parent.mkdir(parents=True)
-                _save({**state, "model": _stage(source, dtype, (t, p), sizes)}, path)
+                _save({**state, "model": _stage(source, target, t, p)}, path)
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
+
+
+def _check_sizes(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    cuts = [(name, size, "tensor_parallel_size", tensor_parallel_size) for name, size in config.cut_by_tp.items()]
+    for name, size, over, ranks in (
+        *cuts,
+        ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
+    ):
+        if ranks < 1 or size % ranks:
+            raise UserError(f"{name}={size} cannot be split over {over}={ranks}; use a divisor of {size}")
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
@@ -70,71 +93,87 @@ def _save(content: dict[str, Any], path: Path) -> None:
             raise OSError(str(error).splitlines()[0]) from None
 
 
-def _stage(source: Source, dtype: torch.dtype, rank: tuple[int, int], sizes: tuple[int, int]) -> dict[str, Any]:
-    """Return what Megatron-LM keeps under `model` for the (tensor, pipeline) rank."""
-    config, shapes = source.config, parameter_shapes(source.config)
-    (t, p), (tensor_parallel_size, pipeline_parallel_size) = rank, sizes
-    first, last, layers = p == 0, p == pipeline_parallel_size - 1, config.num_layers // pipeline_parallel_size
-
-    def piece(name: str) -> Tensor:
-        part = [range(n) for n in shapes[name]]
-        if (dim := cut_dimension(name)) is not None:
-            part[dim] = chunk(part[dim], tensor_parallel_size, t)
-        return cast(source.read(name, part), dtype, name)  # version 3.0 has dtgpt's order of QKV
-
-    table = _table(source, dtype, t, tensor_parallel_size) if first or last else None
-    encoder = {
-        f"layers.{n}.{theirs[0]}.{kind}": piece(f"blocks.{p * layers + n}.{ours}.{kind}")
-        for n in range(layers)
-        for ours, theirs in BLOCK_NAMES.items()
-        for kind in ("weight", "bias")
-    }
-    if last:
-        encoder |= {f"final_layernorm.{kind}": piece(f"head.ln_f.{kind}") for kind in ("weight", "bias")}
-    language_model: dict[str, Any] = {"encoder": encoder}
-    if first:
-        embedding = {"word_embeddings": {"weight": table}, "position_embeddings": {"weight": piece(POSITIONS)}}
-        language_model = {"embedding": embedding, **language_model}
-    copy = {"word_embeddings_for_head": {"weight": table}} if last and not first else {}
-    return {"language_model": language_model, **copy}
+def _stage(source: Source, target: Target, tensor_rank: int, stage: int) -> dict[str, Any]:
+    """Return what Megatron-LM keeps under `model` for one rank."""
+    model: dict[str, Any] = {}
+    for key, (name, shape) in _parameters(source.config, target, stage).items():
+        *path, last = key
+        place = model
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = _piece(source, target, tensor_rank, name, shape)
+        if target.family != "nested" and (module := last.removesuffix(".weight")).rpartition(".")[2] in WITH_STATE:
+            place[f"{module}._extra_state"] = None  # without it, its loader says that keys are missing
+    if target.family != "nested" and stage == target.pipeline_parallel_size - 1:
+        model["output_layer._extra_state"] = None  # also where its weight is the token table
+    return model
 
 
-def _table(source: Source, dtype: torch.dtype, rank: int, tensor_parallel_size: int) -> Tensor:
-    """Return one rank's rows of the token table. Rows of padding repeat the last token's, as in Megatron-LM's
-    converter: their logits take part in its softmax, and zeros would outweigh rare tokens."""
+def _parameters(config: ModelConfig, target: Target, stage: int) -> dict[tuple[str, ...], tuple[str, Shape]]:
+    """Return dtgpt's name and the global shape of each tensor of a pipeline stage, by Megatron-LM's key."""
+    layout, layers = config.layout, config.num_layers // target.pipeline_parallel_size
+    last, found = stage == target.pipeline_parallel_size - 1, {}
+
+    def key(name: str) -> tuple[str, ...]:
+        return their_key(name, target.architecture.MODULES, target.family)
+
+    for name, shape in layout.embedding if stage == 0 else ():
+        found[key(name)] = name, shape
+    for number in range(layers):
+        here, whole = layout.of_block(number), layout.of_block(stage * layers + number)
+        found |= {key(name): entry for (name, _), entry in zip(here, whole, strict=True)}
+    for name, shape in layout.head if last else ():
+        if name != config.output_name or not config.tied:
+            found[key(name)] = name, shape
+        elif stage:
+            found[copy_key(target.family)] = config.table_name, shape
+    return found
+
+
+def _piece(source: Source, target: Target, tensor_rank: int, name: str, shape: Shape) -> Tensor:
+    """Return one rank's part of a parameter as Megatron-LM stores it."""
     config = source.config
-    size = padded_rows(config.vocab_size, tensor_parallel_size) // tensor_parallel_size
+    if has_vocabulary(name, config):
+        return _table(source, target, tensor_rank, name)
+    dim = cut_dimension(name, config)
+    part = [range(n) for n in shape]
+    if dim is not None:
+        part[dim] = chunk(part[dim], target.tensor_parallel_size, tensor_rank)
+    return cast(target.architecture.to_theirs(source.read(name, part), name, config), target.dtype, name)
+
+
+def _table(source: Source, target: Target, tensor_rank: int, name: str) -> Tensor:
+    """Return one rank's rows of a table with a row for each token. Rows of padding repeat the last token's, as in
+    Megatron-LM's converter: their logits take part in its softmax, and zeros would outweigh rare tokens."""
+    config = source.config
+    size = padded_rows(config.vocab_size, target.tensor_parallel_size) // target.tensor_parallel_size
     columns, last = range(config.hidden_size), config.vocab_size - 1
-    rows = range(min(rank * size, last), min((rank + 1) * size, config.vocab_size))
-    true = source.read(TABLE, [rows, columns])
-    index = torch.arange(rank * size, (rank + 1) * size).clamp(max=last) - rows.start
-    return cast(true[index], dtype, TABLE)
+    rows = range(min(tensor_rank * size, last), min((tensor_rank + 1) * size, config.vocab_size))
+    true = source.read(name, [rows, columns])
+    index = torch.arange(tensor_rank * size, (tensor_rank + 1) * size).clamp(max=last) - rows.start
+    return cast(true[index], target.dtype, name)
 
 
-def _args(
-    config: GPT2Config, sizes: tuple[int, int], dtype: torch.dtype, iteration: int | None, consumed_samples: int
-) -> Namespace:
+def _args(config: ModelConfig, target: Target, iteration: int | None, consumed_samples: int) -> Namespace:
     """Return the arguments that Megatron-LM compares with its own when it loads, takes over with
     --use-checkpoint-args, and that its converters read. Enums are left out, so that the file opens without
     Megatron-LM."""
-    gpt2 = config.vocab_size == GPT2_124M.vocab_size
-    tensor_parallel_size, pipeline_parallel_size = sizes
+    own = target.architecture.write_args(config)
     return Namespace(
-        padded_vocab_size=padded_rows(config.vocab_size, tensor_parallel_size),
+        **own,
+        padded_vocab_size=padded_rows(config.vocab_size, target.tensor_parallel_size),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
-        tokenizer_type="GPT2BPETokenizer" if gpt2 else "NullTokenizer",
-        vocab_size=None if gpt2 else config.vocab_size - 1,  # NullTokenizer adds the end of text
-        tensor_model_parallel_size=tensor_parallel_size,
-        pipeline_model_parallel_size=pipeline_parallel_size,
-        transformer_pipeline_model_parallel_size=pipeline_parallel_size,
+        tensor_model_parallel_size=target.tensor_parallel_size,
+        pipeline_model_parallel_size=target.pipeline_parallel_size,
+        transformer_pipeline_model_parallel_size=target.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=None,
         num_layers_per_virtual_pipeline_stage=None,
         data_parallel_size=1,
-        world_size=tensor_parallel_size * pipeline_parallel_size,
+        world_size=target.tensor_parallel_size * target.pipeline_parallel_size,
         sequence_parallel=False,
-        params_dtype=dtype,
-        fp16=dtype == torch.float16,
-        bf16=dtype == torch.bfloat16,
+        params_dtype=target.dtype,
+        fp16=target.dtype == torch.float16,
+        bf16=target.dtype == torch.bfloat16,
         iteration=iteration or 0,
         consumed_train_samples=consumed_samples,
         data_parallel_random_init=False,
@@ -142,30 +181,18 @@ def _args(
         num_layers=config.num_layers,
         encoder_num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        ffn_hidden_size=4 * config.hidden_size,
         num_attention_heads=config.num_heads,
-        kv_channels=config.hidden_size // config.num_heads,
-        group_query_attention=False,
-        num_query_groups=1,
         seq_length=config.seq_length,
         encoder_seq_length=config.seq_length,
         max_position_embeddings=config.seq_length,
-        position_embedding_type="learned_absolute",
         add_position_embedding=True,
-        use_rotary_position_embeddings=False,
         rotary_percent=1.0,
-        normalization="LayerNorm",
         apply_layernorm_1p=False,
-        layernorm_epsilon=config.layer_norm_eps,
-        norm_epsilon=config.layer_norm_eps,  # its name since 2024
+        norm_epsilon=own["layernorm_epsilon"],  # its name in 2023 and 2024
         apply_residual_connection_post_layernorm=False,
-        add_bias_linear=True,
-        swiglu=False,
         squared_relu=False,
         openai_gelu=False,
         onnx_safe=None,
-        bias_gelu_fusion=True,  # the fused GELU is the tanh form
-        untie_embeddings_and_output_weights=False,
         num_experts=None,
         apply_query_key_layer_scaling=False,
         attention_dropout=config.dropout,

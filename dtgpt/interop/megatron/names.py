@@ -1,64 +1,104 @@
-"""Megatron-LM's names and layouts of GPT-2's parameters, and dtgpt's for the same.
+"""Megatron-LM's names of parameters, and which of them tensor parallelism cuts.
 
-Three families of names: nested dictionaries of 2019 to 2023 (`language_model.encoder.layers.0.self_attention...`, with
-`transformer`, `.attention.` and a flat `word_embeddings` before 2021, and `input_norm` in 2024), mcore's flat ones
-(`decoder.layers.0.self_attention.linear_qkv...`), and mcore's with a LayerNorm inside the layer behind it. Nested
-dictionaries are read joined by dots. Layers are numbered from 0 in every pipeline stage.
+Three families of names: nested dictionaries of 2019 to 2024 (`language_model.encoder.layers.0.self_attention...`, with
+`transformer`, `.attention.` and a flat `word_embeddings` before 2021, and `input_norm` since 2023), mcore's flat ones
+(`decoder.layers.0.self_attention.linear_qkv...`), and mcore's with Transformer Engine, where a norm belongs to the
+layer behind it. Nested dictionaries are read joined by dots. Layers are numbered from 0 in every pipeline stage.
+
+An architecture (`gpt2.py`, `llama.py`) says which of its modules stands at each of these places.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
-from einops import rearrange
-from torch import Tensor
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.roles import COLUMNS, Role, role_of
 
-from dtgpt.models.gpt2 import TABLE
+Family = Literal["nested", "local", "transformer_engine"]
+Modules = Mapping[str, str]  # place -> dtgpt's module, `attn.qkv` in a block and `head.norm` outside
 
-# dtgpt's name in a block -> Megatron's: first the one of 2023, which is written, then others that are read.
-BLOCK_NAMES = {
-    "ln_1": ("input_layernorm", "input_norm"),
-    "attn.qkv": ("self_attention.query_key_value", "self_attention.linear_qkv"),
-    "attn.proj": ("self_attention.dense", "self_attention.linear_proj"),
-    "ln_2": ("post_attention_layernorm", "post_attention_norm", "pre_mlp_layernorm"),
-    "mlp.fc": ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
-    "mlp.proj": ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
+
+class Place(NamedTuple):
+    """What stands before `weight` or `bias` in the name of a parameter: of each family, and others that are read."""
+
+    nested: str
+    local: str
+    transformer_engine: str
+    others: tuple[str, ...] = ()
+
+
+# Within a layer.
+PLACES = {
+    "attention_norm": Place(
+        "input_layernorm.", "input_layernorm.", "self_attention.linear_qkv.layer_norm_", ("input_norm.",)
+    ),
+    "qkv": Place("self_attention.query_key_value.", "self_attention.linear_qkv.", "self_attention.linear_qkv."),
+    "q_norm": Place(*3 * ["self_attention.q_layernorm."]),
+    "k_norm": Place(*3 * ["self_attention.k_layernorm."]),
+    "attention_output": Place("self_attention.dense.", "self_attention.linear_proj.", "self_attention.linear_proj."),
+    "mlp_norm": Place(
+        "post_attention_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", ("post_attention_norm.",)
+    ),
+    "mlp_input": Place("mlp.dense_h_to_4h.", "mlp.linear_fc1.", "mlp.linear_fc1."),
+    "mlp_output": Place("mlp.dense_4h_to_h.", "mlp.linear_fc2.", "mlp.linear_fc2."),
 }
-BLOCK_PARAMETERS = [f"{name}.{kind}" for name in BLOCK_NAMES for kind in ("weight", "bias")]
-FOLDED = {"ln_1": "self_attention.linear_qkv.layer_norm_", "ln_2": "mlp.linear_fc1.layer_norm_"}
-OURS_IN_BLOCK = {
-    f"{theirs}.{kind}": f"{ours}.{kind}"
-    for ours, names in BLOCK_NAMES.items()
-    for theirs in names
-    for kind in ("weight", "bias")
-} | {f"{theirs}{kind}": f"{ours}.{kind}" for ours, theirs in FOLDED.items() for kind in ("weight", "bias")}
-
-POSITIONS = "embedding.wpe.weight"
-EMBEDDINGS = {"word_embeddings.weight": TABLE, "position_embeddings.weight": POSITIONS}
-LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d{1,6})\.(.+)")
-FINAL = re.compile(r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm)\.(weight|bias)")
+PLACE_OF = {name: place for place, names in PLACES.items() for name in (*names[:3], *names.others)}
+# Outside: without `language_model.`, `embedding.` and the name of the stack of layers.
+ENDS = {
+    "word_embeddings": "tokens", "position_embeddings": "positions", "final_layernorm": "final_norm",
+    "final_norm": "final_norm", "output_layer": "output",
+}  # fmt: skip
+STACK = re.compile(r"(?:encoder|transformer|decoder)[.]")
+LAYER = re.compile(r"layers[.](\d{1,6})[.](.+[._])(weight|bias)")
+END = re.compile(r"(\w+)[.](weight|bias)")
+UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 # Second copies of the tied table on the last stage: mcore's has the name that an untied output layer also has.
 TIED_COPIES = ("word_embeddings_for_head.weight", "output_layer.weight")
-
-# The dimension that tensor parallelism cuts, by the end of dtgpt's name; every other parameter is on all ranks.
-CUTS = {
-    TABLE: 0, "attn.qkv.weight": 0, "attn.qkv.bias": 0, "attn.proj.weight": 1, "mlp.fc.weight": 0, "mlp.fc.bias": 0,
-    "mlp.proj.weight": 1,
-}  # fmt: skip
-
-# How the fused QKV lies along its output, by checkpoint_version; the later order is dtgpt's.
-QKV_ORDERS = {0: "(three n d) ... -> (n three d) ...", 1: "(n d three) ... -> (n three d) ...", 2: None, 3: None}
+ANGLES = re.compile(r".*\brotary_pos_emb\.inv_freq")  # saved by some versions, though they follow from the args
 
 
-def our_name(key: str) -> str | None:
-    """Return dtgpt's name of Megatron's key, with the layer's number as it is in the file; None for a copy of the tied
-    table. Raise KeyError for a parameter that GPT-2 does not have."""
-    if key in TIED_COPIES:
-        return None
-    key = key.removeprefix("language_model.")
-    if match := FINAL.fullmatch(key):
-        return f"head.ln_f.{match[1]}"
+def our_name(key: str, modules: Modules) -> str:
+    """Return dtgpt's name of Megatron's key, with the layer's number as it is in the file. Raise KeyError for a
+    parameter that the architecture does not have."""
+    key = STACK.sub("", key.removeprefix("language_model."), count=1)
     if match := LAYER.fullmatch(key):
-        return f"blocks.{int(match[1])}.{OURS_IN_BLOCK[re.sub(r'^attention[.]', 'self_attention.', match[2])]}"
-    return EMBEDDINGS[key.removeprefix("embedding.")]
+        return f"blocks.{int(match[1])}.{in_block(match[2], modules)}.{match[3]}"
+    match = END.fullmatch(key.removeprefix("embedding."))
+    if match is None:
+        raise KeyError(key)
+    return f"{modules[ENDS[match[1]]]}.{match[2]}"
+
+
+def in_block(prefix: str, modules: Modules) -> str:
+    """Return dtgpt's module in a block for what Megatron has before `weight` or `bias`: `attn.qkv` for
+    `self_attention.linear_qkv.`. Raise KeyError for a module that the architecture does not have."""
+    return modules[PLACE_OF[re.sub(r"^attention[.]", "self_attention.", prefix)]]
+
+
+def their_key(name: str, modules: Modules, family: Family) -> tuple[str, ...]:
+    """Return where Megatron keeps dtgpt's parameter `name`: the keys of dictionaries in dictionaries, one key for
+    mcore. The number of a layer stays."""
+    module, _, kind = name.rpartition(".")
+    places = {ours: place for place, ours in modules.items()}
+    if match := re.fullmatch(r"blocks[.](\d+)[.](.+)", module):
+        prefix = getattr(PLACES[places[match[2]]], family)
+        return _in_stack(f"layers.{match[1]}.{prefix}{kind}", family)
+    end = next(end for end, place in ENDS.items() if place == places[module])
+    if places[module] == "final_norm":
+        return _in_stack(f"{end}.{kind}", family)
+    embedding = ("embedding",) if places[module] in ("tokens", "positions") else ()
+    path = (*embedding, end, kind)
+    return ("language_model", *path) if family == "nested" else (".".join(path),)
+
+
+def _in_stack(key: str, family: Family) -> tuple[str, ...]:
+    return ("language_model", "encoder", key) if family == "nested" else (f"decoder.{key}",)
+
+
+def copy_key(family: Family) -> tuple[str, ...]:
+    """Return where the last of several stages keeps its copy of a tied table."""
+    return ("word_embeddings_for_head", "weight") if family == "nested" else ("output_layer.weight",)
 
 
 def is_mcore(key: str) -> bool:
@@ -66,16 +106,14 @@ def is_mcore(key: str) -> bool:
     return ".linear_qkv." in key
 
 
-def cut_dimension(name: str) -> int | None:
+def cut_dimension(name: str, config: ModelConfig) -> int | None:
     """Return the dimension in which dtgpt's parameter `name` is split into equal contiguous pieces over
     tensor-parallel ranks, or None where each has the whole."""
-    return CUTS.get(re.sub(r"^blocks[.]\d+[.]", "", name))
-
-
-def reorder_qkv(piece: Tensor, order: str | None, num_heads: int) -> Tensor:
-    """Return one rank's fused QKV, weight `[3 N D, H]` or bias `[3 N D]` of its `num_heads` heads, in the order [N, 3,
-    D]."""
-    return piece if order is None else rearrange(piece, order, three=3, n=num_heads)
+    module, _, kind = name.rpartition(".")
+    role = role_of(module, config.roles)
+    if role in (*COLUMNS, Role.VOCABULARY, Role.OUTPUT):
+        return 0
+    return 1 if role is Role.ROW and kind == "weight" else None
 
 
 def padded_rows(vocab_size: int, tensor_parallel_size: int, multiple: int = 128) -> int:

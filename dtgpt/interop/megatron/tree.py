@@ -8,7 +8,7 @@ root/iter_0000100/ or root/release/
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import DTYPES
-from dtgpt.interop.megatron.config import STRUCTURE, refuse_others
-from dtgpt.interop.megatron.names import QKV_ORDERS, TIED_COPIES, is_mcore, our_name
+from dtgpt.interop.megatron.architecture import Architecture, Order
+from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
+from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import StandIn, open_pickle
 from dtgpt.util.storage import read_regular
@@ -27,9 +28,10 @@ from dtgpt.util.storage import read_regular
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-UNTIED = "language_model.output_layer.weight"  # only an untied model has it
 DEEPEST = 8  # dictionaries in dictionaries
 LARGEST_COUNT = 1 << 62  # of iterations and samples
+# How the fused QKV of plain attention lies along its output, by checkpoint_version; the later order is dtgpt's.
+QKV_ORDERS = {0: "(three n d) ... -> (n three d) ...", 1: "(n d three) ... -> (n three d) ...", 2: None, 3: None}
 PLAIN = (type(None), bool, int, float, str, torch.dtype, StandIn)
 
 
@@ -41,9 +43,10 @@ class RankFile:
 
     path: Path
     args: Namespace | None
+    architecture: Architecture
     version: int
     iteration: int
-    qkv_order: str | None
+    order: Order
     untied: bool
     chunks: list[dict[str, Tensor]]
     copies: list[Tensor]
@@ -52,6 +55,7 @@ class RankFile:
     def common(self) -> dict[str, Any]:
         """What all ranks of one checkpoint agree on."""
         own = {"checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks)}
+        own |= {"architecture": self.architecture.TITLE}
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 
     def layers(self, chunk: int) -> int:
@@ -129,7 +133,7 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
         if path is None:
             raise _missing(place / FILE_NAMES[0])
         if match[3]:
-            raise UserError(f"{path} is one of expert-parallel ranks, and dtgpt has no experts; give a dense GPT-2")
+            raise UserError(f"{path} is one of expert-parallel ranks, and dtgpt has no experts; give a dense model")
         rank = int(match[1]), int(match[2] or 0)
         if rank in found:
             raise UserError(f"{found[rank]} and {path} are of the same rank; give a folder with one checkpoint in it")
@@ -140,28 +144,34 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def open_rank(path: Path) -> RankFile:
-    """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that GPT-2 does
-    not have."""
+    """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that its
+    architecture does not have."""
     content = open_pickle(path)
     args, version = _args(content.get("args"), path), content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in QKV_ORDERS:
         raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
-    if args is not None:
-        refuse_others(args, path)
+    architecture = choose_architecture(args, path)
     chunks = [dict(_flat(chunk, path, set())) for chunk in _chunks(content, path)]
     keys = {key for chunk in chunks for key in chunk}
     iteration = content.get("iteration", 0)
+    # mcore gives an untied output layer the name of the last stage's copy of the tied table.
+    untied = UNTIED in keys or (
+        "output_layer.weight" in keys and bool(getattr(args, "untie_embeddings_and_output_weights", True))
+    )
+    copies = [] if untied else [tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES]
     return RankFile(
         path=path,
         args=args,
+        architecture=architecture,
         version=int(version),
         iteration=iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0,
-        qkv_order=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
-        # mcore gives an untied output layer the name of the last stage's copy of the tied table.
-        untied=UNTIED in keys
-        or ("output_layer.weight" in keys and getattr(args, "untie_embeddings_and_output_weights", True)),
-        chunks=[_ours(chunk, path) for chunk in chunks],
-        copies=[tensor for chunk in chunks for key, tensor in chunk.items() if key in TIED_COPIES],
+        order=Order(
+            qkv=None if any(map(is_mcore, keys)) else QKV_ORDERS[int(version)],
+            rotary_interleaved=getattr(args, "rotary_interleaved", None) is True,
+        ),
+        untied=untied,
+        chunks=[_ours(chunk, () if untied else TIED_COPIES, architecture, path) for chunk in chunks],
+        copies=copies,
     )
 
 
@@ -196,7 +206,7 @@ def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 
     if not isinstance(tree, Mapping) or depth > DEEPEST or id(tree) in seen:
         kind = tree if isinstance(tree, StandIn) else type(tree).__name__
         where = shown_name(prefix) or "the top"
-        raise UserError(f"{path} has a {kind} in its model at {where}; give a GPT-2")
+        raise UserError(f"{path} has a {kind} in its model at {where}; give a checkpoint of a GPT")
     seen.add(id(tree))
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -212,19 +222,21 @@ def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 
             yield from _flat(value, path, seen, f"{name}.", depth + 1)
 
 
-def _ours(chunk: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _ours(
+    chunk: Mapping[str, Tensor], left_out: Collection[str], architecture: Architecture, path: Path
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, tensor in chunk.items():
-        if key == UNTIED:  # `RankFile.untied` tells
+        if key in left_out or ANGLES.fullmatch(key):
             continue
         try:
-            name = our_name(key)
+            name = our_name(key, architecture.MODULES)
         except KeyError:
             raise UserError(
-                f"{path} has {shown_name(key)}, which GPT-2 does not have; give a checkpoint of a GPT-2"
+                f"{path} has {shown_name(key)}, which {architecture.TITLE} does not have; give a checkpoint of a "
+                f"{architecture.TITLE}"
             ) from None
         if name in tensors:
-            raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint of a GPT-2")
-        if name is not None:
-            tensors[name] = tensor
+            raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint as it was written")
+        tensors[name] = tensor
     return tensors

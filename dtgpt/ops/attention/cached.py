@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.decode.weights import Rotary
 from dtgpt.ops.fast import has_dependent_launch, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
@@ -70,9 +71,15 @@ def stage_bytes(keys: Tensor) -> int:
     return 2 * SPLIT * keys.shape[-1] * keys.itemsize
 
 
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, rotary: Rotary | None = None
+) -> Tensor:
     """Launch the kernels: return the attention `[B, N, D]` of q `[B, N_kv, N / N_kv, D]`, whose last dimension is
-    dense, over what `attend_rows` describes, k and v of the new tokens being in the cache."""
+    dense, over what `attend_rows` describes, k and v of the new tokens being in the cache.
+
+    rotary: normalise and rotate q first, and write k, likewise, and v of the new tokens, which lie behind the q of
+    their group as in a packed projection `[B, N_kv, N / N_kv + 2, D]`.
+    """
     from dtgpt.ops.attention import cached_kernels as kernels  # imported on first use, since it needs Triton
 
     rows, kv_heads, group, size = q.shape
@@ -82,13 +89,18 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, pos
     state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     # As measured by `benchmarks/op_decode.py` on an H200. Several splits need room for two.
-    single = rows < 16 or q.dtype == torch.float32 or 2 * stage_bytes(keys) > shared_memory(q.device)
-    each = 1 if single else 2 if rows < 256 else 4
+    room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)
+    each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
+    programs = min(math.ceil(splits / each), most_programs(rows))
+    step = 1 if programs * each >= splits else programs
     pdl = has_dependent_launch(q.device)
-    kernels.split_kernel[(math.ceil(splits / each), kv_heads, rows)](
+    table, q_norm, k_norm, eps = rotary or (None, None, None, 0.0)
+    kernels.split_kernel[(programs, kv_heads, rows)](
         q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
+        table, q_norm, k_norm, eps, 0 if table is None else table.shape[1],
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
-        SPLITS=splits, EACH=each, STAGES=min(each, 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SPLITS=splits, EACH=each, STEP=step, STAGES=2 if room and each * step > 1 else 1, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     kernels.merge_kernel[(heads, rows)](
         partial, state, positions, out,
@@ -96,6 +108,12 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, pos
         launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def most_programs(rows: int) -> int:
+    """Return the number of programs over which the splits of a long slot are spread: most splits of most sequences are
+    empty, and a program that finds nothing takes time, too. Slots of up to 2048 positions have one for each split."""
+    return max(16, min(128, 1024 // rows))
 
 
 def attend_chunk(

@@ -14,17 +14,39 @@ SPLIT = tl.constexpr(128)
 
 
 @triton.jit
+def rotary_heads(heads, inside, weight, eps, table, places, position, SIZE: tl.constexpr):
+    """Return heads `[R, SIZE]` at pointers `[R, 1]`, normalised by RMSNorm where a weight `[SIZE]` is given, rotated to
+    a position. table: fp32 `[2, places, SIZE / 2]`, cosine and sine of each angle."""
+    HALF: tl.constexpr = SIZE // 2
+    d = tl.arange(0, SIZE)
+    other = (d + HALF) % SIZE  # the column with which each is rotated
+    x = tl.load(heads + d[None, :], inside, 0.0)
+    y = tl.load(heads + other[None, :], inside, 0.0)
+    if weight is not None:
+        wide = x.to(tl.float64)
+        rstd = (1.0 / tl.sqrt(tl.sum(wide * wide, 1) / SIZE + eps)).to(tl.float32)[:, None]
+        x = (x.to(tl.float32) * rstd * tl.load(weight + d).to(tl.float32)[None, :]).to(x.dtype)
+        y = (y.to(tl.float32) * rstd * tl.load(weight + other).to(tl.float32)[None, :]).to(y.dtype)
+    angle = position * HALF + d % HALF
+    cosine, sine = tl.load(table + angle), tl.load(table + places * HALF + angle)
+    turned = y.to(tl.float32) * tl.where(d < HALF, -sine, sine)[None, :]
+    return tl.fma(x.to(tl.float32), tl.broadcast_to(cosine[None, :], x.shape), turned).to(x.dtype)
+
+
+@triton.jit
 def split_kernel(
-    q, keys, values, slots, positions, partial, state, scale, q_row, q_group,
+    q, keys, values, slots, positions, partial, state, scale, q_row, q_group, table, q_norm, k_norm, eps, places,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the query heads of one head of k and v to EACH splits of one sequence's positions.
+    """Attend from the query heads of one head of k and v to some splits of one sequence's positions: EACH that follow
+    each other, or, where STEP is not 1, every STEP-th.
 
     q: `[B, N_kv, GROUP, D]` with the strides q_row and q_group of its first two dimensions. keys, values: `[slots,
     N_kv, LENGTH, D]`. slots, positions: int64 `[B]`. partial: fp32 `[B, N, SPLITS, D]`; state: fp32 `[B, N, SPLITS,
     2]`, the maximum and the sum of each split. QUERIES: GROUP, or the least size of a product. scale: log2(e) /
-    sqrt(D).
+    sqrt(D). table, q_norm, k_norm, eps, places: as of `rotary_heads`; with a table q is rotated, and k, rotated, and v
+    `[D]` behind the GROUP queries are written to the cache.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, SIZE)
@@ -34,12 +56,28 @@ def split_kernel(
     begin(PDL)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
-    first = tl.program_id(0) * EACH
-    last = tl.minimum(first + EACH, position // SPLIT + 1)
+    first = tl.program_id(0) * (EACH if STEP == 1 else 1)
+    newest = position // SPLIT
+    last = tl.minimum(first + EACH, newest + 1) if STEP == 1 else newest + 1
     queries = q + row.to(tl.int64) * q_row + head * q_group
-    query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
+    if table is None:
+        query = tl.load(queries + r[:, None] * SIZE + d[None, :], (r < GROUP)[:, None], 0.0)
+    else:
+        query = rotary_heads(
+            queries + r[:, None] * SIZE, (r < GROUP)[:, None], q_norm, eps, table, places, position, SIZE
+        )
     base = (slot * KV_HEADS + head) * LENGTH * SIZE
-    for split in tl.range(first, last, num_stages=STAGES):
+    if table is not None:
+        # The program that attends to the new token writes its k and v, and reads them like those of all others.
+        behind = tl.arange(0, 1)[:, None] + GROUP
+        writes = (behind == GROUP) & (newest >= first) & (newest < last) & ((newest - first) % STEP == 0)
+        new_k = rotary_heads(queries + behind * SIZE, writes, k_norm, eps, table, places, position, SIZE)
+        new_v = tl.load(queries + (behind + 1) * SIZE + d[None, :], writes, 0.0)
+        here = base + position * SIZE + d[None, :]
+        tl.store(keys + here, new_k, writes)
+        tl.store(values + here, new_v, writes)
+        tl.debug_barrier()
+    for split in tl.range(first, last, STEP, num_stages=STAGES):
         at = split * SPLIT + offset
         seen = at <= position
         cells = base + at[:, None] * SIZE + d[None, :]

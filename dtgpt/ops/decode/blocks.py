@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.exchange import Exchange
-from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, sizes_of
+from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_dependent_launch, shared_memory
 
@@ -66,9 +66,10 @@ class Residual(NamedTuple):
 
     def whole(self) -> Tensor:
         """Return the sum `[M, H]`."""
-        if self.branch is None or self.bias is None:
+        if self.branch is None:
             return self.x
-        return residual_norm(self, self.bias, self.bias, 1.0)[0]  # the norm is not used
+        weight = self.x[0] if self.bias is None else self.bias
+        return residual_norm(self, weight, self.bias, 1.0)[0]  # the norm is not used
 
 
 def next_rows(slots: Tensor, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +90,8 @@ def embed(tokens: Tensor, positions: Tensor, weights: EmbeddingWeights) -> Tenso
     return out
 
 
-def residual_norm(stream: Residual, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (total, LayerNorm(total)), `[M, H]` each, of a residual stream with its branch."""
+def residual_norm(stream: Residual, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (total, LayerNorm(total)), `[M, H]` each, of a residual stream with its branch; bias None: an RMSNorm."""
     x, branch, branch_bias = stream
     rows, size = x.shape
     out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
@@ -114,11 +115,13 @@ class Write(NamedTuple):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None) -> Tensor:
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
-    `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`, "gelu" and "qkv" `[M, N]` in x's dtype."""
+    `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
+    `[M, N / 2]`."""
     (rows, size), columns = x.shape, len(weight)
     groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
     dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
-    shape = (groups, rows, columns) if epilogue == "groups" else (rows, columns)
+    made = columns // 2 if epilogue == "swiglu" else columns
+    shape = (groups, rows, made) if epilogue == "groups" else (rows, made)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
@@ -133,9 +136,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     return out
 
 
+def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
+    """Return the heads' outputs `[M, N D]` of normalised activations `[M, H]`, and write the new tokens' k and v."""
+    keys, values, slots, positions = write
+    if block.rotary is None:
+        packed = product(h, block.qkv, block.qkv_bias, "qkv", write)
+        queries = packed.view(len(h), keys.shape[1], -1, block.head_dim)[:, :, :-2]
+        return decode_attention(queries, keys, values, slots, positions).flatten(1)
+    packed = product(h, block.qkv, block.qkv_bias, "plain").view(len(h), keys.shape[1], -1, block.head_dim)
+    return decode_attention(packed[:, :, :-2], keys, values, slots, positions, block.rotary).flatten(1)
+
+
 def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], ranks: int = 1) -> RowKernels | None:
     """Return the kernels of few rows for `blocks`, which are built if need be; None where there are none."""
-    return kernels_for(sizes_of(blocks[0], keys[0], ranks), keys[0].device) if blocks else None
+    if not blocks or not serves(blocks[0]):
+        return None
+    return kernels_for(sizes_of(blocks[0], keys[0], ranks), keys[0].device)
 
 
 def run_blocks(
@@ -159,12 +175,10 @@ def run_blocks(
     stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
-        packed = product(h, block.qkv, block.qkv_bias, "qkv", Write(k, v, slots, positions))
-        queries = packed.view(len(x), k.shape[1], -1, block.head_dim)[:, :, :-2]
-        heads = decode_attention(queries, k, v, slots, positions).flatten(1)
+        heads = attend(h, block, Write(k, v, slots, positions))
         stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
-        inner = product(h, block.fc, block.fc_bias, "gelu")
+        inner = product(h, block.fc, block.fc_bias, block.activation)
         stream = Residual(x, branch_of(inner, block.out), block.out_bias)
     return stream
 

@@ -1,4 +1,4 @@
-"""Triton kernels of decode steps: LayerNorm and matrix products of a few rows. Needs Triton.
+"""Triton kernels of decode steps: norms and matrix products of a few rows. Needs Triton.
 
 A row's result must not depend on the number of rows, whatever tile it is computed in. Therefore:
 
@@ -21,6 +21,7 @@ SEGMENT = tl.constexpr(128)
 GELU_CUBE = tl.constexpr(0.7978845608028654 * 0.044715)
 GELU_LINE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_EXPONENT = tl.constexpr(-2.8853900817779268)  # -2 log2(e)
+SILU_EXPONENT = tl.constexpr(-1.4426950408889634)  # -log2(e)
 
 
 @triton.jit
@@ -42,13 +43,14 @@ def next_kernel(slots, token, position, tokens, positions):
 
 @triton.jit
 def embed_kernel(tokens, positions, table, places, out, H, BLOCK: tl.constexpr):
-    """Write the sum of a token's and a position's row `[H]`."""
+    """Write the sum of a token's and a position's row `[H]`; places None: the token's alone."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
     token = tl.load(table + tl.load(tokens + row) * H + column, inside, 0.0).to(tl.float32)
-    place = tl.load(places + tl.load(positions + row) * H + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * H + column, (token + place).to(out.dtype.element_ty), inside)
+    if places is not None:
+        token += tl.load(places + tl.load(positions + row) * H + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * H + column, token.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -56,15 +58,18 @@ def norm_kernel(
     x, branch, branch_bias, weight, bias, total, out, rows, H, eps,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write total = x + (sum over the groups of `branch` + its bias), and out = LayerNorm(total), of one row.
+    """Write total = x + (sum over the groups of `branch` + its bias), and out = LayerNorm(total), of one row; bias
+    None: RMSNorm(total).
 
     x, total, out: `[M, H]`; branch: fp32 `[GROUPS, M, H]`. GROUPS 0: no branch, and `total` is not written.
+    branch_bias None: the branch has none.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
     w = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    b = tl.load(bias + column, inside, 0.0).to(tl.float32)
+    if bias is not None:
+        b = tl.load(bias + column, inside, 0.0).to(tl.float32)
     begin(PDL)
     here = row * H + column
     value = tl.load(x + here, inside, 0.0)
@@ -72,14 +77,19 @@ def norm_kernel(
         added = tl.load(branch + here, inside, 0.0)
         for group in tl.static_range(1, GROUPS):
             added += tl.load(branch + group * rows * H + here, inside, 0.0)
-        added += tl.load(branch_bias + column, inside, 0.0).to(tl.float32)
+        if branch_bias is not None:
+            added += tl.load(branch_bias + column, inside, 0.0).to(tl.float32)
         value = (value.to(tl.float32) + added).to(value.dtype)
         tl.store(total + here, value, inside)
     wide = value.to(tl.float64)
-    mean = tl.sum(wide, 0) / H
-    variance = tl.maximum(tl.sum(wide * wide, 0) / H - mean * mean, 0.0)
-    rstd = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
-    normed = tl.fma((value.to(tl.float32) - mean.to(tl.float32)) * rstd, w, b)
+    if bias is None:
+        rstd = (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / H + eps)).to(tl.float32)
+        normed = value.to(tl.float32) * rstd * w
+    else:
+        mean = tl.sum(wide, 0) / H
+        variance = tl.maximum(tl.sum(wide * wide, 0) / H - mean * mean, 0.0)
+        rstd = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
+        normed = tl.fma((value.to(tl.float32) - mean.to(tl.float32)) * rstd, w, b)
     tl.store(out + here, normed.to(out.dtype.element_ty), inside)
 
 
@@ -87,6 +97,11 @@ def norm_kernel(
 def gelu(t):
     u = t * tl.fma(t * t, GELU_CUBE, GELU_LINE)
     return tl.math.div_rn(t, 1.0 + tl.exp2(u * GELU_EXPONENT))
+
+
+@triton.jit
+def silu(t):
+    return tl.math.div_rn(t, 1.0 + tl.exp2(t * SILU_EXPONENT))
 
 
 @triton.jit
@@ -98,10 +113,10 @@ def product_kernel(
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`.
 
     EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
-    all of K to out fp32 `[M, N]`; "gelu" the sum with its bias through GELU; "qkv" the sum with its bias: queries to
-    out, keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`.
-    PARTS: heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and
-    128 divides K.
+    all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through GELU; "swiglu" of each two
+    columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias: queries to out, keys and
+    values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS: heads in the
+    columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128 divides K.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -136,12 +151,17 @@ def product_kernel(
                     group = tl.zeros((BM, BN), tl.float32)
         total += group
     inside = row_inside & column_inside
-    if EPILOGUE == "qkv" or EPILOGUE == "gelu":
+    if bias is not None:
         total += tl.load(bias + n, n < columns, 0.0).to(tl.float32)[None, :]
     if EPILOGUE == "groups":
         out += tl.program_id(2).to(tl.int64) * rows * columns
     elif EPILOGUE == "gelu":
         total = gelu(total)
+    elif EPILOGUE == "swiglu":
+        gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+        total = silu(gate) * up
+        n, columns = tile * (BN // 2) + tl.arange(0, BN // 2), columns // 2
+        inside = row_inside & ((n < columns) | EVEN)[None, :]
     made = total.to(out.dtype.element_ty)
     part = (tile * BN // SIZE) % PARTS if EPILOGUE == "qkv" else 0
     if EPILOGUE == "qkv" and part >= PARTS - 2:

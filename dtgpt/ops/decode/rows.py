@@ -97,6 +97,12 @@ def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
     return tuple(f"-DDTGPT_{name.upper()}={value}" for name, value in named.items())
 
 
+def serves(block: BlockWeights) -> bool:
+    """Return whether the kernels compute blocks of this kind: with LayerNorms, biases, learned positions and GELU."""
+    there = (block.norm_1_bias, block.qkv_bias, block.proj_bias, block.norm_2_bias, block.fc_bias, block.out_bias)
+    return block.rotary is None and block.activation == "gelu" and all(bias is not None for bias in there)
+
+
 def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
     """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`, of one of `ranks` tensor-parallel ranks."""
     kv_heads, length, head = keys.shape[1:]
@@ -132,8 +138,8 @@ class RowKernels:
         self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
         slots: Tensor, positions: Tensor, exchange: Exchange | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`. Raises
-        RuntimeError where CUDA refuses a launch. `exchange`: of tensor-parallel ranks.
+        """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`, blocks
+        such as `serves` accepts. `exchange`: of tensor-parallel ranks. Raises RuntimeError where CUDA refuses a launch.
 
         A kernel begins to copy weights while others before it still run. What else it reads early, slots, positions and
         the cache of older tokens, must not be written within this call: therefore the first kernel waits for all.
@@ -186,7 +192,7 @@ class Stream:
         """Return the arguments of a product that begins with the norm of the stream."""
         return {"x": self._x}
 
-    def add(self, name: str, weight: Tensor, bias: Tensor, **fields: Any) -> None:
+    def add(self, name: str, weight: Tensor, bias: Tensor | None, **fields: Any) -> None:
         """Launch the product of a branch."""
         out = torch.empty_like(self._x)
         fields = {"x": self._x, "weight": weight, "bias": bias, "residual": self._x, "out": out, **fields}
@@ -216,7 +222,7 @@ class SharedStream:
         self._x, self._bias = whole, None
         return joined
 
-    def add(self, name: str, weight: Tensor, bias: Tensor, **fields: Any) -> None:
+    def add(self, name: str, weight: Tensor, bias: Tensor | None, **fields: Any) -> None:
         """Launch the product of a branch."""
         self._sent += 1
         self._kernels.launch(name, len(self._x), **{"x": self._x, "weight": weight, **self._place(), **fields})

@@ -1,6 +1,6 @@
 """The weights of a model as decode kernels read them: all of one 16-bit dtype, matrices `[out, in]`."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -9,35 +9,47 @@ class EmbeddingWeights(NamedTuple):
     """Tables of tokens and of learned positions, whose rows are added."""
 
     tokens: Tensor  # [V, H]
-    positions: Tensor  # [P, H]
+    positions: Tensor | None  # [P, H]; None: the blocks rotate positions
+
+
+class Rotary(NamedTuple):
+    """Rotary positions of q and k, after an RMSNorm of each head where the model has these."""
+
+    table: Tensor  # fp32 [2, P, D / 2]: cosine and sine of `dtgpt.ops.rotary.table.angle_table`
+    q_norm: Tensor | None = None  # [D]; None: no norm
+    k_norm: Tensor | None = None
+    eps: float = 0.0  # of these norms
 
 
 class BlockWeights(NamedTuple):
-    """A pre-norm block of GPT-2's kind: LayerNorm, attention, LayerNorm, two matrices with a tanh-GELU between them.
+    """A pre-norm block: norm, attention, norm, MLP of two matrices. Where the biases of the norms are None, they are
+    RMSNorms; else LayerNorms.
 
     Under tensor parallelism each rank has its own heads and its own part of F.
     """
 
     norm_1: Tensor  # [H]
-    norm_1_bias: Tensor  # [H]
+    norm_1_bias: Tensor | None  # [H]
     qkv: Tensor  # [N_kv (R + 2) D, H]: for each head of k and v its R heads of q, then k, then v
-    qkv_bias: Tensor
+    qkv_bias: Tensor | None
     proj: Tensor  # [H, N D]
-    proj_bias: Tensor  # [H]
+    proj_bias: Tensor | None  # [H]
     norm_2: Tensor  # [H]
-    norm_2_bias: Tensor  # [H]
-    fc: Tensor  # [F, H]
-    fc_bias: Tensor  # [F]
+    norm_2_bias: Tensor | None  # [H]
+    fc: Tensor  # [F, H]; of "swiglu" [2 F, H]: gate 0, up 0, gate 1, up 1, ...
+    fc_bias: Tensor | None
     out: Tensor  # [H, F]
-    out_bias: Tensor  # [H]
+    out_bias: Tensor | None  # [H]
     eps: float  # of both norms
     head_dim: int  # D
+    activation: Literal["gelu", "swiglu"] = "gelu"  # gelu: the tanh approximation
+    rotary: Rotary | None = None  # None: positions are learned
 
 
 class HeadWeights(NamedTuple):
-    """The last LayerNorm and the output projection."""
+    """The last norm, an RMSNorm where its bias is None, and the output projection."""
 
     norm: Tensor  # [H]
-    norm_bias: Tensor  # [H]
+    norm_bias: Tensor | None  # [H]
     table: Tensor  # [V, H]
     eps: float

@@ -1,6 +1,6 @@
 """The residual sum x + dropout(branch + bias) of a transformer block, in one pass.
 
-Reference: `residual_reference`. Fast path: the Triton kernels of `layer_norm`, without the norm. Backward
+Reference: `residual_reference`. Fast path: the Triton kernels of the norms, without the norm. Backward
 draws the dropout mask again and sums the gradient of the bias in two stages without atomics.
 
 Sharding rule: rows (samples and positions) may be sharded, the hidden dimension may not. A shard of the positions
@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.fast import may_fuse
-from dtgpt.ops.pointwise.bias import bias_gradient, kernels
+from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.random.dropout import LANES, dropout
+
+
+def kernels():
+    from dtgpt.ops.norm import norm_kernels  # imported on first use, since it needs Triton
+
+    return norm_kernels
 
 
 def residual_reference(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.norm.layer_norm_kernels import Launch, column_grid, sum_partials
+from dtgpt.ops.norm.column_kernels import Launch, column_grid, sum_partials
 
 FORWARD = Launch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
 BACKWARD = Launch(rows=2, width=8, occupancy=24, stages=2)

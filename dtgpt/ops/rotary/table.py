@@ -5,7 +5,7 @@ apart. The frequencies are those of Hugging Face's transformers.
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def frequencies(rotation: Rotation, head_dim: int) -> Tensor:
     return torch.where(between, blended, divided)
 
 
-@lru_cache(maxsize=32)
+@cache  # without bound: CUDA graphs read the memory of tables that they were captured with
 def angle_table(rotation: Rotation, head_dim: int, positions: int, device: torch.device) -> Tensor:
     """Return cosine and sine of each angle, fp32 `[2, positions, D / 2]`. The table is made once for each device."""
     with torch.inference_mode(False), torch.no_grad():

@@ -1,0 +1,170 @@
+"""LLaMA, Mistral and Qwen3 in checkpoints of Megatron-LM: names, order and args."""
+
+from argparse import Namespace
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from dtgpt.interop.foreign import checked, epsilon, whole_number
+from dtgpt.interop.megatron.architecture import Facts, Order, Values
+from dtgpt.interop.megatron.names import Family
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.util.errors import UserError, shown
+
+TITLE = "LLaMA"
+HAS = "rotary positions, RMSNorm, SwiGLU and no biases"
+MODULES = {
+    "tokens": "embedding.tokens", "attention_norm": "norm_1", "qkv": "attn.qkv", "q_norm": "attn.q_norm",
+    "k_norm": "attn.k_norm", "attention_output": "attn.proj", "mlp_norm": "norm_2", "mlp_input": "mlp.gate_up",
+    "mlp_output": "mlp.down", "final_norm": "head.norm", "output": "head.output",
+}  # fmt: skip
+FAMILY: Family = "local"
+VOCABULARIES = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
+
+VALUES: Values = {
+    "normalization": (("RMSNorm",), "another norm"),
+    "swiglu": ((True,), "another MLP"),
+    "add_qkv_bias": ((None, False), "biases of queries, keys and values"),
+    "glu_linear_offset": ((None, 0.0), "an offset in SwiGLU"),
+    "rotary_percent": ((None, 1.0), "rotation of a part of each head"),
+    "rotary_seq_len_interpolation_factor": ((None, 1), "interpolated positions"),
+    "rope_type": ((None, "rope"), "another rotation"),
+    "no_rope_freq": ((None,), "layers without rotation"),
+}
+SCALED_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0  # of --use-rope-scaling, where they are constants
+FACTOR = 8.0  # with which Megatron-LM's pretrain_gpt.py computes whatever --rope-scaling-factor says
+
+
+def lacks(args: Namespace) -> dict[str, str]:
+    found = {name: lack for name, (values, lack) in VALUES.items() if getattr(args, name, None) not in values}
+    positions = getattr(args, "position_embedding_type", None)
+    if getattr(args, "use_rotary_position_embeddings", None) is not True and positions != "rope":
+        found["position_embedding_type"] = "positions that are not rotary"
+    if getattr(args, "add_bias_linear", None) is not False and getattr(args, "disable_bias_linear", None) is not True:
+        found["add_bias_linear"] = "biases"
+    return found
+
+
+def read_config(args: Namespace | None, facts: Facts) -> tuple[LlamaConfig, list[str]]:
+    assert args is not None  # by which this architecture was chosen
+    given, path = vars(args), facts.path
+    rows, hidden = facts.shapes["embedding.tokens.weight"]
+    heads = whole_number(given, ("num_attention_heads",), None, path)
+    grouped = given.get("group_query_attention") is True
+    tied = not given.get("untie_embeddings_and_output_weights", facts.untied)
+    scaled = given.get("use_rope_scaling") is True
+    config = LlamaConfig(
+        num_layers=facts.num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=whole_number(given, ("num_query_groups",), None, path) if grouped else heads,
+        head_dim=whole_number(given, ("kv_channels",), hidden // max(heads, 1), path),
+        ffn_hidden_size=whole_number(given, ("ffn_hidden_size",), None, path),
+        seq_length=whole_number(given, ("max_position_embeddings", "seq_length"), None, path),
+        vocab_size=rows * facts.tensor_parallel_size,
+        tied=tied,
+        qk_norm=given.get("qk_layernorm") is True,
+        norm_eps=epsilon(given, ("norm_epsilon", "layernorm_epsilon"), LlamaConfig.norm_eps, path),
+        rope_theta=_number(given, "rotary_base", LlamaConfig.rope_theta, facts),
+        rope_factor=_number(given, "rope_scaling_factor", FACTOR, facts) if scaled else 1.0,
+        rope_low_frequency=LOW_FREQUENCY,
+        rope_high_frequency=HIGH_FREQUENCY,
+        rope_original_length=SCALED_LENGTH,
+    )
+    _check_order(checked(config, path), facts)
+    return config, factor_notes(config)
+
+
+def _check_order(config: LlamaConfig, facts: Facts) -> None:
+    """Raise UserError where a rank's part of QKV lies in an order that cannot be changed by itself."""
+    if facts.order.qkv and config.num_kv_heads != config.num_heads:
+        raise UserError(
+            f"{facts.path} is of a checkpoint_version before 2.0, which has no grouped queries, but its args have "
+            f"num_query_groups={config.num_kv_heads}; give a file that Megatron-LM wrote"
+        )
+    if facts.order.rotary_interleaved and config.num_kv_heads % facts.tensor_parallel_size:
+        raise UserError(
+            f"{facts.path} has rotary_interleaved=True and {config.num_kv_heads} query groups on "
+            f"{facts.tensor_parallel_size} ranks, which cut heads; save it with tensor_model_parallel_size="
+            f"{config.num_kv_heads} or less"
+        )
+
+
+def factor_notes(config: LlamaConfig) -> list[str]:
+    """Return a note where a scaling of positions is one that Megatron-LM stores, but does not compute."""
+    if config.rope_factor in (1.0, FACTOR):
+        return []
+    return [
+        f"rope_scaling_factor={config.rope_factor:g} is what dtgpt computes with, while pretrain_gpt.py of Megatron-LM "
+        f"takes {FACTOR:g} whatever the option says; weights that it trained need --model.rope_factor {FACTOR:g}"
+    ]
+
+
+def _number(given: dict[str, Any], name: str, default: float, facts: Facts) -> float:
+    value = default if given.get(name) is None else given[name]
+    if type(value) not in (int, float) or not 1 <= value < 1e12:
+        raise UserError(f"{facts.path} has {name}={shown(value)}; it must be a number of 1 or more")
+    return float(value)
+
+
+def to_ours(piece: Tensor, name: str, config: LlamaConfig, order: Order) -> Tensor:
+    if ".mlp.gate_up." in name:
+        return rearrange(piece, "(two f) ... -> (f two) ...", two=2)  # each rank stores its gates, then its ups
+    if ".attn.qkv." in name and order.qkv:
+        piece = rearrange(piece, order.qkv, three=3, d=config.head_dim)
+    if ".attn.qkv." in name and order.rotary_interleaved:
+        heads = rearrange(piece, "(g parts d) ... -> g parts d ...", d=config.head_dim, parts=_parts(config)).clone()
+        heads[:, :-1] = rearrange(heads[:, :-1], "g parts (half two) ... -> g parts (two half) ...", two=2)
+        return heads.flatten(0, 2)
+    if (".attn.q_norm." in name or ".attn.k_norm." in name) and order.rotary_interleaved:
+        return rearrange(piece, "(half two) -> (two half)", two=2)
+    return piece
+
+
+def to_theirs(piece: Tensor, name: str, config: LlamaConfig) -> Tensor:
+    return rearrange(piece, "(f two) ... -> (two f) ...", two=2) if ".mlp.gate_up." in name else piece
+
+
+def _parts(config: LlamaConfig) -> int:
+    return config.num_heads // config.num_kv_heads + 2
+
+
+def check_export(config: LlamaConfig) -> list[str]:
+    constants = {
+        "rope_low_frequency": LOW_FREQUENCY,
+        "rope_high_frequency": HIGH_FREQUENCY,
+        "rope_original_length": SCALED_LENGTH,
+    }
+    for name, value in constants.items() if config.rope_factor != 1 else ():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"model.{name}={getattr(config, name):g} cannot be written for Megatron-LM, whose --use-rope-scaling "
+                f"always has {value:g}; use --to hf"
+            )
+    return factor_notes(config)
+
+
+def write_args(config: LlamaConfig) -> dict[str, Any]:
+    whole = config.rope_theta.is_integer()
+    return {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": config.vocab_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "kv_channels": config.head_dim,
+        "group_query_attention": config.num_kv_heads != config.num_heads,
+        "num_query_groups": config.num_kv_heads if config.num_kv_heads != config.num_heads else 1,
+        "position_embedding_type": "rope",
+        "rotary_base": int(config.rope_theta) if whole else config.rope_theta,
+        "rotary_interleaved": False,
+        "use_rope_scaling": config.rope_factor != 1,
+        "rope_scaling_factor": config.rope_factor if config.rope_factor != 1 else FACTOR,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_eps,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "swiglu": True,
+        "qk_layernorm": config.qk_norm,
+        "bias_gelu_fusion": False,
+        "untie_embeddings_and_output_weights": not config.tied,
+    }

@@ -1,0 +1,104 @@
+"""SwiGLU against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from dtgpt.ops.pointwise import swiglu as ops
+from dtgpt.ops.pointwise.swiglu import swiglu
+from tests.ops.test_layer_norm import interpret, needs_triton
+from tests.support.bodies_layer_norm import capture, check_swiglu, custom_ops, results, saved_bytes
+
+CUDA = torch.device("cuda")
+
+
+def test_the_reference_is_what_it_says():
+    gate, up = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    x = torch.stack([gate, up], dim=-1).flatten(-2)
+    torch.testing.assert_close(swiglu(x), gate / (1 + torch.exp(-gate)) * up)
+    torch.testing.assert_close(swiglu(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_ops_on_a_cpu_have_the_values_and_gradients_of_float64(dtype):
+    check_swiglu((2, 7), 21, dtype)
+    with custom_ops():
+        check_swiglu((2, 7), 21, dtype)
+
+
+def test_the_op_keeps_the_contract_of_custom_ops():
+    opcheck(ops._swiglu, (torch.randn(2, 3, 24).requires_grad_(),))
+
+
+def test_an_odd_number_of_columns_is_refused():
+    with pytest.raises(ValueError, match=r"\(2, 7\) has an odd number"):
+        swiglu(torch.zeros(2, 7))
+
+
+def test_backward_saves_nothing_but_x():
+    x = torch.randn(2, 3, 24, dtype=torch.bfloat16)
+    with custom_ops():
+        assert saved_bytes(swiglu, [x]) == x.nbytes
+    assert saved_bytes(swiglu, [x.to("meta")]) == x.nbytes
+
+
+def test_a_cut_between_pairs_changes_no_column():
+    x = torch.randn(2, 24)
+    assert torch.equal(torch.cat([swiglu(part) for part in x.split(6, dim=-1)], dim=-1), swiglu(x))
+
+
+def test_compiled_equals_eager():
+    x = torch.randn(2, 3, 24).requires_grad_()
+
+    def layer(x):
+        return swiglu(2 * x) + 1
+
+    with custom_ops():
+        eager = results(layer, [x], [torch.ones(2, 3, 12)])
+        compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+        for one, other in zip(results(compiled, [x], [torch.ones(2, 3, 12)]), eager, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@needs_triton
+def test_the_kernels_in_the_interpreter():
+    interpret("check_swiglu", "((2, 5), 13, torch.float32), ((1,), 1, torch.float32), ((3, 9), 300, torch.float32)")
+
+
+SHAPES = [((3, 33), 8192, torch.bfloat16), ((1,), 8192, torch.bfloat16), ((2, 4096), 14336, torch.bfloat16)]
+SHAPES += [((2, 77), 3072, torch.float16), ((3, 50), 101, torch.float32), ((7,), 1, torch.bfloat16)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape, columns, dtype", SHAPES, ids=str)
+def test_the_kernels_have_the_values_and_gradients_of_float64(shape, columns, dtype):
+    check_swiglu(shape, columns, dtype, CUDA)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_large_gates_do_not_overflow(dtype):
+    gate = torch.tensor([-6e4, -1e3, -100.0, 0.0, 100.0, 1e3, 6e4], dtype=dtype, device=CUDA)
+    x = torch.stack([gate, torch.ones_like(gate)], dim=-1).flatten().requires_grad_()
+    y = swiglu(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y.detach(), gate.relu())
+    torch.testing.assert_close(slope[1::2], gate.relu())
+    torch.testing.assert_close(slope[::2][gate != 0], (gate > 0).to(dtype)[gate != 0])
+
+
+@pytest.mark.cuda
+def test_strided_inputs_compiled_and_in_a_graph():
+    x = torch.randn(6, 4, 64, device=CUDA, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
+    dy = torch.randn(4, 6, 32, device=CUDA).to(torch.bfloat16)[:1, :1].expand(4, 6, 32)
+
+    def layer(x):
+        return swiglu(2 * x)
+
+    eager = results(layer, [x], [dy])
+    torch.testing.assert_close(eager, results(lambda x: ops.reference(2 * x), [x], [dy]), rtol=2**-7, atol=1e-3)
+    compiled = results(torch.compile(layer, fullgraph=True, dynamic=False), [x], [dy])
+    replayed = capture(lambda: results(layer, [x], [dy]))
+    for one, two, three in zip(eager, compiled, replayed, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)

@@ -1,0 +1,126 @@
+"""Change the plan, keep the curve, for LLaMA: dropout, documents, accumulation and norms of heads are on in every case.
+
+A few plans stand for the table of `test_parity.py`, which holds all of them for GPT-2: every kind of cut, schedule and
+ZeRO level is in one of them at least.
+"""
+
+from dataclasses import replace
+
+import pytest
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import DataConfig, LossScaleConfig, OptimizerConfig
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.train import compare
+from dtgpt.train.compare import difference
+from tests.support.bodies_llama import Seen, train_and_evaluate
+from tests.support.ranks import pool
+from tests.support.runs import change
+from tests.support.runs import record as record_of
+
+TOLERANCE = 1e-5  # as for GPT-2
+STEPS = 4
+PLANS = [  # of a model with an output projection of its own
+    "tp2", "tp4_sp", "pp2_1f1b", "dp2_zero2", "dp2_pp2_zbv_zero3", "dp2_tp2_sp_pp2_zero3_interleaved",
+]  # fmt: skip
+TIED = ["tp2_sp", "tp4", "pp2_gpipe", "pp4_zbv", "dp2_zero1", "dp2_tp2_sp_zero3", "tp2_sp_pp2_zbv"]
+NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
+
+
+@pytest.fixture
+def recipe(recipe, tmp_path) -> Recipe:
+    path = tmp_path / "documents.jsonl"
+    lines = [f'{{"text": "{"so " * (i % 5)}{i} and {i + 1} make {2 * i + 1}."}}\n' for i in range(400)]
+    path.write_text("".join(lines))
+    marks = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    data = DataConfig(path=str(path), tokenizer="bytes", **marks)
+    return replace(recipe, data=data, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2)
+
+
+def sized_for(recipe: Recipe, plan: Plan, tied: bool) -> Recipe:
+    """As many layers and micro-batches as the plan needs; heads whose size is not hidden_size / num_heads. Rotary
+    positions are relative: those of a document change something only where tokens attend to other documents."""
+    model = LlamaConfig(
+        num_layers=max(2, plan.num_stages), hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12,
+        ffn_hidden_size=44, seq_length=32, vocab_size=257, dropout=0.1, tied=tied, qk_norm=True, norm_eps=1e-6,
+        rope_theta=100.0, rope_factor=4.0, rope_original_length=16, init_std=0.05,
+    )  # fmt: skip
+    recipe = replace(recipe, data=replace(recipe.data, reset_attention_mask=not tied))
+    return replace(recipe, model=model, global_batch_size=2 * (plan.dp or 1) * max(2, plan.pp))
+
+
+references: dict[tuple, Seen] = {}
+
+
+def reference(recipe: Recipe) -> Seen:
+    """What one process does."""
+    key = recipe.model, recipe.global_batch_size, recipe.precision
+    if key not in references:
+        references[key] = train_and_evaluate(replace(recipe, plan="single"), STEPS)
+    return references[key]
+
+
+def run(recipe: Recipe, plan: Plan) -> list[Seen]:
+    recipe = replace(recipe, plan="under test", plans={"under test": plan})
+    return pool().run(plan.world, train_and_evaluate, recipe, STEPS)
+
+
+@pytest.mark.parametrize(("plan", "tied"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in TIED)])
+def test_the_plan_follows_one_process(recipe, plan, tied):
+    plan = parse_plan(plan)
+    recipe = sized_for(recipe, plan, tied)
+    seen, expected = run(recipe, plan), reference(recipe)
+    found = difference(seen[0].record, expected.record)
+    assert found.within(TOLERANCE, TOLERANCE), found
+    for rank in seen:
+        assert rank.held_out == pytest.approx(expected.held_out, rel=TOLERANCE)
+        assert rank.sample == expected.sample and rank.held == rank.planned
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", NARROW)
+def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precision):
+    plan = parse_plan(plan)
+    recipe = sized_for(recipe, plan, tied=False)
+    recipe = replace(recipe, precision=precision, loss_scale=LossScaleConfig(initial=2.0**12))
+    record, expected = run(recipe, plan)[0].record, reference(recipe).record
+    found, (loss, tensors) = difference(record, expected), compare.TOLERANCE[record.dtype]
+    assert found.same_initial and found.loss < loss / 4, found
+    assert found.gradient < tensors and found.weight < tensors, found
+
+
+OWN = {
+    "heads that every rank holds": {f"blocks.*.attn.{name}": None for name in ("qkv", "proj")},
+    "heads that are gathered": {
+        "blocks.*.attn.qkv": ColwiseParallel(output_layouts=Replicate()), "blocks.*.attn.proj": None,
+    },
+    "a first matrix cut by rows": {
+        "blocks.*.mlp.gate_up": RowwiseParallel(input_layouts=Replicate()), "blocks.*.mlp.down": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_table_of_the_recipe_follows_one_process(recipe, name):
+    recipe = sized_for(recipe, Plan(tp=2), tied=False)
+    recipe = replace(recipe, log=replace(recipe.log, sample_tokens=0))
+    seen = run(recipe, Plan(dp=1, tp=2, table=OWN[name]))
+    found = difference(seen[0].record, reference(recipe).record)
+    assert found.within(TOLERANCE, TOLERANCE), found
+
+
+def test_what_the_plans_are_held_against_has_all_parts(recipe):
+    """Documents, dropout and the norms of heads change the curve; every gradient is there."""
+    recipe = sized_for(recipe, Plan(), tied=True)
+    record = reference(recipe).record
+    gradients = {name: t for name, t in record.tensors.items() if name.startswith("first gradient/")}
+    assert len(gradients) == 2 * 8 + 2 and all(t.norm() > 0 for t in gradients.values())
+    changes = [{"data": {"reset_position_ids": False}}, {"data": {"reset_attention_mask": True}}]
+    changes += [{"data": {"eod_mask_loss": False}}, {"model": {"dropout": 0.0}}, {"model": {"qk_norm": False}}]
+    for changed in changes:
+        losses = record_of(change(recipe, plan="single", **changed), 1).losses
+        assert abs(losses[0] - record.losses[0]) > 1e-4 * losses[0], changed
