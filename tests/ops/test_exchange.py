@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,12 @@ def check() -> None:
     assert exchange is not None
     with torch.no_grad():
         check_collectives(exchange, mesh)
-        for shape, dtype in (("345m", torch.bfloat16), ("124m", torch.float16), ("wide", torch.bfloat16)):
+        for shape, dtype in (
+            ("345m", torch.bfloat16),
+            ("124m", torch.float16),
+            ("wide", torch.bfloat16),
+            ("llama2", torch.bfloat16),
+        ):
             Case(shape, dtype, exchange, mesh).check_rows()
         Case("345m", torch.bfloat16, exchange, mesh).check_replays()
     end_process_group()
@@ -104,8 +110,8 @@ def same(found: Tensor | None, expected: Tensor) -> bool:
 def share_of(block: BlockWeights, rank: int, ranks: int) -> BlockWeights:
     """A rank's part of a block."""
 
-    def part(tensor: Tensor, dim: int = 0) -> Tensor:
-        return tensor.chunk(ranks, dim)[rank].contiguous()
+    def part(tensor: Tensor | None, dim: int = 0) -> Any:
+        return None if tensor is None else tensor.chunk(ranks, dim)[rank].contiguous()
 
     return block._replace(
         qkv=part(block.qkv), qkv_bias=part(block.qkv_bias), proj=part(block.proj, 1), fc=part(block.fc),
