@@ -4,8 +4,8 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.ops.norm import layer_norm_kernels
-from dtgpt.ops.norm.layer_norm_kernels import Launch
+from dtgpt.ops.norm import column_kernels
+from dtgpt.ops.norm.column_kernels import Launch
 from dtgpt.ops.pointwise import gelu_kernels
 from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
@@ -52,7 +52,7 @@ def whole_case(rows: int, columns: int) -> Case:
 
 def sum_case(rows: int, columns: int) -> Case:
     x, *_ = draw(rows, columns, torch.bfloat16)
-    variants = variants_of(COLUMN_SUM, lambda launch: layer_norm_kernels.column_sum(x, launch))
+    variants = variants_of(COLUMN_SUM, lambda launch: column_kernels.column_sum(x, launch))
     variants["eager"] = lambda: x.sum(0)
     return Case(f"gradient of a bias, {rows} x {columns}", variants, bytes=x.nbytes)
 

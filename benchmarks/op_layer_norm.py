@@ -4,9 +4,9 @@ import torch
 from cases import Case, run_cases
 from torch import Tensor
 
-from dtgpt.ops.norm import layer_norm_kernels as kernels
+from dtgpt.ops.norm import norm_kernels as kernels
+from dtgpt.ops.norm.column_kernels import Launch
 from dtgpt.ops.norm.layer_norm import residual_norm, residual_norm_reference
-from dtgpt.ops.norm.layer_norm_kernels import Launch
 from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")

@@ -2,6 +2,8 @@
 
 hardware   2 CPU cores
 command    python recipes/llama_tiny.py
+expect     80 seconds, loss 6.9 -> 2.2, 1.58 bits/byte on held-out text (text of Python 3.11; gpt2_tiny.py: 1.63 in the
+           same time), and a sample that reads like documentation
 """
 
 from dtgpt.cli import run_recipe
@@ -19,11 +21,11 @@ def recipe() -> Recipe:
         ),
         # The text is short: strong weight decay keeps the model from memorizing it.
         optimizer=OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup=0.05, weight_decay=1.0),
-        steps=1000,
+        steps=800,
         micro_batch_size=32,
         global_batch_size=32,
-        log=LogConfig(interval=50, eval_interval=250),
-        checkpoint=CheckpointConfig(interval=500),
+        log=LogConfig(interval=50, eval_interval=200),
+        checkpoint=CheckpointConfig(interval=400),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dtgpt.checkpoint.manifest import MOMENTS, READERS, Check, Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Part, Source, parameter_shapes
+from dtgpt.models.source import Part, Source, TrainingSource, parameter_shapes
 from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
@@ -84,6 +84,17 @@ def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> N
             read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
 
     fill(shards, load)
+
+
+def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: AdamW) -> None:
+    """Give this rank's shards the weights and `optimizer` the moments of a run of another library."""
+
+    def load(shard: Shard) -> None:
+        shard.local.copy_(source.read(shard.name, shard.region))
+        for moment in MOMENTS:
+            getattr(optimizer, moment)[shard.index].copy_(source.read_moment(shard.name, moment, shard.region))
+
+    fill(shards, load, threads=1)
 
 
 def load_weights(source: Source, shards: Shards) -> None:
@@ -167,6 +178,6 @@ def check_same_architecture(where: Path, saved: ModelConfig, wanted: ModelConfig
     """Raise UserError where the recipe's model is of another architecture than that at `where`."""
     if type(saved) is not type(wanted):
         raise UserError(
-            f"{where} holds a model of architecture {saved.architecture}, and the recipe's is {wanted.architecture}; "
-            f"give a recipe whose model is a {type(saved).__name__}"
+            f"{where} holds a {saved.architecture}, and the recipe's model is a {wanted.architecture}; give another "
+            f"model, or a recipe with a {type(saved).__name__}"
         )

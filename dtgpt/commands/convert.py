@@ -12,7 +12,7 @@ from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
-from dtgpt.interop.megatron.export import save_megatron
+from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
@@ -34,8 +34,14 @@ class ConvertOptions:
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], "type of the written weights; fp32 for --to dtgpt"] = "fp32"
     target_tensor_parallel_size: Annotated[int, "tensor parallel size of the Megatron-LM tree", Bounds(1)] = 1
     target_pipeline_parallel_size: Annotated[int, "pipeline parallel size of the Megatron-LM tree", Bounds(1)] = 1
+    transformer_impl: Annotated[
+        Literal["local", "transformer_engine"] | None,
+        "the --transformer-impl of Megatron-LM that the tree is for; none: local, and for GPT-2 the names of 2023",
+    ] = None
     true_vocab_size: Annotated[
-        int | None, "vocabulary size of a Megatron-LM tree, without padding; none: 50257 if the tree allows it"
+        int | None,
+        "vocabulary size of a Megatron-LM tree, without padding; none: GPT-2's 50257 or another known one if the tree "
+        "allows it",
     ] = None
     tokenizer: Annotated[
         str | None, "tokenizer to save with the model, as for dtgpt prepare; none: the one saved with the source"
@@ -68,7 +74,10 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     else:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
-        save_megatron(source, target, *sizes, dtype, state["step"] or None, state["consumed_samples"])
+        for note in export_notes(source.config):
+            say(note, warning=True)
+        progress = state["step"] or None, state["consumed_samples"]
+        save_megatron(source, target, *sizes, dtype, *progress, options.transformer_impl)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
 
 
@@ -76,10 +85,10 @@ def _check(options: ConvertOptions) -> None:
     """Raise UserError for an option that would have no effect."""
     if options.to == "dtgpt" and options.dtype != "fp32":
         raise UserError(f"dtype={options.dtype}: a checkpoint of dtgpt holds fp32 weights; leave --dtype out")
-    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size"):
-        size = getattr(options, name)
-        if size != 1 and options.to != "megatron":
-            raise UserError(f"{name}={size} applies to --to megatron only; leave it out")
+    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "transformer_impl"):
+        value = getattr(options, name)
+        if value not in (1, None) and options.to != "megatron":
+            raise UserError(f"{name}={value} applies to --to megatron only; leave it out")
     given = options.tokenizer or options.vocab_file or options.merge_file
     if given and options.to == "megatron":
         raise UserError(f"a Megatron-LM tree cannot hold the tokenizer {given}; leave it out")

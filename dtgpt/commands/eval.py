@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import Device, MergeFile, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import Device, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
 from dtgpt.evaluation.files import DataFile
@@ -75,6 +75,7 @@ class EvalOptions:
     ] = None
     device: Device = "auto"
     precision: Precision = "auto"
+    max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
@@ -87,18 +88,18 @@ def evaluate(path: Path, options: EvalOptions) -> None:
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
     check_output(output, [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan
-    source, settings, mesh = open_model(path, plan, options.device, options.precision)
+    source, settings, mesh = open_model(path, plan, options.device, options.precision, options.max_length)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     prepared: list[tuple[DataFile, Prepared]] = []  # on rank 0
-    positions = source.config.seq_length
+    positions = settings.model.seq_length
     from_rank_0(mesh, lambda: prepared.extend(prepare(one, tokenizer, positions) for one in asked))
     scorer = scorer_of(Model(source, settings, mesh, path, tokenizer=tokenizer), options.batch_tokens)
     with Threads(1) as threads:  # a digest takes seconds, in which the device works
         digest = threads.submit(model_digest, source) if mesh.rank == 0 else None
         measured = measure(scorer, asked, prepared)
         if digest is not None:
-            described = describe_model(path, source, digest.result())
+            described = describe_model(path, source, positions, digest.result())
     if mesh.rank == 0:
         show(measured)
         where = {"device": device_name(mesh.device), "precision": str(settings.dtype).removeprefix("torch.")}
@@ -136,11 +137,11 @@ def show(measured: Sequence[Measured]) -> None:
         say(task_lines(one))
 
 
-def describe_model(path: Path, source: Source, digest: str) -> dict[str, Any]:
+def describe_model(path: Path, source: Source, positions: int, digest: str) -> dict[str, Any]:
     """Return what a file of results says of its model."""
     config = source.config
     described: dict[str, Any] = {"path": str(path), "sha256": digest, "parameters": config.num_parameters}
-    described |= {"architecture": config.architecture, "positions": config.seq_length}
+    described |= {"architecture": config.architecture, "positions": positions}
     if isinstance(source, Saved):
         described |= {"checkpoint": str(source.checkpoint.folder), "step": source.checkpoint.state.get("step")}
     return described

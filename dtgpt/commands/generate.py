@@ -16,7 +16,7 @@ from dtgpt.commands.ask import (
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
 from dtgpt.commands.http_client import HttpClient
-from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.commands.serve import KEY
 from dtgpt.inference.generator import Need, need_of
@@ -31,7 +31,7 @@ from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
 NEW_TOKENS = 200  # where nothing is said of it
-OF_SERVER = ("plan", "device", "precision", "slots", "tokenizer", "vocab_file", "merge_file")  # options
+OF_SERVER = ("plan", "device", "precision", "slots", "max_length", "tokenizer", "vocab_file", "merge_file")  # options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +84,14 @@ class GenerateOptions:
     device: Device = "auto"
     precision: Precision = "auto"
     slots: Annotated[int | None, "texts at the same time; none: as many as needed, up to 256", Bounds(1, 256)] = None
+    max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
     api_key: Annotated[str | None, f"key that the server wants; none: that in ${KEY}, if set"] = None
 
 
-@memory_errors_as_user_errors("ask for fewer texts at the same time (--slots)")
+@memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
     check_modes(options)
     base = sampling_of(options)
@@ -98,7 +99,7 @@ def generate(path: Path, options: GenerateOptions) -> None:
         return ask_server(address, base, options)
     if options.api_key is not None:
         raise UserError(f"--api-key is for a server, and {path} is a model; leave it out")
-    source, settings, mesh = open_model(path, options.plan, options.device, options.precision)
+    source, settings, mesh = open_model(path, options.plan, options.device, options.precision, options.max_length)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, options.slots, tokenizer)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import wants_help
-from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.evaluation.shared_model import open_shared
 from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError, shown_name
@@ -36,6 +36,7 @@ class LmEvalOptions:
     slots: Annotated[
         int | None, "texts that are generated at the same time; none: as many as needed, up to 256", Bounds(1, 256)
     ] = None
+    max_length: MaxLength = None
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None

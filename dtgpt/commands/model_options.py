@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+from dtgpt.util.field_types import Bounds
+
 PlanName = Annotated[
     str | None, "parallel plan, such as tp2_pp2; none: tensor parallel over all processes that torchrun started"
 ]
@@ -9,6 +11,10 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there 
 Precision = Annotated[
     Literal["auto", "fp32", "bf16", "fp16"], "type of weights and activations; auto: bf16 on cuda, else fp32"
 ]
+MaxLength = Annotated[
+    int | None, "largest number of tokens of a sequence, with its prompt; less memory for each; none: the model's",
+    Bounds(1),
+]  # fmt: skip
 TokenizerName = Annotated[
     str | None, "tokenizer file, or a name such as gpt2; none: the tokenizer saved with the model"
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import help_text, wants_help
-from dtgpt.config.megatron_options import explain
+from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
@@ -32,7 +32,7 @@ class RecipeCommand(Command):
             say(help_text(self.help_doc(), f"dtgpt {self.usage}", self.options, recipe, without=self.refused))
             return 0
         recipe = call_recipe(recipe_module(words, self.name).recipe)
-        _, given = read_words(words[1:], self.options, recipe, explain=explain)
+        _, given = read_words(words[1:], self.options, recipe, explain=explain_for(recipe.model.architecture))
         for name in self.refused.keys() & given:
             raise UserError(f"dtgpt {self.name} does not take --{name}; {self.refused[name]}")
         own = take(self.options(), given)

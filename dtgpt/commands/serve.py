@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.model_options import Device, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.inference.generator import Need
 from dtgpt.inference.load import open_model
 from dtgpt.inference.memory import MOST_SLOTS
@@ -54,6 +54,7 @@ class ServeOptions:
         str, f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
         Pattern("auto|[1-9][0-9]{0,2}", f"is not a number of texts; use 1 to {MOST_SLOTS}, or auto"),
     ] = "auto"  # fmt: skip
+    max_length: MaxLength = None
     queue: Annotated[int, "texts that may wait or run; further requests are refused", Bounds(1, 100_000)] = 1024
     seconds: Annotated[float, "time limit of a request", Bounds(above=0)] = 300.0
     drain: Annotated[float, "seconds that running requests have when the server ends", Bounds(0, 3600)] = 20.0
@@ -67,7 +68,7 @@ class ServeOptions:
     merge_file: MergeFile = None
 
 
-@memory_errors_as_user_errors("serve fewer texts at the same time (--slots)")
+@memory_errors_as_user_errors("serve fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def serve(path: Path, options: ServeOptions) -> None:
     for package in ("starlette", "uvicorn"):
         optional_package(package, "dtgpt serve", extra="serve")
@@ -78,7 +79,7 @@ def serve(path: Path, options: ServeOptions) -> None:
     listener = bind(options.host, options.port) if leads else None
     if listener is not None:
         check_access(options, listener, key)
-    source, settings, mesh = open_model(path, options.plan, options.device, options.precision)
+    source, settings, mesh = open_model(path, options.plan, options.device, options.precision, options.max_length)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, slots, tokenizer)

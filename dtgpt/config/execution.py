@@ -55,7 +55,7 @@ class Settings:
         if self.attention != "auto":
             return self.attention
         kernels = self.device.type == "cuda" and self.dtype != torch.float32
-        return choose(self.model.dropout > 0, self.masks_documents, kernels, self.model.head_dim)
+        return choose(self.model.dropout > 0, kernels, self.model.head_dim)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

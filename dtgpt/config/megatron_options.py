@@ -7,12 +7,45 @@ Answers that begin with `--` are options of a recipe; others say what dtgpt does
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 LEAVE = "leave it out"
 GPT2 = "the model always has GPT-2's architecture"
+LLAMA = "the model always has LLaMA's architecture"
+TO_LLAMA = "it belongs to LLaMA, Mistral and Qwen3; begin with a recipe of one, such as recipes/llama_tiny.py"
+TO_GPT2 = "it belongs to GPT-2; begin with a recipe of one, such as recipes/gpt2_tiny.py"
 OPTIONS = {
+    "Model, where it is a GPT-2": {
+        "layernorm-epsilon E, norm-epsilon E": "--model.layer_norm_eps {E}",
+        "ffn-hidden-size N": f"the MLP is always 4 x hidden_size wide; {LEAVE}",
+        "kv-channels N": f"a head is always hidden_size / num_heads wide; {LEAVE}",
+        "position-embedding-type learned_absolute, openai-gelu": f"{GPT2}; {LEAVE}",
+        "normalization LayerNorm": f"norms are always LayerNorm; {LEAVE}",
+        "position-embedding-type rope, use-rotary-position-embeddings, no-position-embedding, rotary-*, "
+        "use-rope-scaling, rope-scaling-factor X, normalization RMSNorm, swiglu, disable-bias-linear, "
+        "untie-embeddings-and-output-weights, qk-layernorm, group-query-attention, num-query-groups N": TO_LLAMA,
+    },
+    "Model, where it is a LLaMA, a Mistral or a Qwen3": {
+        "layernorm-epsilon E, norm-epsilon E": "--model.norm_eps {E}",
+        "ffn-hidden-size N": "--model.ffn_hidden_size {N}",
+        "kv-channels N": "--model.head_dim {N}",
+        "group-query-attention": f"queries always share num_kv_heads groups; {LEAVE}",
+        "num-query-groups N": "--model.num_kv_heads {N}",
+        "qk-layernorm": "--model.qk_norm on",
+        "untie-embeddings-and-output-weights": "--model.tied off",
+        "rotary-base N": "--model.rope_theta {N}",
+        "use-rope-scaling": "--model.rope_factor 8",
+        "rope-scaling-factor X": "--model.rope_factor {X}",
+        "rotary-percent 1, rotary-percent 1.0, position-embedding-type rope, use-rotary-position-embeddings, "
+        "no-position-embedding, normalization RMSNorm, swiglu, disable-bias-linear": f"{LLAMA}; {LEAVE}",
+        "rotary-interleaved": "heads always rotate in halves, and weights of such a model are reordered when they are "
+        f"read; {LEAVE}",
+        "rotary-*, no-rope-freq": "all columns of a head always rotate, by positions as they are; others are not "
+        "available",
+        "position-embedding-type learned_absolute, normalization LayerNorm, openai-gelu": TO_GPT2,
+    },
     "Model": {
         "num-layers N": "--model.num_layers {N}",
         "hidden-size N": "--model.hidden_size {N}",
@@ -21,26 +54,18 @@ OPTIONS = {
         "max-position-embeddings N": "the model has as many positions as a sample has tokens: --model.seq_length {N}",
         "attention-dropout P, hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
         "init-method-std S": "--model.init_std {S}",
-        "layernorm-epsilon E, norm-epsilon E": "--model.layer_norm_eps {E}",
-        "ffn-hidden-size N": f"the MLP is always 4 x hidden_size wide; {LEAVE}",
-        "kv-channels N": f"a head is always hidden_size / num_heads wide; {LEAVE}",
         "make-vocab-size-divisible-by N": "the vocabulary is padded to a multiple of 128 under every plan; set "
         "--model.vocab_size",
         "vocab-size N": "--model.vocab_size {N}",
         "vocab-extra-ids N": "raise --model.vocab_size instead",
         "fp32-residual-connection": "the residual stream always has the type of --precision",
         "init-method-xavier-uniform": "initial weights always have a normal distribution with --model.init_std",
-        "position-embedding-type learned_absolute, openai-gelu, add-qkv-bias, spec SPEC, "
-        "use-mcore-models, use-legacy-models, transformer-impl IMPL": f"{GPT2}; {LEAVE}",
-        "position-embedding-type TYPE, no-position-embedding, use-rotary-position-embeddings, rotary-*": "positions "
-        "are always learned; rotary, relative or no positions are not available",
-        "normalization LayerNorm": f"norms are always LayerNorm; {LEAVE}",
-        "normalization RMSNorm": "norms are always LayerNorm; RMSNorm is not available",
-        "swiglu, squared-relu": "the MLP always has tanh-GELU, as in GPT-2; this one is not available",
-        "untie-embeddings-and-output-weights, disable-bias-linear, qk-layernorm, "
-        "apply-residual-connection-post-layernorm, mtp-*": f"{GPT2}; this change to it is not available",
-        "group-query-attention, num-query-groups N, multi-latent-attention, window-size W": "each head always has its "
-        "own keys and values, and sees all earlier positions; other attention is not available",
+        "spec SPEC, use-mcore-models, use-legacy-models, transformer-impl IMPL": "there is one implementation of each "
+        f"model; {LEAVE}",
+        "position-embedding-type TYPE, squared-relu, quick-geglu, apply-layernorm-1p, qk-l2-norm, "
+        "apply-residual-connection-post-layernorm, add-qkv-bias, mtp-*": "no model here has it; it is not available",
+        "multi-latent-attention, window-size W": "each position always sees all earlier ones, by plain or grouped "
+        "queries; other attention is not available",
         "num-experts N, moe-*, expert-*": "models are always dense; experts are not available",
     },
     "Batch and length": {
@@ -213,10 +238,21 @@ OPTIONS = {
         "seed N": "--seed {N}",
     },
 }
-ENTRIES = {key: answer for section in OPTIONS.values() for keys, answer in section.items() for key in keys.split(", ")}
+OTHERS = {"gpt2": "Model, where it is a LLaMA, a Mistral or a Qwen3", "llama": "Model, where it is a GPT-2"}
 
 
-def explain(typed: str, value: str, entries: Mapping[str, str] = ENTRIES) -> str | None:
+def entries_of(architecture: str) -> dict[str, str]:
+    """Return the answer to each option for models of an architecture."""
+    sections = (section for title, section in OPTIONS.items() if title != OTHERS[architecture])
+    return {key: answer for section in sections for keys, answer in section.items() for key in keys.split(", ")}
+
+
+def explain_for(architecture: str) -> Callable[[str, str], str | None]:
+    """Return `explain` for recipes of an architecture."""
+    return partial(explain, entries=entries_of(architecture))
+
+
+def explain(typed: str, value: str, entries: Mapping[str, str]) -> str | None:
     """Return a sentence about an option of Megatron-LM, typed with '-' or '_', with this value; None if `entries` do
     not have it."""
     name = typed.replace("_", "-")

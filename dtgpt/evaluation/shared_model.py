@@ -1,7 +1,7 @@
 """A model under any plan for a program that runs on rank 0 alone: the other ranks follow what it asks for."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
@@ -18,14 +18,16 @@ SCORE, GENERATE, END = "score", "generate", "end"
 
 def open_shared(
     model: str, plan: str | None = None, device: str = "auto", precision: str = "auto", slots: int | None = None,
-    tokenizer: str | None = None, vocab_file: str | None = None, merge_file: str | None = None,
+    max_length: int | None = None, tokenizer: str | None = None, vocab_file: str | None = None,
+    merge_file: str | None = None,
 ) -> "SharedModel":  # fmt: skip
     """Return the model at the path `model`, opened as `dtgpt.load` does, on every rank. vocab_file, merge_file: of a
     BPE like GPT-2's, in place of `tokenizer`. Raise UserError where an argument is wrong."""
     given: Tokenizer | str | None = tokenizer
     if vocab_file is not None or merge_file is not None:
         given = open_tokenizer(tokenizer or "gpt2", vocab_file, merge_file)
-    return SharedModel(load(model, plan, device, precision, "auto" if slots is None else slots, given))
+    at_once: int | Literal["auto"] = "auto" if slots is None else slots
+    return SharedModel(load(model, plan, device, precision, at_once, given, max_length))
 
 
 class SharedModel:

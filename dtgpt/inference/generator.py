@@ -22,10 +22,12 @@ from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
-from dtgpt.util.console import byte_size, counted, parameters, say_error
+from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
 
 GPT2_IDS = SpecialIds(end_of_text=50256, newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
+
+FEW_SLOTS = 16  # with fewer, where more are wanted, a user is told why
 
 _END = object()  # of an iterator
 
@@ -241,7 +243,14 @@ class Generator:
         if needed > fits:
             raise UserError(
                 f"{counted(needed, 'slot')} of the cache, {byte_size(self.bytes_per_slot)} each, do not fit into "
-                f"memory beside the weights, but {fits} do; use fewer, or cut the model over more processes"
+                f"memory beside the weights, but {fits} do; use fewer, a smaller max_length, or cut the model over "
+                "more processes"
+            )
+        if fits < min(wanted, FEW_SLOTS):
+            say(
+                f"memory has room for {counted(fits, 'sequence')} at the same time, of {self.config.seq_length:,} "
+                f"positions and {byte_size(self.bytes_per_slot)} each; a smaller max_length makes room for more",
+                warning=True,
             )
         sizes = min(wanted, fits), share(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
         self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True)

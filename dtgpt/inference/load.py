@@ -2,6 +2,7 @@
 
 import atexit
 from contextlib import suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import NoneType
@@ -18,6 +19,7 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import check_size, named_tokenizer
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
@@ -33,16 +35,17 @@ _meshes: WeakSet[Mesh] = WeakSet()  # of the models that are in use
 
 def load(
     path: str | PathLike, plan: Plan | str | None = None, device: str = "auto", precision: str = "auto",
-    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None,
+    slots: int | Literal["auto"] = "auto", tokenizer: Tokenizer | str | None = None, max_length: int | None = None,
 ) -> Model:  # fmt: skip
     """Return the model at `path`, whatever wrote it, cut by `plan` over the processes that torchrun started; None:
     tensor parallel over all of them. ZeRO and sequence parallelism mean nothing for inference: a plan that has them is
     used without, with a note.
 
     device: "auto", "cpu" or "cuda". precision: "auto", "fp32", "bf16" or "fp16". slots: sequences that are generated at
-    the same time, each with memory for all positions of the model; "auto": as many as a call needs, up to 256 and to
-    what fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None
-    for the one that is saved with the model.
+    the same time, each with memory for `max_length` positions; "auto": as many as a call needs, up to 256 and to what
+    fits into memory. tokenizer: one of dtgpt, or its file or name as `dtgpt generate --tokenizer` takes it; None for
+    the one that is saved with the model. max_length: largest number of tokens of a sequence, prompt included; None: all
+    positions of the model. A smaller one takes less memory, and changes no number.
     Raise UserError where an argument is wrong.
     """
     for name, value, kinds, advice in (
@@ -53,7 +56,7 @@ def load(
             raise UserError(f"{name}={shown(value)} is not a {name}; give one, such as {advice}")
     if not (isinstance(slots, str) and slots == "auto") and not (type(slots) is int and 1 <= slots <= MOST_SLOTS):
         raise UserError(f"slots={shown(slots)} is not a number of sequences; use 1 to {MOST_SLOTS}, or auto")
-    source, settings, mesh = open_model(Path(path), plan, device, precision)
+    source, settings, mesh = open_model(Path(path), plan, device, precision, max_length)
     if isinstance(tokenizer, str):
         tokenizer = named_tokenizer(source.config, tokenizer, None, None)
     elif tokenizer is not None:
@@ -61,9 +64,11 @@ def load(
     return Model(source, settings, mesh, Path(path), None if slots == "auto" else slots, tokenizer)
 
 
-def open_model(path: Path, plan: Plan | str | None, device: str, precision: str) -> tuple[Source, Settings, Mesh]:
+def open_model(
+    path: Path, plan: Plan | str | None, device: str, precision: str, max_length: int | None = None
+) -> tuple[Source, Settings, Mesh]:
     """Return what a `Model` is made of, with the processes together, before weights are read. Arguments and errors are
-    those of `load`."""
+    those of `load`. The settings' model has `max_length` positions, the source's its own."""
     for name, value, known in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise UserError(f"{name}={shown(value)} is not known; use {', '.join(known)}")
@@ -82,13 +87,26 @@ def open_model(path: Path, plan: Plan | str | None, device: str, precision: str)
     for note in source.notes:
         say(note, warning=True)
     source.config.validate()
+    config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
-    resolved.validate(source.config, 1, batch)
+    resolved.validate(config, 1, batch)
     settings = Settings(
-        model=source.config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
+        model=config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
         global_batch_size=batch,
     )  # fmt: skip
     return source, settings, mesh
+
+
+def shortened(config: ModelConfig, max_length: int | None) -> ModelConfig:
+    """Return the model with its first `max_length` positions; None: with all. Raise UserError where it has fewer."""
+    if max_length is None:
+        return config
+    if type(max_length) is not int or not 1 <= max_length <= config.seq_length:
+        raise UserError(
+            f"max_length={shown(max_length)} is not a number of the model's positions; use 1 to {config.seq_length}, "
+            "or leave it out"
+        )
+    return replace(config, seq_length=max_length)
 
 
 def notes_on(plan: ResolvedPlan) -> list[str]:

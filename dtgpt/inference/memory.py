@@ -41,7 +41,8 @@ def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: to
     if slots < 1:
         raise UserError(
             f"a sequence of {config.seq_length} positions takes {2 * one / 2**20:,.0f} MiB with the scratch slot, but "
-            f"{free / 2**20:,.0f} MiB are free; use a plan that cuts the model over more processes, or bf16"
+            f"{free / 2**20:,.0f} MiB are free; use a plan that cuts the model over more processes, bf16, or a "
+            "smaller max_length"
         )
     return slots
 

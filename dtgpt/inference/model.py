@@ -46,7 +46,7 @@ class Model:
         tokenizer: Tokenizer | None = None,
     ):  # fmt: skip
         """path, slots, tokenizer: as in `Generator`."""
-        self.config, self.mesh, self.dtype = source.config, mesh, settings.dtype
+        self.config, self.mesh, self.dtype = settings.model, mesh, settings.dtype
         self.stages = inference_stages(settings, mesh, partial(load_weights, source))
         self.generator = Generator(self.stages, mesh, self.config, self.dtype, path, slots, tokenizer)
 

@@ -11,7 +11,7 @@ from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.source import Source
+from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
@@ -37,10 +37,10 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
         from dtgpt.interop.hf.model import HuggingFace
 
         return HuggingFace(path)
-    if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
-        from dtgpt.interop.megatron.model import Megatron
+    if is_megatron(path):
+        from dtgpt.interop.megatron.open import open_megatron
 
-        return Megatron(path, true_vocab_size)
+        return open_megatron(path, true_vocab_size)
     if path.suffix in (".pt", ".pth") and not path.is_dir():
         from dtgpt.interop.nanogpt import NanoGPT
 
@@ -50,6 +50,28 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
         return LLMC(path)
     raise UserError(f"{path} holds no model that dtgpt knows; give {KNOWN}")
+
+
+def is_megatron(path: Path) -> bool:
+    """Return whether `path` is the folder of a checkpoint of Megatron-LM."""
+    own = "latest_checkpointed_iteration.txt", ".metadata"
+    return os.path.isdir(path) and (any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*")))
+
+
+def is_foreign_run(resume: str) -> bool:
+    """Return whether `resume` of a recipe names a run of another library."""
+    path = Path(resume)
+    return is_megatron(path) and not (path / "recipe.json").is_file()
+
+
+def open_training(resume: str | None, vocab_size: int) -> TrainingSource | None:
+    """Return the run of another library that `resume` of a recipe names, None for anything else. `vocab_size`: of the
+    recipe's model, by which rows of padding are known. Raise UserError where such a run cannot go on here."""
+    if resume is None or not is_foreign_run(resume):
+        return None
+    from dtgpt.interop.megatron.training import MegatronTraining
+
+    return MegatronTraining(Path(resume), vocab_size)
 
 
 def open_config(path: Path) -> ModelConfig:

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import STATE
+from dtgpt.data.tokenizers.folder import tokenizer_file
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.open import run_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError
-
-SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 
 def named_tokenizer(
@@ -40,10 +39,4 @@ def tokenizer_beside(path: Path) -> Tokenizer | None:
         return load_tokenizer(run)
     if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
         return load_tokenizer(path)
-    if (path / "tokenizer.json").is_file():
-        return open_tokenizer(str(path / "tokenizer.json"))
-    vocab, merges = path / "vocab.json", path / "merges.txt"
-    if vocab.is_file() and merges.is_file():
-        return open_tokenizer(vocab_file=str(vocab), merge_file=str(merges))
-    model = next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
-    return open_tokenizer(str(model)) if model else None
+    return open_tokenizer(str(path)) if tokenizer_file(path) else None

@@ -59,7 +59,7 @@ class ModelConfig(ABC):
 
     @property
     def learns_positions(self) -> bool:
-        """Whether weights depend on the number of positions, so that no more of them can be had later."""
+        """Whether `seq_length` is a dimension of the weights."""
         return bool(patterns_of(Role.POSITIONS, self.roles))
 
     @property

@@ -6,7 +6,9 @@ table padded to `config.padded_vocab_size` rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,25 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, part: Part | None = None) -> Tensor:
         """Return the parameter `name`, or the elements of it with the global indices `part`: fp32 on the CPU."""
+
+
+class TrainingSource(Source):
+    """A run of another library to go on with. `read` returns fp32 master weights.
+
+    `state` has `step`, `consumed_samples`, `updates` (of AdamW) and perhaps `loss_scale`, as that of a checkpoint.
+    `order_samples`: number of samples for which the order of prepared data was made, None where unknown. `values`: what
+    the run was asked for, by the names of recipe fields.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+    order_samples: int | None
+    values: Mapping[str, Any]
+
+    @abstractmethod
+    def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
+        """Return the elements `part` of AdamW's `moment`, exp_avg or exp_avg_sq, of the parameter `name`, as `read`
+        does."""
 
 
 def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

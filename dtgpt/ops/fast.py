@@ -30,6 +30,12 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
+def copies_tiles(device: torch.device) -> bool:
+    """Return whether a GPU copies whole tiles to shared memory by itself (TMA; compute capability 9.0 and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say."""
     properties = torch.cuda.get_device_properties(device)

@@ -12,6 +12,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import AttentionCore, Context
 from dtgpt.models.roles import COLUMNS, Role, role_of
+from dtgpt.ops.attention.core import reads_groups
 from dtgpt.parallel.coordinates import chunk
 
 
@@ -21,6 +22,7 @@ class BlockSizes:
 
     saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
     widest: int  # bytes of the largest activation
+    repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
 
 
 def block_activations(settings: Settings) -> float:
@@ -57,23 +59,37 @@ def score_elements(settings: Settings) -> float:
 
 def core_bytes(settings: Settings) -> float:
     """Return the bytes that the attention core keeps beside its input and its output."""
-    scores, width = score_elements(settings), settings.dtype.itemsize
-    if settings.attention_backend == "explicit":
-        return (4 + width) * scores  # probabilities in fp32, and after dropout
-    if settings.attention_backend == "fused_softmax":
-        kept = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
-        return kept * width * scores
-    return 4 * scores / settings.model.seq_length  # the logarithm of each row's sum, fp32
+    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.attention_backend
+    if backend == "explicit":
+        return (4 + width) * scores + block_sizes(settings).repeated  # probabilities in fp32, and after dropout
+    if backend == "fused_softmax":
+        tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
+        return tensors * width * scores + block_sizes(settings).repeated
+    masked, length = settings.masks_documents, settings.model.seq_length
+    kept = 4 * scores / length  # the logarithm of each row's sum, fp32
+    if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
+        kept += block_sizes(settings).repeated
+    if backend == "sdpa" and masked:
+        kept += width * settings.micro_batch_size * length * length  # the mask, in the dtype of the scores
+    return kept
 
 
 @lru_cache(maxsize=32)
 def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype) -> BlockSizes:
-    length, saved = config.seq_length, {}
+    length, saved, repeated = config.seq_length, {}, []
     with torch.device("meta"):
         block = config.make_block().to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
     weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     widest = max(_cut(config, name, module, tp, sequence_parallel) for name, module in block.named_modules())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+        repeated.append(2 * (q.nbytes - k.nbytes))
+        return _Core.apply(q, k, v)
+
+    for module in block.modules():
+        if isinstance(module, AttentionCore):
+            module.forward = attend  # type: ignore[method-assign,assignment]
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -83,14 +99,13 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
 
     with saved_tensors_hooks(save, lambda tensor: tensor):
         block(x.requires_grad_(), Context())
-    return BlockSizes(sum(s.nbytes() for s in saved.values()), batch * length * widest * dtype.itemsize)
+    kept = sum(s.nbytes() for s in saved.values())
+    return BlockSizes(kept, batch * length * widest * dtype.itemsize, sum(repeated))
 
 
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
     role = role_of(f"blocks.0.{name}", config.roles)
-    if isinstance(module, AttentionCore):
-        module.forward = lambda q, k, v, *_: _Core.apply(q, k, v)  # type: ignore[method-assign]
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:

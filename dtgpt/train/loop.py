@@ -40,7 +40,9 @@ def train(recipe: Recipe) -> int:
         begun = startup.start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
-        checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
+        foreign, checkpoint = startup.find_foreign_run(recipe), None
+        if foreign is None:
+            checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
         if checkpoint:
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
             run = checkpoint.folder.parents[1]
@@ -55,10 +57,12 @@ def train(recipe: Recipe) -> int:
             if not left:
                 return 0
         stack.enter_context(stop)
-        trainer = startup.make_trainer(begun, dataset, resuming=checkpoint is not None)
+        trainer = startup.make_trainer(begun, dataset, resuming=bool(checkpoint or foreign))
         loop = Loop(recipe, trainer, lock, stop)
         if checkpoint:
             loop.resume(checkpoint)
+        elif foreign:
+            startup.take_over(foreign, recipe, trainer)
         if loop.interrupted():
             return loop.stopped("before the first step")
         if checkpoint:

@@ -11,14 +11,15 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
-from dtgpt.config.megatron_options import explain
+from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.data.checks import check_data
 from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import open_config
+from dtgpt.interop.open import is_foreign_run, open_config, open_training
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
 from dtgpt.util import console
 from dtgpt.util.console import say
@@ -33,7 +34,7 @@ def load_recipe(path: Path, options: list[str]) -> Recipe:
 
 def override(file: Recipe, words: list[str]) -> Recipe:
     """Return the recipe to work on with the options in `words`. A UserError explains options of Megatron-LM."""
-    return settle(file, read_words(words, file, explain=explain)[1])
+    return settle(file, read_words(words, file, explain=explain_for(file.model.architecture))[1])
 
 
 def settle(file: Recipe, options: Options) -> Recipe:
@@ -42,6 +43,8 @@ def settle(file: Recipe, options: Options) -> Recipe:
     Raises UserError where a run to resume or a model to begin with is not as it must be.
     """
     given, asked = set(options), take(file, options)
+    if (foreign := open_training(asked.resume, asked.model.vocab_size)) is not None:
+        return _recipe_of_foreign_run(foreign, asked, given)
     run, chosen = run_of(asked.resume, asked.runs, asked.name)
     if run is not None:
         recipe = recipe_of_run(run, file, asked, given)
@@ -75,6 +78,8 @@ def plan_error(error: UserError, plan: str, run: Path | None) -> UserError:
 
 def run_of(resume: str | None, runs: str, name: str) -> tuple[Path | None, Path | None]:
     """Return `run_to_resume` for a recipe with these values, which were not checked yet."""
+    if resume and is_foreign_run(resume):
+        return None, None
     if resume:
         check_value("name", name, RUN_NAME)  # by which `auto` searches
     return run_to_resume(resume or None, Path(runs), name)
@@ -132,6 +137,30 @@ def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
     return counted(recipe, step, seen)
 
 
+def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe with which a run of another library goes on: `asked`, with the dimensions of its model and the
+    order of its samples. Say what else that run was asked for."""
+    recipe = replace_values(asked, _dimensions(run.path, run.config, asked.model, given, exact=True))
+    check_run(recipe)
+    other = {n: v for n, v in run.values.items() if n not in given and attrgetter(n)(recipe) != v}
+    if other:
+        options = " ".join(f"--{name} {shlex.quote(value_text(value))}" for name, value in other.items())
+        say(f"{run.path} was trained with other values than the recipe has; give {options} to keep them")
+    step, seen = run.state["step"], run.state["consumed_samples"]
+    if recipe.train_samples is not None and seen > recipe.train_samples:
+        raise UserError(f"{run.path} has already seen {console.counted(seen, 'sample')}; raise --train_samples")
+    recipe = counted(recipe, step, seen)
+    if run.order_samples is not None and "data.train_samples" not in given and is_prepared(recipe.data.path):
+        if recipe.batch_sizes(step, seen).before(recipe.num_steps) <= run.order_samples:
+            return replace(recipe, data=replace(recipe.data, train_samples=run.order_samples))
+        say(
+            f"the run is longer than the {run.order_samples} samples for which {run.path} ordered its data, and may "
+            "see them in another order",
+            warning=True,
+        )
+    return recipe
+
+
 def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
     """Say in one line which values the recipe file `asked` for that the run has not `kept`."""
     differing = [n for n, value in asked.items() if kept[n] != value and (n, value) != ("data.tokenizer", "auto")]
@@ -185,13 +214,20 @@ def model_values(path: Path, asked: ModelConfig, given: Collection[str]) -> dict
     """Return the dimensions of the model at `path` that `asked` does not have, by the names of recipe fields. Raises
     UserError where an option `given` contradicts them, or the architecture is another one. A shorter context is not a
     contradiction; where positions are not learned, the length of samples is the recipe's."""
-    config = open_config(path)
+    return _dimensions(path, open_config(path), asked, given)
+
+
+def _dimensions(
+    path: Path, config: ModelConfig, asked: ModelConfig, given: Collection[str], exact: bool = False
+) -> dict[str, Any]:
+    """Return as `model_values` does for a model of the shape `config`. exact: where no length of samples is given, it
+    is that of the model, and a shorter one is a contradiction where positions are learned."""
     check_same_architecture(path, config, asked)
-    own = FREE if config.learns_positions else FREE | {"seq_length"}
+    own = FREE if config.learns_positions or (exact and "model.seq_length" not in given) else FREE | {"seq_length"}
     held = {f"model.{n}": v for n, v in vars(config).items() if n not in own}
     wanted = {name: getattr(asked, name.removeprefix("model.")) for name in held}
     other = [n for n in held if n in given and wanted[n] != held[n]]
-    wrong = [n for n in other if n != "model.seq_length" or wanted[n] > held[n]]
+    wrong = [n for n in other if exact or n != "model.seq_length" or wanted[n] > held[n]]
     if wrong:
         told = " and ".join(f"--{name} {wanted[name]}, where the model has {held[name]}" for name in wrong)
         raise UserError(f"{path} cannot be begun with {told}; leave {' and '.join(f'--{n}' for n in wrong)} out")

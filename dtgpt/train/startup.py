@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_weights
+from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
@@ -15,8 +15,9 @@ from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
 from dtgpt.data.tokenizers.open import load_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import open_source, run_of
+from dtgpt.interop.open import open_source, open_training, run_of
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.source import TrainingSource
 from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
@@ -29,6 +30,7 @@ from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.console import counted as counted_noun
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
@@ -98,6 +100,32 @@ def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Me
     return find_checkpoint(mesh, run, chosen, check=check_interval)
 
 
+def find_foreign_run(recipe: Recipe) -> TrainingSource | None:
+    """Return the run of another library that the recipe resumes, with `recipe.model`; None for anything else. Raise
+    UserError where the recipe has another model, or no steps are left."""
+    run = open_training(recipe.resume, recipe.model.vocab_size)
+    if run is None:
+        return None
+    shape, step = run.config, run.state["step"]
+    if not shape.learns_positions:
+        shape = replace(shape, seq_length=recipe.model.seq_length)
+    check_same_model(run.path, shape, recipe.model)
+    if step >= recipe.num_steps:
+        raise UserError(f"{run.path} has already done {counted_noun(step, 'step')}; raise --steps to go on")
+    return run
+
+
+def take_over(run: TrainingSource, recipe: Recipe, trainer: Trainer) -> None:
+    """Go on with a run of another library, as a new run of dtgpt."""
+    for note in run.notes:
+        say(note, warning=True)
+    state = dict(run.state)
+    load_foreign_training(run, trainer.shards, trainer.optimizer.adamw)
+    trainer.restore(state, recipe.batch_sizes(state["step"], state["consumed_samples"]))
+    seen = counted_noun(state["consumed_samples"], "sample")
+    say(f"going on with {run.path} after step {state['step']} and {seen}")
+
+
 def new_run(runs: str, name: str, mesh: Mesh, lock: RunLock) -> Path:
     """Return a new run folder, locked by `lock`."""
     run = mesh.on_rank_0(lambda: create_run(Path(runs), name))
@@ -116,12 +144,12 @@ def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, 
     """Fill the shards of a new run with the weights of another one, or of another library."""
     source = open_source(path, mesh)
     held = source.config
-    if not held.learns_positions:
-        if config.seq_length > held.seq_length:
-            say(f"{path} knows {held.seq_length} positions, and this run has {config.seq_length}", warning=True)
-        held = replace(held, seq_length=config.seq_length)
-    elif config.seq_length < held.seq_length:
+    if config.seq_length < held.seq_length and held.learns_positions:
         say(f"{path} has {held.seq_length} positions, of which this run takes the first {config.seq_length}")
+        held = replace(held, seq_length=config.seq_length)
+    elif not held.learns_positions:
+        if config.seq_length > held.seq_length:
+            say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
         held = replace(held, seq_length=config.seq_length)
     check_same_model(path, held, config)
     if run := run_of(path):

@@ -1,33 +1,25 @@
-"""Pickles that other projects wrote, also those of `torch.save`, read without running anything of theirs.
+"""Files that torch.save or pickle wrote, read by an unpickler that runs nothing (`unpickler.py`)."""
 
-A pickle is a program for a stack machine, which may import and call any function. The machine here is that of the
-standard library, except that it imports and calls nothing: whatever a pickle names, makes or calls becomes a `StandIn`.
-Exceptions are dictionaries, `argparse.Namespace` (which only holds attributes) and tensors.
-
-`torch.load` with weights_only=True refuses unknown names, hashes any key, and makes huge tensors of a few bytes.
-"""
-
-import math
 import mmap
-import pickle
+import os
 import zipfile
-from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from io import BytesIO
+from io import BytesIO, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import open_regular
+from dtgpt.util.unpickler import StandIn, read_pickle
 
-MOST_READS = 10_000_000  # of a pickle, whose steps take one to three: each makes at most one small object
-LARGEST_KEY = 1 << 60  # larger integers can be chosen to collide as keys of a dictionary, which then takes for ever
+__all__ = ["StandIn", "open_bare_pickle", "open_embedded", "open_pickle", "read_pickle"]
+
 ZIP_MAGIC, LOCAL_HEADER = b"PK\x03\x04", 30  # with which an entry of an archive begins, and bytes before its name
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which files before torch 1.6 begin
 STORAGES = {
@@ -39,179 +31,45 @@ STORAGES = {
 }  # fmt: skip
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class StandIn:
-    """In place of a foreign class, function or object: its dotted name, its arguments, its state. Runs nothing."""
-
-    foreign: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-    def extend(self, items: Any) -> None:
-        """Drop the items of a foreign list."""
-
-    append = extend
-
-    def __repr__(self) -> str:
-        return f"<{shown_name(self.foreign)}>"
-
-
-def read_pickle(file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any] | None = None) -> Any:
-    """Return the object of the pickle at the position of `file`, and move that behind it. `find_storage`: from a
-    persistent id to the elements of a storage. Raise any Exception for a pickle that is broken or too large."""
-    return _Unpickler(file, find_storage or (lambda identity: StandIn("persistent id", (identity,)))).load()
-
-
-Base: Any = pickle._Unpickler  # typeshed does not know its stack
-
-
-class _Unpickler(Base):
-    """The unpickler that the standard library has in Python, with other steps wherever that one imports, calls or
-    hashes what a file says. (The one in C hashes keys without asking.)"""
-
-    def __init__(self, file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any]):
-        super().__init__(file, encoding="latin-1")  # strings of Python 2
-        self._find_storage, self._file, self._left = find_storage, file, MOST_READS
-        self._file_read = self._read
-
-    def _read(self, size: int) -> bytes:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"its pickle needs more than {MOST_READS} reads")
-        return self._file.read(size)
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = vars(torch).get(name) if module == "torch" else None
-        return dtype if isinstance(dtype, torch.dtype) else StandIn(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._find_storage(pid)
-
-    def load_frame(self) -> None:
-        self.read(8)  # a hint how much to read ahead
-
-    def load_reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        self.append(_made(function, arguments))
-
-    load_newobj = load_reduce
-
-    def load_newobj_ex(self) -> None:
-        self.stack.pop()  # arguments by name
-        self.load_reduce()
-
-    def _instantiate(self, klass: Any, args: list[Any]) -> None:  # of INST and OBJ
-        self.append(_made(klass, tuple(args)))
-
-    def load_build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, StandIn):
-            target.state = state
-        elif isinstance(target, Namespace) and isinstance(state, dict):
-            vars(target).update((name, value) for name, value in state.items() if isinstance(name, str))
-
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
-        self._set(items)
-
-    def load_setitem(self) -> None:
-        self._set([self.stack.pop(-2), self.stack.pop()])
-
-    def load_setitems(self) -> None:
-        self._set(self.pop_mark())
-
-    def _set(self, items: list[Any]) -> None:
-        if isinstance(self.stack[-1], dict):
-            self.stack[-1].update((_key(k), v) for k, v in zip(items[::2], items[1::2], strict=True))
-
-    def load_empty_set(self) -> None:
-        self.append(StandIn("builtins.set"))
-
-    def load_additems(self) -> None:
-        self.pop_mark()  # of a set, which is a stand-in
-
-    def load_frozenset(self) -> None:
-        self.append(StandIn("builtins.frozenset", (self.pop_mark(),)))
-
-    def _refuse(self) -> None:
-        raise ValueError("its pickle has a step that torch.save does not write")
-
-    load_ext1 = load_ext2 = load_ext4 = load_bytearray8 = load_next_buffer = load_readonly_buffer = _refuse
-
-
-_Unpickler.dispatch = {n: getattr(_Unpickler, step.__name__) for n, step in pickle._Unpickler.dispatch.items()}
-
-
-def _key(key: Any) -> Any:
-    """Return a key that can be looked up in a short time: itself where it is plain and small."""
-    for part in key if isinstance(key, tuple) and len(key) <= 8 else (key,):
-        small = type(part) is int and abs(part) < LARGEST_KEY
-        if not small and not isinstance(part, str | bytes | bool | StandIn | torch.dtype) and part is not None:
-            return StandIn("key", (key,))
-    return key
-
-
-def _made(function: Any, arguments: Any) -> Any:
-    """Return what `function(*arguments)` stands for."""
-    name = function.foreign if isinstance(function, StandIn) else type(function).__name__
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
-    return MAKERS[name](*arguments) if name in MAKERS else StandIn(name, arguments)
-
-
-def _dictionary(*arguments: Any) -> Any:
-    """Return what was given, and no copy: a few bytes could ask for any number."""
-    given = arguments[-1] if arguments and not isinstance(arguments[-1], StandIn) else {}
-    return given if isinstance(given, dict) else StandIn("dictionary of pairs", arguments)
-
-
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor | StandIn:
-    """Return what `torch._utils._rebuild_tensor_v2` would, whose `rest` is grad, hooks, metadata: the tensor where each
-    of its elements has a place of its own, else a stand-in, as a few bytes could claim to be any number of elements.
-    Raise ValueError for a tensor beyond its storage."""
-    if not isinstance(storage, Tensor) or any(rest[2:]):  # metadata says that values are to be negated or conjugated
-        return StandIn("torch._utils._rebuild_tensor_v2", (storage, offset, size, stride))
-    sequences = isinstance(size, tuple | list) and isinstance(stride, tuple | list)
-    if not sequences or len(size) != len(stride) or len(size) > 64:
-        raise ValueError("a tensor in it has impossible sizes")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *size, *stride)):
-        raise ValueError(f"a tensor in it has the impossible sizes {shown(size)}, {shown(stride)}, {shown(offset)}")
-    reach, distinct = 0, True
-    for step, n in sorted((s, n) for s, n in zip(stride, size, strict=True) if n > 1):
-        distinct = distinct and step > reach
-        reach += (n - 1) * step
-    if math.prod(size) and offset + reach >= storage.numel():
-        raise ValueError(f"a tensor of shape {shown(tuple(size))} is not within its {storage.numel()} elements")
-    if not distinct:
-        return StandIn(f"tensor of shape {shown(tuple(size))} whose elements share memory")
-    return storage.as_strided(size, stride, offset) if math.prod(size) else storage.new_empty(size)
-
-
-DICTIONARIES = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter")
-TENSOR_TYPES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")  # others: unknown values
-MAKERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), lambda *_: Namespace()),
-    **dict.fromkeys(DICTIONARIES, _dictionary),
-    "torch.Size": lambda size=(): size,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: (
-        _made(function, arguments) if getattr(kind, "foreign", "") in TENSOR_TYPES else StandIn("tensor", (kind,))
-    ),
-}
-
-
 def open_pickle(path: Path) -> dict[str, Any]:
     """Return the dictionary in a file of torch.save, with tensors on the CPU: mapped, so that only what is used is
     read, unless the file is of the format before torch 1.6. Raise UserError for a file that is missing or broken, or
     holds something else than a dictionary."""
+    with _opened(path) as file:
+        zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        file.seek(0)
+        content = _read_archive(path, file, 0, file_size(file)) if zipped else _read_old(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {shown(content)}, not a checkpoint's dictionary; give another file")
+    return content
+
+
+def open_embedded(path: Path, begin: int, size: int) -> Any:
+    """Return the object that torch.save wrote into `size` bytes of a larger file, from byte `begin` on, with tensors as
+    `open_pickle` has them. Raise UserError for a file that is missing or broken, or has no such object there."""
+    with _opened(path) as file:
+        if not 0 <= begin <= begin + size <= file_size(file):
+            raise ValueError(f"it ends before byte {shown(begin + size)}")
+        return _read_archive(path, file, begin, size)
+
+
+def open_bare_pickle(path: Path) -> Any:
+    """Return the object in a file of `pickle.dump`, which has no tensors. Raise UserError for a file that is missing or
+    broken."""
+    with _opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return read_pickle(content)
+
+
+def file_size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read a pickle in it, and raise any error as a UserError."""
     try:
         with open_regular(path) as file:
-            zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-            file.seek(0)
-            content = _read_archive(path, file) if zipped else _read_old(file)
+            yield file
     except FileNotFoundError:
         raise UserError(f"{path} is missing; copy the whole checkpoint") from None
     except UserError:
@@ -219,14 +77,37 @@ def open_pickle(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged or hostile pickle can make the reader raise anything
         reason = (str(error).strip().splitlines() or [""])[-1][:200]
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {reason}); copy it again, whole") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {shown(content)}, not a checkpoint's dictionary; give another file")
-    return content
 
 
-def _read_archive(path: Path, file: BinaryIO) -> Any:
-    """Read a zip archive of ROOT/data.pkl and ROOT/data/KEY, the storages, none compressed."""
-    with zipfile.ZipFile(file) as archive:
+class _Window(RawIOBase):
+    """`size` bytes of a file, from `begin` on, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int):
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def read(self, count: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._begin + self._at)
+        found = self._file.read(left if count is None or count < 0 else min(count, left))
+        self._at += len(found)
+        return found
+
+
+def _read_archive(path: Path, file: BinaryIO, begin: int, size: int) -> Any:
+    """Read a zip archive of ROOT/data.pkl and ROOT/data/KEY, the storages, none compressed: the `size` bytes of the
+    file from `begin` on."""
+    window = _Window(file, begin, size)
+    with zipfile.ZipFile(window) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         root = next(iter(entries)).partition("/")[0]
         for entry in entries.values():
@@ -235,20 +116,21 @@ def _read_archive(path: Path, file: BinaryIO) -> Any:
         if f"{root}/byteorder" in entries and archive.read(entries[f"{root}/byteorder"]) != b"little":
             raise UserError(f"{path} has numbers in big-endian order; save it again on a little-endian machine")
         pickled = archive.read(entries[f"{root}/data.pkl"])
-    size = file.seek(0, 2)
-    mapped = torch.UntypedStorage.from_file(str(path), False, size)
+    mapped = torch.UntypedStorage.from_file(str(path), False, begin + size)
 
     @cache  # tied weights are one tensor
     def find(key: str, dtype: torch.dtype, count: int) -> Tensor:
         entry, num_bytes = entries[f"{root}/data/{key}"], count * dtype.itemsize
-        file.seek(entry.header_offset)
-        header = file.read(LOCAL_HEADER)
+        window.seek(entry.header_offset)
+        header = window.read(LOCAL_HEADER)
         if not header.startswith(ZIP_MAGIC):
             raise ValueError(f"there is no entry at byte {entry.header_offset}")
-        begin = file.tell() + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))  # name, extra field
-        if num_bytes > entry.file_size or begin + num_bytes > size:
+        first = window.tell() + sum(
+            int.from_bytes(header[at : at + 2], "little") for at in (26, 28)
+        )  # name, extra field
+        if num_bytes > entry.file_size or first + num_bytes > size:
             raise ValueError(f"storage {shown(key)} has {entry.file_size} bytes, where {shown(num_bytes)} are due")
-        return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin : begin + num_bytes])
+        return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin + first : begin + first + num_bytes])
 
     return read_pickle(BytesIO(pickled), lambda identity: _find_storage(identity, find))
 

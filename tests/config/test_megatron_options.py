@@ -1,12 +1,14 @@
 """Options of Megatron-LM's pretrain_gpt.py: each is explained, and the table in the docs is the one that explains."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dtgpt.config.megatron_options import ENTRIES, OPTIONS, explain, fill
+from dtgpt.config.megatron_options import OPTIONS, entries_of, explain, fill
 from dtgpt.config.overrides import leaves, read_words, take
+from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
 from dtgpt.util.errors import UserError
 
@@ -75,7 +77,8 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
         ("--lr-decay-style WSD", "use --optimizer.schedule wsd"),
         ("--lr-decay-style linear", "use --optimizer.schedule linear"),
         ("--normalization LayerNorm", "norms are always LayerNorm; leave it out"),
-        ("--normalization RMSNorm", "RMSNorm is not available"),
+        ("--normalization RMSNorm", "belongs to LLaMA, Mistral and Qwen3; begin with a recipe of one"),
+        ("--position-embedding-type alibi", "not available"),
         ("--tensor-model-parallel-size 8", "use --plan tp8; parts"),
         ("--fp16", "use --precision fp16"),
     ],
@@ -86,9 +89,38 @@ def test_values_are_translated(recipe, words, told):
     assert told in str(error.value)
 
 
-def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
-    known = {name: type_ for name, type_, *_ in leaves(recipe)}
-    for key, answer in ENTRIES.items():
+@pytest.fixture(params=["gpt2", "llama"])
+def of_architecture(request, recipe):
+    shape = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 257}
+    llama = LlamaConfig(**shape, num_kv_heads=2, head_dim=16, ffn_hidden_size=64)
+    return recipe if request.param == "gpt2" else replace(recipe, model=llama)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--swiglu", "always has LLaMA's architecture; leave it out"),
+        ("--group-query-attention", "num_kv_heads groups; leave it out"),
+        ("--num-query-groups 2", "use --model.num_kv_heads 2"),
+        ("--kv-channels 64", "use --model.head_dim 64"),
+        ("--rotary-base 500000", "use --model.rope_theta 500000"),
+        ("--rotary-percent 0.5", "not available"),
+        ("--use-rope-scaling", "use --model.rope_factor 8"),
+        ("--norm-epsilon 1e-6", "use --model.norm_eps 1e-6"),
+        ("--untie-embeddings-and-output-weights", "use --model.tied off"),
+        ("--normalization LayerNorm", "belongs to GPT-2"),
+    ],
+)
+@pytest.mark.parametrize("of_architecture", ["llama"], indirect=True)
+def test_a_recipe_of_a_llama_has_other_answers(of_architecture, words, told):
+    with pytest.raises(UserError) as error:
+        override(of_architecture, words.split())
+    assert told in str(error.value)
+
+
+def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):
+    known = {name: type_ for name, type_, *_ in leaves(of_architecture)}
+    for key, answer in entries_of(of_architecture.model.architecture).items():
         word = key.partition(" ")[2]
         for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer):
             if name not in ("nproc", "nnodes", "node", "master"):  # of torchrun
@@ -96,12 +128,13 @@ def test_an_answer_names_options_that_exist_and_take_the_value(recipe):
         told = fill(answer, word, "1" if word.isupper() else word)
         given = re.match(r"--([a-z_.0-9]+) ([a-z0-9_.]+)$", told)
         if given and word not in ("STYLE", "KIND"):
-            take(recipe, read_words([f"--{given[1]}", given[2]], recipe)[1])
+            take(of_architecture, read_words([f"--{given[1]}", given[2]], of_architecture)[1])
 
 
-def test_no_answer_is_hidden_by_an_earlier_one():
-    for key, answer in ENTRIES.items():
+def test_no_answer_is_hidden_by_an_earlier_one(of_architecture):
+    entries = entries_of(of_architecture.model.architecture)
+    for key, answer in entries.items():
         name, _, word = key.partition(" ")
         value = "7" if word.isupper() or not word else word
-        told = explain(name.replace("*", "x"), value)
+        told = explain(name.replace("*", "x"), value, entries)
         assert told.endswith(fill(answer, word, value)), (key, told)

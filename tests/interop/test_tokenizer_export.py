@@ -26,7 +26,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.storage import write_json
 from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.interop.test_interop_huggingface import InMemory
-from tests.support.vocabularies import gpt2_files, sentencepiece_model, tokenizer_json
+from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
 
 transformers = pytest.importorskip("transformers")
 CL100K = "|".join((
@@ -35,8 +35,9 @@ CL100K = "|".join((
 ))  # fmt: skip
 KINDS = (
     "files", "gpt2 of tiktoken", "trained", "bytes", "tokenizer.json", "with a begin", "normalized", "cl100k",
-    "whole words", "sentencepiece", "unigram", "llama 2",
+    "whole words", "sentencepiece", "unigram", "llama 2", "llama 3", "qwen3", "ranks of llama 3", "ranks of qwen",
 )  # fmt: skip
+MODEL_TYPES = {"llama 2": "mistral", "llama 3": "llama", "qwen3": "qwen3", "ranks of llama 3": "llama"}
 
 
 def make(kind, folder):
@@ -66,24 +67,30 @@ def make(kind, folder):
             hard_vocab_limit=False, normalization_rule_name="identity",
         )  # fmt: skip
         return open_tokenizer(str(folder / "u.model"))
+    if kind in ("llama 3", "qwen3"):
+        return open_tokenizer(str(cut_by_pattern(folder, kind.replace(" ", ""))))
+    if kind.startswith("ranks of"):
+        path = folder / ("tokenizer.model" if kind.endswith("3") else "qwen.tiktoken")
+        rank_file(path)
+        return open_tokenizer(str(path), begin=True)
     if kind == "normalized":
         return open_tokenizer(str(save_tokenizer_json(folder, gpt2_files(folder), normalizer={"type": "NFC"})))
     return open_tokenizer(str(tokenizer_json(folder, bos=kind == "with a begin")))
 
 
-def exported(tokenizer, folder):
-    """As transformers opens it beside a model of GPT-2's kind."""
+def exported(tokenizer, folder, model_type="gpt2"):
+    """As transformers opens it beside a model of this kind."""
     folder.mkdir()
     for name, content in transformers_files(tokenizer, 64).items():
         write_json(folder / name, content)
-    write_json(folder / "config.json", {"model_type": "gpt2", "vocab_size": tokenizer.vocab_size})
+    write_json(folder / "config.json", {"model_type": model_type, "vocab_size": tokenizer.vocab_size})
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
     known = make(kind, tmp_path)
-    theirs = exported(known, tmp_path / "out")
+    theirs = exported(known, tmp_path / "out", MODEL_TYPES.get(kind, "gpt2"))
     opening = known.encode("") if isinstance(known, SentencePiece) else []
     joined = isinstance(known, SentencePiece) and export_note(known)
 
@@ -94,7 +101,8 @@ def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
         assert theirs(text, split_special_tokens=True).input_ids == ids
         assert theirs.decode(ids[len(opening) :]) == known.decode(ids)
 
-    for text in ["", HELLO, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(300)]:
+    composing = "e\u0301 \u00e9 12345 <think><|eot_id|><|im_end|>"
+    for text in ["", HELLO, composing, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(300)]:
         check(text)
     settings(max_examples=150, deadline=None, database=None)(given(st.text())(check))()
     assert theirs.eos_token_id == known.end_of_text

@@ -177,7 +177,11 @@ def test_the_kernels_in_the_interpreter():
     cases += ", ((2, 70, 4, 16), f, 0.3, 3, 'cpu', 0.0, 2), ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.0, 1, 150)"
     cases += ", ((1, 64, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 128), ((2, 1, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 77)"
     cases += ", ((1, 100, 4, 16), f, 0.3, 0, 'cpu', 0.05, 2), ((1, 70, 2, 16), f, 0.0, 0, 'cpu', 0.0, 2)"
-    code = f"from torch import float32 as f; from tests.support.bodies_flash import interpret; interpret({cases})"
+    # 16 bits without dropout: descriptors
+    cases += ", ((2, 70, 4, 16), h, 0.0, 0, 'cpu', 0.0, 2), ((2, 150, 4, 24), h, 0.0, 0, 'cpu', 0.02, 1)"
+    cases += ", ((1, 40, 2, 16), h, 0.0, 0, 'cpu', 0.0, 1, 150), ((1, 256, 2, 72), h, 0.0)"
+    code = "from torch import float16 as h, float32 as f; from tests.support.bodies_flash import interpret; "
+    code += f"interpret({cases})"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -210,6 +214,38 @@ def test_the_kernels_have_the_values_and_gradients_of_float64(shape, dtype, p, p
 @pytest.mark.parametrize("length, width", [(1, 64), (777, 64), (1024, 128)])
 def test_the_kernels_serve_groups_of_heads_and_earlier_columns(length, width, p, kv_heads, columns, poison):
     check((2, length, 4, width), BF16, p, 3, "cuda", kv_heads=kv_heads, columns=columns)
+
+
+GROUPED = [((2, 1024, 8, 64), BF16, 2), ((1, 4095, 4, 64), FP16, 1), ((1, 4096, 4, 128), BF16, 1)]
+GROUPED += [
+    ((2, 1000, 4, 128), FP16, 2),
+    ((1, 300, 6, 72), BF16, 3),
+    ((2, 200, 4, 24), BF16, 2),
+    ((1, 77, 2, 20), BF16, 1),
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("documents", [0.0, 0.005, 0.5])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("shape, dtype, kv_heads", GROUPED, ids=str)
+def test_the_kernels_serve_groups_of_heads_with_documents(shape, dtype, kv_heads, p, documents, poison):
+    check(shape, dtype, p, 3, "cuda", documents, kv_heads=kv_heads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_kernels_read_views_of_any_strides(offset):
+    """Keys and values in one tensor with the queries, and an address that is no multiple of 16 bytes."""
+    memory = torch.randn(2 * 200 * 2 * 6 * 64 + offset, device="cuda").to(BF16)
+    packed = memory[offset:].view(2, 200, 2, 6, 64)  # [B, T, G, R + 2, D]
+    views = packed[..., :4, :].flatten(2, 3), packed[..., 4, :], packed[..., 5, :]
+    grad, found = torch.randn_like(views[0]), []
+    for qkv in (views, [x.clone(memory_format=torch.contiguous_format) for x in views]):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = flash.flash_attention(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.cuda
@@ -246,16 +282,20 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.cuda
-def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys():
-    qkv = torch.randn(2, 256, 4, 3, 64, device="cuda").to(BF16).requires_grad_()
+@pytest.mark.parametrize("size, kv_heads", [(64, 0), (64, 2), (128, 1)])
+def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys(size, kv_heads):
+    """Groups of heads drop nothing, which other kernels compute: there, the key scales the queries."""
+    leaves, _ = inputs((2, 1024, 4, size), BF16, "cuda", kv_heads)
     keys, others = (keys_of(2, seed).cuda() for seed in (1, 2))
 
-    def attend(qkv, key):
-        return flash.flash_attention(*split_qkv(qkv), key, 0.1)
+    def attend(key, *leaves):
+        if kv_heads:
+            return flash.flash_attention(leaves[0] * (1 + key[0, 0] % 127), *leaves[1:])
+        return flash.flash_attention(*split_qkv(leaves[0]), key, 0.1)
 
     def run(key, function=attend):
-        out = function(qkv, key)
-        return out.detach(), *torch.autograd.grad(out, qkv, torch.ones_like(out))
+        out = function(key, *leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     static = keys.clone()
     stream = torch.cuda.Stream()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
+from dtgpt.models.llama import LLAMA3_8B
 from tests.support.ranks import pool
 
 ROOT = Path(__file__).parents[2]
@@ -211,9 +212,14 @@ def test_the_bound_of_decoding_counts_weights_and_keys_and_values(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import decode
 
-    assert decode.weight_bytes(GPT2_345M, torch.bfloat16) == pytest.approx(708e6, rel=1e-3)
+    assert decode.bytes_read(GPT2_345M, torch.bfloat16, 1, position=0) == pytest.approx(708e6, rel=1e-3)
     one, two = (decode.bytes_read(GPT2_345M, torch.bfloat16, batch, position=512) for batch in (1, 2))
     assert two - one == 512 * 96 * 1024
+    looked_up = LLAMA3_8B.padded_vocab_size * LLAMA3_8B.hidden_size
+    assert decode.bytes_read(LLAMA3_8B, torch.bfloat16, 1, 0) == 2 * (LLAMA3_8B.num_parameters - looked_up)
+    assert decode.bytes_read(LLAMA3_8B, torch.bfloat16, 1, 1) - decode.bytes_read(LLAMA3_8B, torch.bfloat16, 1, 0) == (
+        32 * 2 * 8 * 128 * 2
+    )
 
 
 @pytest.mark.parametrize("changes", [[], ["--at_once"]])

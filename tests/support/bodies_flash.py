@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops.attention import flash
+from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.dropout import LEVELS, keep_mask, threshold
 from dtgpt.ops.random.philox import fold, root_key
@@ -94,7 +94,8 @@ def check(
 
 
 def interpret(*cases: tuple) -> None:
-    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references."""
+    """In a process with TRITON_INTERPRET=1: the kernels on the CPU in place of the ops' references, as on a GPU that
+    copies tiles."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -104,6 +105,7 @@ def interpret(*cases: tuple) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_index
+    flash_launch.copies_tiles = lambda device: True
     for op in (flash._forward, flash._backward):
         op._backend_fns["cpu"] = op._backend_fns["cuda"]
     for case in cases:

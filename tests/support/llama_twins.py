@@ -53,9 +53,9 @@ def translate(config: OurConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
 def twin_of(model: Decoder, family: str) -> nn.Module:
     """Return the model of transformers with the weights of `model`."""
     config = model.config
-    rope = {"rope_type": "default"}
+    scaling = None
     if config.rope_factor > 1:
-        rope = {
+        scaling = {
             "rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low_frequency,
             "high_freq_factor": config.rope_high_frequency,
             "original_max_position_embeddings": config.rope_original_length,
@@ -67,7 +67,7 @@ def twin_of(model: Decoder, family: str) -> nn.Module:
             num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
             max_position_embeddings=config.seq_length, rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tied, rope_parameters={**rope, "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied, rope_theta=config.rope_theta, rope_scaling=scaling,
             attn_implementation="eager", **({"sliding_window": None} if family == "mistral" else {}),
         )
     )  # fmt: skip

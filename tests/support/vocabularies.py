@@ -1,5 +1,6 @@
 """Vocabularies for tests: GPT-2's, from the repository, and small ones of other libraries."""
 
+import base64
 import gzip
 import json
 from pathlib import Path
@@ -41,3 +42,47 @@ def tokenizer_json(folder: Path, bos: bool = False, end: str = "<|endoftext|>", 
     saved["model"] |= changes
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     return folder / "tokenizer.json"
+
+
+TEXTS = [f"the quick brown fox number {i} jumps, don't they? Größe 日本\n\n" for i in range(99)]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+
+
+def cut_by_pattern(folder: Path, family: str) -> Path:
+    """A tokenizer.json of the kind that Llama 3 or Qwen3 has: byte-level, cut by their pattern, with special tokens
+    behind the others; Llama 3's opens each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pre, processors = tokenizers.pre_tokenizers, tokenizers.processors
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=family == "llama3"))
+    cut = pre.Split(tokenizers.Regex(LLAMA3 if family == "llama3" else QWEN), "isolated")
+    made.pre_tokenizer = pre.Sequence([cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    if family == "llama3":
+        made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+        begin = ("<|begin_of_text|>", made.token_to_id("<|begin_of_text|>"))
+        template = processors.TemplateProcessing(f"{begin[0]} $A", special_tokens=[begin])
+        made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    else:
+        made.normalizer = tokenizers.normalizers.NFC()
+        made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+        made.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+        made.post_processor = processors.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def rank_file(path: Path) -> list[bytes]:
+    """Write a file of tiktoken's ranks; return its tokens by id."""
+    tokens = [bytes([b]) for b in range(256)]
+    tokens += [b"th", b"the", b" the", b" q", b"qu", b"12", b"123", b"1234", b"abcd", b"\n\n"]
+    tokens += [b"e\xcc\x81", "\u00e9".encode()]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
+    return tokens

@@ -76,7 +76,7 @@ def test_a_run_begins_with_another_of_any_length_but_of_no_other_architecture(re
     })  # fmt: skip
     assert longer.model == replace(llama.model, seq_length=40)
     assert train(longer) == 0
-    with pytest.raises(UserError, match="holds a model of architecture llama, and the recipe's is gpt2; give a recipe"):
+    with pytest.raises(UserError, match="holds a llama, and the recipe's model is a gpt2; give another"):
         settle(recipe, {"init_from": [str(run)]})
-    with pytest.raises(UserError, match="holds a model of architecture llama, and the recipe's is gpt2; give a recipe"):
+    with pytest.raises(UserError, match="holds a llama, and the recipe's model is a gpt2; give another"):
         train(replace(recipe, resume=str(run)))

@@ -22,6 +22,7 @@ from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blo
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
+from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
@@ -165,7 +166,7 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
     kind = config.tokenizer_type
     given = config.vocab_file or config.tokenizer
     path = Path(given)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = (tokenizer_file(path) or path / NAMES[0]) if path.is_dir() else path
     wanted = SUFFIXES.get(kind)
     fits = path.is_file() and config.vocab_file is None and (path.suffix == ".json") == (wanted == "tokenizer.json")
     if wanted is not None and not fits:
@@ -177,7 +178,8 @@ def vocabulary_of(config: PrepareConfig) -> Tokenizer:
         raise UserError(
             f"--tokenizer-type {kind} needs --vocab-file and --merge-file, not {given}; leave --tokenizer-type out"
         )
-    vocabulary = open_tokenizer(config.tokenizer, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
+    named = config.tokenizer if wanted is None else str(path)  # the type says what opens a text, and not the folder
+    vocabulary = open_tokenizer(named, config.vocab_file, config.merge_file, begin=kind == "Llama2Tokenizer")
     if kind == "Llama2Tokenizer" and vocabulary.begin_of_text is None:
         raise UserError(f"{given} has no begin of text; use --tokenizer-type SentencePieceTokenizer")
     return vocabulary

@@ -150,13 +150,15 @@ def merges_of(tokens: Mapping[Piece, float]) -> tuple[list[tuple[Piece, Piece]],
 
 def tokenizer_json(
     ids: Mapping[str, int], merges: list[str], specials: Mapping[str, int], pre_tokenizer: dict | None = None,
-    ignore_merges: bool = False,
+    ignore_merges: bool = False, **parts: dict | None,
 ) -> str:  # fmt: skip
-    """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization."""
+    """Return a byte-level BPE in Hugging Face's format, by default with GPT-2's pre-tokenization. parts: others of the
+    format, None to leave one out."""
     model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": {**ids, **specials}, "merges": merges}
     added = [special_token(name, i) for name, i in specials.items()]
     whole = {"added_tokens": added, "pre_tokenizer": pre_tokenizer or BYTE_LEVEL, "decoder": BYTE_LEVEL, "model": model}
-    return json.dumps({"version": "1.0", **whole}, ensure_ascii=False)
+    rare = {name: part for name, part in parts.items() if part is not None}
+    return json.dumps({"version": "1.0", **whole, **rare}, ensure_ascii=False)
 
 
 def letter_bytes() -> dict[str, int]:

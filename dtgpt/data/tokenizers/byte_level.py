@@ -2,6 +2,7 @@
 
 import base64
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -26,11 +27,14 @@ SMALLEST = 257  # 256 bytes and the end of text
 class ByteLevel(Tokenizer):
     """Byte-level BPE. `ranks`: the bytes of each token by id, b"" for an id that is special or not in use; without
     `specials` (ids by name) the id after the last is END_OF_TEXT. `ends`: names of the token that ends a document, the
-    likeliest first. `vocab_size` and `num_tokens` where other ids or fewer than these count."""
+    likeliest first. `vocab_size` and `num_tokens` where other ids or fewer than these count. `begin`: the name of the
+    begin of text, which `encode` puts before each text where `opens` is set. `composed`: texts are brought into
+    Unicode's form NFC before they are encoded."""
 
     def __init__(
         self, name: str, pattern: str, ranks: list[bytes], specials: dict[str, int] | None = None,
-        ends: tuple[str, ...] = ENDS, vocab_size: int = 0, num_tokens: int | None = None,
+        ends: tuple[str, ...] = ENDS, vocab_size: int = 0, num_tokens: int | None = None, begin: str | None = None,
+        opens: bool = False, composed: bool = False,
     ):  # fmt: skip
         self.name, self.pattern, self.ranks = name, pattern, ranks
         self.specials = {END_OF_TEXT: len(ranks)} if specials is None else specials
@@ -39,6 +43,9 @@ class ByteLevel(Tokenizer):
         self.num_tokens = used if num_tokens is None else num_tokens
         self.end_name = next((end for end in ends if end in self.specials), None)
         self.end_of_text = None if self.end_name is None else self.specials[self.end_name]
+        self.begin_name, self.composed = begin, composed
+        self.begin_of_text = None if begin is None else self.specials[begin]
+        self.first = [self.begin_of_text] if opens and self.begin_of_text is not None else []
 
     @classmethod
     def from_encoding(cls, encoding: tiktoken.Encoding) -> "ByteLevel":
@@ -56,17 +63,24 @@ class ByteLevel(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Raise UserError for a text with a run of about a million blanks."""
+        text = self._normalized(text)
         with self._failures_as_user_errors():
             if not special and len(text) < LONG:
-                return self._encoding.encode_ordinary(text)
+                return [*self.first, *self._encoding.encode_ordinary(text)]
             # A run that is too long is then an error, while `encode_ordinary` panics, and writes that to stderr.
-            return self._encoding.encode(text, allowed_special="all" if special else set(), disallowed_special=())
+            allowed: Any = "all" if special else set()
+            return [*self.first, *self._encoding.encode(text, allowed_special=allowed, disallowed_special=())]
 
     def encode_batch(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         allowed = set(self.specials) if special else frozenset()
         with self._failures_as_user_errors():
-            encode = self._encoding.encode_to_numpy
-            return [encode(text, allowed_special=allowed, disallowed_special=()) for text in texts]
+            encode, given = self._encoding.encode_to_numpy, map(self._normalized, texts)
+            ids = [encode(text, allowed_special=allowed, disallowed_special=()) for text in given]
+        first = np.array(self.first, np.uint32)
+        return [np.concatenate([first, own]) for own in ids] if self.first else ids
+
+    def _normalized(self, text: str) -> str:
+        return unicodedata.normalize("NFC", text) if self.composed else text
 
     @contextmanager
     def _failures_as_user_errors(self) -> Iterator[None]:
@@ -95,9 +109,11 @@ class ByteLevel(Tokenizer):
         return np.array(sizes + [0] * (self.vocab_size - len(sizes)), np.int64)
 
     def to_json(self) -> dict[str, Any]:
+        rare = {"begin": self.begin_name, "opens": bool(self.first), "composed": self.composed}
         return {
             "name": self.name, "pattern": self.pattern, "specials": self.specials, "end": self.end_name,
             "vocab_size": self.vocab_size, "num_tokens": self.num_tokens,
+            **{name: value for name, value in rare.items() if value},
             "ranks": [base64.b64encode(token).decode() for token in self.ranks],
         }  # fmt: skip
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import MOST, Tokenizer
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.pickles import read_pickle
 from dtgpt.util.storage import read_regular
+from dtgpt.util.unpickler import read_pickle
 
 # Of a tokenizer.json whose tokens are the characters of a text.
 CHARACTERS = {

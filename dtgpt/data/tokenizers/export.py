@@ -9,7 +9,7 @@ from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
 from dtgpt.data.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
-from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json
 
@@ -88,6 +88,8 @@ def _byte_level_json(tokenizer: ByteLevel) -> str:
         tokenizer.specials,
         before,
         whole_words,
+        normalizer={"type": "NFC"} if tokenizer.composed else None,
+        post_processor=opening_template(str(tokenizer.begin_name), tokenizer.first[0]) if tokenizer.first else None,
     )
 
 

@@ -1,5 +1,6 @@
 """A tokenizer by what the user names: GPT-2's BPE from its two files, Hugging Face's tokenizer.json, SentencePiece
-models, tiktoken's encodings, vocabularies that `dtgpt tokenizer train` made or a run holds, and plain bytes.
+models, files of tiktoken's ranks, tiktoken's encodings, vocabularies that `dtgpt tokenizer train` made or a run holds,
+and plain bytes.
 
 Ids are those of the files, whoever encodes.
 """
@@ -22,7 +23,9 @@ from dtgpt.data.tokenizers.bpe_files import (
 )
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id, train_ranks
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
+from dtgpt.data.tokenizers.folder import NAMES, check_pre_tokenization, end_of_text_beside, opens_texts, tokenizer_file
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.tokenizer import (
     CHECKSUM,
     END_OF_TEXT,
@@ -36,15 +39,16 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import parse_json, read_json
 
 SAVED = ("ranks", "tokenizer_json", "sentencepiece", "characters", "ids")  # one is in what Tokenizer.save writes
-FILES = "a tokenizer.json, a SentencePiece .model, or vocab.json and merges.txt"  # which a user may give
+FILES = "a tokenizer.json, a SentencePiece or tiktoken file, or vocab.json and merges.txt"  # which a user may give
 
 
 def open_tokenizer(
     name: str = "gpt2", vocab_file: str | None = None, merge_file: str | None = None, begin: bool = False
 ) -> Tokenizer:
-    """Open the tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...) or a file; or the BPE of two
-    files. begin: a SentencePiece model opens each text with its begin of text. Raises UserError if a file cannot be
-    read or is of another kind, or an encoding is not at hand."""
+    """Open the tokenizer `name`: "bytes", one of tiktoken's encodings ("gpt2", ...), a file or a folder with one; or
+    the BPE of two files. begin: a file of SentencePiece or tiktoken opens each text with its begin of text; in a folder
+    it does so where `opens_texts` says so, while a tokenizer.json does what it says itself. Raises UserError if a file
+    cannot be read or is of another kind, or an encoding is not at hand."""
     check_named_once(name, vocab_file, merge_file)
     if vocab_file is not None and merge_file is not None:
         return from_files(Path(vocab_file), Path(merge_file))
@@ -52,7 +56,13 @@ def open_tokenizer(
         return make_tokenizer("bytes", [], 0)
     path = Path(name)
     if path.is_dir():
-        path /= "tokenizer.json"
+        found, begin = tokenizer_file(path), begin or opens_texts(path)
+        if found is None:
+            raise UserError(f"{path} has no tokenizer (none of {', '.join(NAMES)}); give a folder or file with one")
+        path = found
+        if path.name == "vocab.json":
+            check_pre_tokenization(path.parent)
+            return from_files(path, path.with_name("merges.txt"))
     if path.exists():
         return _from_file(path, begin)
     if name not in tiktoken.list_encoding_names():
@@ -124,7 +134,8 @@ def _from_json(saved: dict[str, Any]) -> Tokenizer:
     sizes = saved["vocab_size"], saved["num_tokens"]
     if not all(is_id(size) for size in (*sizes, *saved["specials"].values())):
         raise ValueError(f"its ids and sizes must be in 0 to {MOST - 1}")
-    return ByteLevel(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes)
+    rare = {name: saved[name] for name in ("begin", "opens", "composed") if name in saved}
+    return ByteLevel(saved["name"], saved["pattern"], ranks, saved["specials"], ends, *sizes, **rare)
 
 
 def is_id(value: object) -> bool:
@@ -149,13 +160,15 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     try:
         ids = parse_json(read_text(vocab))
     except ValueError as error:
-        raise UserError(f"{vocab} is not a vocabulary ({error}); give GPT-2's vocab.json") from None
+        raise UserError(f"{vocab} is not a vocabulary ({error}); give the vocab.json of a byte-level BPE") from None
     _check_ids(ids, vocab)
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
-        raise UserError(f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give GPT-2's merges.txt")
-    named = _end_named_beside(vocab)
+        raise UserError(
+            f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give the merges.txt of a byte-level BPE"
+        )
+    named = end_of_text_beside(vocab)
     end = named if named is not None and named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}
     check_merges(ids, pairs, specials, vocab, merges)
@@ -178,7 +191,10 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
             raise UserError(f"{path} names no characters (it has no stoi); give another tokenizer")
         return tokenizer
     if path.suffix != ".json":
-        return SentencePiece(str(path), read_content(path), begin)
+        binary = read_content(path)
+        if is_rank_file(binary):
+            return from_ranks(path, binary, begin, end_of_text_beside(path))
+        return SentencePiece(str(path), binary, begin)
     content = read_text(path)
     try:
         saved = parse_json(content)
@@ -191,7 +207,7 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     _check_tokenizer_json(saved, path)
     if characters := Char.of_tokenizer_json(saved):
         return characters
-    end = _end_named_beside(path)
+    end = end_of_text_beside(path)
     pairs = _plain_byte_pairs(saved)
     if pairs is None:
         return HuggingFace(str(path), content, end)
@@ -249,19 +265,6 @@ def _adds_nothing(after: dict | None) -> bool:
     if after.get("type") == "Sequence":
         return all(map(_adds_nothing, after["processors"]))
     return after.get("type") == "TemplateProcessing" and all("Sequence" in item for item in after["single"])
-
-
-def _end_named_beside(path: Path) -> str | None:
-    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            token = read_json(path.with_name(name), advice="").get("eos_token")
-        except (UserError, AttributeError):
-            continue
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            return token
-    return None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

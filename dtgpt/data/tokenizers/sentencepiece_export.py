@@ -6,7 +6,7 @@ from typing import Any
 
 from dtgpt.data.tokenizers.bpe_files import merges_of
 from dtgpt.data.tokenizers.libraries import BLANK, SentencePiece
-from dtgpt.data.tokenizers.tokenizer import special_token
+from dtgpt.data.tokenizers.tokenizer import opening_template, special_token
 from dtgpt.util.errors import UserError, optional_package
 
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4  # kinds of models in sentencepiece_model.proto
@@ -81,17 +81,9 @@ def _replace(pattern: dict[str, str], content: str) -> dict:
 
 
 def _begin(tokenizer: SentencePiece) -> dict | None:
-    """Return the token that opens each text, where there is one."""
+    """Return the post-processor that opens each text with a token, where there is one."""
     opening = tokenizer.encode("")
-    if not opening:
-        return None
-    name = tokenizer.piece(opening[0])
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": opening, "tokens": [name]}},
-    }
+    return opening_template(tokenizer.piece(opening[0]), opening[0]) if opening else None
 
 
 def _bpe(model: Any) -> dict:

@@ -114,6 +114,16 @@ def special_token(content: str, id_: int, special: bool = True) -> dict[str, Any
     return {"id": id_, "content": content, **flags, "special": special}
 
 
+def opening_template(name: str, id_: int) -> dict[str, Any]:
+    """Return the post-processor in Hugging Face's format that opens each text with the token `name`."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
+    }
+
+
 def checksum(saved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 

@@ -28,6 +28,7 @@ from dtgpt.util.storage import new_folder, open_regular, read_json, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
+LONGEST = 4096  # tokens that transformers generates where nobody says how many
 ROWS = 4096  # of two tables compared at a time
 # Without these words transformers would take an empty tokenizer for the model's; with them it says that there is none.
 NO_TOKENIZER = {"tokenizer_config.json": {"tokenizer_class": CLASS}}
@@ -67,8 +68,9 @@ class HuggingFace(Source):
             raise UserError(
                 f"{path} has model_type={shown(kind)}; dtgpt has {', '.join(ARCHITECTURES)}: give another model"
             )
-        architecture, files = ARCHITECTURES[kind], _files(folder)
+        architecture = ARCHITECTURES[kind]
         self.config = architecture.read_config(settings, path)
+        files = _files(folder)
         self._names = plain_names(files, architecture.PREFIX, architecture.BUFFERS, folder)
         self._files = {plain: files[name] for plain, name in self._names.items()}
         shapes = self._shapes()
@@ -79,7 +81,7 @@ class HuggingFace(Source):
             self._files[table], self._names[table] = self._files[output], self._names[output]
         check_tensors(shapes, _stored_shapes(self.config), folder)
         if saved_output and (saved_output != shapes[table] or not self._same_rows(table, output)):
-            raise untied(folder)
+            raise untied(folder) if type(self.config).tied is True else _contradicts(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         architecture = ARCHITECTURES[self.config.architecture]
@@ -114,6 +116,13 @@ class HuggingFace(Source):
             return self._open(plain, lambda file, there: file.get_slice(there)[begin : begin + ROWS].float())
 
         return all(torch.equal(rows(one, n), rows(other, n)) for n in range(0, self.config.vocab_size, ROWS))
+
+
+def _contradicts(path: Path) -> UserError:
+    return UserError(
+        f"{path} has tie_word_embeddings=true, but there is an output projection (lm_head.weight) of its own; "
+        "write false there if it is the model's"
+    )
 
 
 def _to_stored(whole: Tensor, name: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -218,12 +227,13 @@ def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
 def _settings(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     """Return the content of each JSON file. Without a tokenizer only GPT-2's own vocabulary has a known end of text:
     its last id."""
-    end = config.vocab_size - 1 if config.vocab_size == GPT2_124M.vocab_size else None
+    own = (config.architecture, config.vocab_size) == (GPT2_124M.architecture, GPT2_124M.vocab_size)
+    end = config.vocab_size - 1 if own else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     if tokenizer is not None:
         ends = {"bos_token_id": first_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
     model = ARCHITECTURES[config.architecture].write_config(config)
     return {
         "config.json": model | {"torch_dtype": str(dtype).removeprefix("torch.")} | ends,
-        "generation_config.json": ends | {"max_length": config.seq_length},
+        "generation_config.json": ends | {"max_length": min(config.seq_length, LONGEST)},
     }

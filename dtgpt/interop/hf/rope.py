@@ -12,6 +12,7 @@ LLAMA3 = {  # keys of Llama 3.1's scaling -> fields
     "original_max_position_embeddings": "rope_original_length",
 }  # fmt: skip
 KINDS = ("default", "llama3")
+LARGEST = 1e12  # of any of these numbers
 
 
 def read_rope(settings: dict[str, Any], positions: int, path: Path) -> dict[str, Any]:
@@ -80,6 +81,9 @@ def _collect(value: Any, place: str, path: Path) -> dict[str, Any]:
 
 def _number(rope: dict[str, Any], name: str, path: Path) -> float:
     value = rope[name]
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise UserError(f"{path} has {name}={shown(value)}, which is not a positive number; give the file as written")
+    if type(value) not in (int, float) or not 0 < value < LARGEST:
+        raise UserError(
+            f"{path} has {name}={shown(value)}, which is not a number between 0 and {LARGEST:g}; give the file as it "
+            "was written"
+        )
     return float(value)

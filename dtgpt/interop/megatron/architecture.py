@@ -49,6 +49,9 @@ class Architecture(Protocol):
         """Return the shape of the model, whose vocabulary is all rows of the table, and notes. Raise UserError, also
         where args and tensors disagree."""
 
+    def cut_sizes(self, config: Any, ranks: int) -> dict[str, int]:
+        """Return the sizes, by the config's names, that this number of tensor-parallel ranks has to divide."""
+
     def check_export(self, config: Any) -> list[str]:
         """Return notes on what Megatron-LM computes differently. Raise UserError for a model that it cannot compute."""
 

@@ -54,9 +54,9 @@ def save_megatron(
     fp16.
     """
     config = source.config
-    _check_sizes(config, tensor_parallel_size, pipeline_parallel_size)
-    check_dtype(dtype)
     architecture = ARCHITECTURES[config.architecture]
+    _check_sizes(architecture, config, tensor_parallel_size, pipeline_parallel_size)
+    check_dtype(dtype)
     architecture.check_export(config)
     target = Target(architecture, family or architecture.FAMILY, dtype, tensor_parallel_size, pipeline_parallel_size)
     state = {
@@ -74,10 +74,18 @@ def save_megatron(
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
 
 
-def _check_sizes(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    cuts = [(name, size, "tensor_parallel_size", tensor_parallel_size) for name, size in config.cut_by_tp.items()]
+def export_notes(config: ModelConfig) -> list[str]:
+    """Return what Megatron-LM computes otherwise than dtgpt. Raise UserError for a model that it cannot compute."""
+    return ARCHITECTURES[config.architecture].check_export(config)
+
+
+def _check_sizes(
+    architecture: Architecture, config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
+) -> None:
+    """Raise UserError for sizes that do not divide the model."""
+    cuts = architecture.cut_sizes(config, max(tensor_parallel_size, 1))
     for name, size, over, ranks in (
-        *cuts,
+        *((name, size, "tensor_parallel_size", tensor_parallel_size) for name, size in cuts.items()),
         ("num_layers", config.num_layers, "pipeline_parallel_size", pipeline_parallel_size),
     ):
         if ranks < 1 or size % ranks:

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.interop.megatron.architecture import Facts, Order, Values
-from dtgpt.interop.megatron.names import Family
+from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
 
 TITLE = "LLaMA"
 HAS = "rotary positions, RMSNorm, SwiGLU and no biases"
-MODULES = {
+MODULES: Modules = {
     "tokens": "embedding.tokens", "attention_norm": "norm_1", "qkv": "attn.qkv", "q_norm": "attn.q_norm",
     "k_norm": "attn.k_norm", "attention_output": "attn.proj", "mlp_norm": "norm_2", "mlp_input": "mlp.gate_up",
     "mlp_output": "mlp.down", "final_norm": "head.norm", "output": "head.output",
 }  # fmt: skip
 FAMILY: Family = "local"
-VOCABULARIES = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
+VOCABULARIES: tuple[int, ...] = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
 
 VALUES: Values = {
     "normalization": (("RMSNorm",), "another norm"),
@@ -97,7 +97,7 @@ def factor_notes(config: LlamaConfig) -> list[str]:
         return []
     return [
         f"rope_scaling_factor={config.rope_factor:g} is what dtgpt computes with, while pretrain_gpt.py of Megatron-LM "
-        f"takes {FACTOR:g} whatever the option says; weights that it trained need --model.rope_factor {FACTOR:g}"
+        f"takes {FACTOR:g} whatever the option says; their logits differ slightly"
     ]
 
 
@@ -128,6 +128,13 @@ def to_theirs(piece: Tensor, name: str, config: LlamaConfig) -> Tensor:
 
 def _parts(config: LlamaConfig) -> int:
     return config.num_heads // config.num_kv_heads + 2
+
+
+def cut_sizes(config: LlamaConfig, ranks: int) -> dict[str, int]:
+    sizes = {"num_heads": config.num_heads, "ffn_hidden_size": config.ffn_hidden_size}
+    groups, rows = config.num_kv_heads, config.num_kv_heads * _parts(config) * config.head_dim
+    # More ranks than groups share these: each stores equally many rows, and gathers what it needs.
+    return sizes if ranks % groups == rows % ranks == 0 else sizes | {"num_kv_heads": groups}
 
 
 def check_export(config: LlamaConfig) -> list[str]:

@@ -25,6 +25,7 @@ from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import StandIn, open_pickle
 from dtgpt.util.storage import read_regular
 
+METADATA = ".metadata"  # of the format torch_dist
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
@@ -54,7 +55,11 @@ class RankFile:
     @property
     def common(self) -> dict[str, Any]:
         """What all ranks of one checkpoint agree on."""
-        own = {"checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks)}
+        own: dict[str, Any] = {
+            "checkpoint_version": self.version,
+            "iteration": self.iteration,
+            "chunks": len(self.chunks),
+        }
         own |= {"architecture": self.architecture.TITLE}
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 
@@ -94,13 +99,20 @@ def checkpoint_folder(folder: Path) -> Path:
     if any(folder.glob("mp_rank_*")):
         return folder
     chosen = _tracked(folder) if (folder / TRACKER).is_file() else folder
-    if chosen.is_dir() and ((chosen / ".metadata").exists() or any(chosen.glob("*.distcp"))):
-        raise UserError(
-            f"{chosen} is in Megatron-LM's torch_dist format; convert it there with --ckpt-convert-format torch"
-        )
+    if any(chosen.glob("*.distcp")):
+        raise UserError(f"{chosen} has no .metadata, which says what its files hold; copy the whole checkpoint")
     if not any(chosen.glob("mp_rank_*")):
         raise UserError(f"{chosen} has no mp_rank_... folders; give the root of a Megatron-LM checkpoint")
     return chosen
+
+
+def distributed_folder(folder: Path) -> Path | None:
+    """Return the folder of the format `torch_dist`: `folder` itself, or the one that its tracker names; None for a
+    checkpoint of the format `torch`. Raises UserError as `checkpoint_folder` does."""
+    if any(folder.glob("mp_rank_*")):
+        return None
+    chosen = _tracked(folder) if (folder / TRACKER).is_file() and not (folder / METADATA).is_file() else folder
+    return chosen if (chosen / METADATA).is_file() else None
 
 
 def _tracked(root: Path) -> Path:
@@ -147,7 +159,7 @@ def open_rank(path: Path) -> RankFile:
     """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that its
     architecture does not have."""
     content = open_pickle(path)
-    args, version = _args(content.get("args"), path), content.get("checkpoint_version", 0)
+    args, version = read_args(content.get("args"), path), content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in QKV_ORDERS:
         raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
     architecture = choose_architecture(args, path)
@@ -175,7 +187,7 @@ def open_rank(path: Path) -> RankFile:
     )
 
 
-def _args(stored: Any, path: Path) -> Namespace | None:
+def read_args(stored: Any, path: Path) -> Namespace | None:
     """Return Megatron-LM's arguments, whatever class kept them, with plain values only: others, which may be nested
     without end, become stand-ins that compare and print in no time."""
     if stored is None:

@@ -12,16 +12,15 @@ of its first head as `head_start`; it holds all heads of q that share its heads 
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward
 from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.random.dropout import dropout, keep_mask, keep_scale, threshold
 
-LOG2_E = 1 / math.log(2)
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
 
@@ -98,110 +97,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, spans: Ten
 
 def _covers(q: Tensor, k: Tensor) -> bool:
     return k.shape[1] >= q.shape[1] and 0 < k.shape[2] <= q.shape[2] and q.shape[2] % k.shape[2] == 0
-
-
-class Launch(NamedTuple):
-    """Tile sizes and compile options of a kernel."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-
-
-NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 3)}  # D <= 64
-WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
-SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
-BAND = 32  # heads whose keys and values should fit in the L2 cache together
-
-
-class _Call:
-    """The arguments that the kernels of one operation share."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-    ):
-        from dtgpt.ops.attention import flash_kernels
-
-        self.kernels = flash_kernels
-        self.inputs = _readable(q, k, v)
-        self.key = (None, 0, 0) if key is None else (key, *key.stride())
-        self.batch, self.length, self.heads, self.size = q.shape
-        self.columns, self.kv_heads = k.shape[1:3]
-        self.sizes = (self.length, self.columns - self.length or None, self.heads)
-        self.places = self.batch * self.heads
-        self.grid = (self.places, math.ceil(self.columns / flash_kernels.WORD.value))
-        self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
-        self.rescale = 1.0 if key is None else keep_scale(p)
-        self.start = (head_start, threshold(p))
-        self.simd = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
-        self.spans = None if spans is None else spans.contiguous()
-        self.launches = SINGLE if q.dtype == torch.float32 else NARROW if self.size <= 64 else WIDE
-
-    def run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scales: tuple[float, ...] = ()) -> None:
-        """Launch the kernel `name` over tiles of keys or of queries. made: the output with strides of its own."""
-        how, of_keys = self.launches[name], name == "keys"
-        tiles = math.ceil(self.columns / how.BLOCK_N) if of_keys else math.ceil(self.length / how.BLOCK_M)
-        places = self.batch * self.kv_heads if of_keys else self.places
-        q, k, _ = self.inputs
-        strided = (q, k) if made is None else (q, k, made)
-        largest = max(how.BLOCK_M, how.BLOCK_N)
-        getattr(self.kernels, f"{name}_kernel")[(tiles * places,)](
-            *self.inputs, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
-            *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, places,
-            LOG2_E / math.sqrt(self.size), self.rescale, *scales, **self.shape,
-            GROUP=self.heads // self.kv_heads, **how._asdict(), BAND=BAND,
-            BOUND=self.length % largest + self.columns % largest != 0, DROP=self.words is not None,
-            SPANS=self.spans is not None,
-        )  # fmt: skip
-
-
-def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return q, k, v as kernels read them: copied unless their last dimension is dense and k and v share strides, and
-    None for a v that starts right after k."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    if k.stride() != v.stride():
-        k, v = k.contiguous(), v.contiguous()
-    return q, k, None if v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() else v
-
-
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernels of `_forward`."""
-    call = _Call(q, k, v, key, p, head_start, spans)
-    out = q.new_empty(q.shape)
-    sums = q.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
-    if key is not None:
-        call.kernels.draw_kernel[call.grid](
-            *call.key, call.words, call.spans, *call.sizes, *call.start, SIMD=call.simd,
-            SPANS=spans is not None,
-        )  # fmt: skip
-    call.run("forward", out, sums)
-    return out, sums
-
-
-def launch_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
-    head_start: int, spans: Tensor | None, packed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels of `_backward`."""
-    call = _Call(q, k, v, key, p, head_start, spans)
-    pairs = sums.new_empty(*sums.shape, 2)
-    if packed:
-        gradient = q.new_empty(*q.shape[:3], 3, q.shape[3])
-        dq, dk, dv = gradient.unbind(3)
-    else:
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    call.kernels.prepare_kernel[call.grid](
-        *call.key, call.words, call.spans, out, grad, sums, pairs, *call.sizes, *call.start,
-        call.rescale, **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
-    )  # fmt: skip
-    scales = (1 / math.sqrt(call.size),)
-    call.run("keys", grad, pairs, dk, dv, made=dk, scales=scales)
-    call.run("queries", grad, pairs, dq, made=dq, scales=scales)
-    return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)
 
 
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")

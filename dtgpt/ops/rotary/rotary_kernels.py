@@ -21,12 +21,12 @@ class Launch(NamedTuple):
 
     elements: int  # of half a head times the tokens of a tile
     warps: int
-    occupancy: int  # warps per multiprocessor in all programs together, where programs sum gradients of weights
 
 
-FORWARD = Launch(elements=1024, warps=4, occupancy=32)
-BACKWARD = Launch(elements=1024, warps=4, occupancy=32)
+FORWARD = Launch(elements=512, warps=4)
+BACKWARD = Launch(elements=512, warps=4)
 MOST_TOKENS = 128  # of a tile
+SUMMING = 16  # warps per multiprocessor in all programs together, where programs sum gradients of weights
 
 # Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.
 SIZES = ["tokens", "length", "num_positions"]
@@ -117,8 +117,8 @@ def turn_back(a, b, cosine, sine, source, mask, weight_a, weight_b, sum_a, sum_b
         x_a, x_b = load_halves(source, mask, HALF)
         inverse = inverse_root(x_a, x_b, eps, HALF)
         x_a, x_b = x_a * inverse, x_b * inverse
-        sum_a += a * x_a
-        sum_b += b * x_b
+        sum_a += tl.where(mask, a * x_a, 0.0)  # of rows that do not exist the product is 0 / 0 where eps is 0
+        sum_b += tl.where(mask, b * x_b, 0.0)
         a, b = a * weight_a, b * weight_b
         along = tl.sum(a * x_a + b * x_b, 1)[:, None] / (2 * HALF)
         a, b = inverse * (a - x_a * along), inverse * (b - x_b * along)
@@ -148,7 +148,8 @@ def rotary_backward_kernel(
         token = tile // G * TOKENS + tl.arange(0, TOKENS)
         there = token < tokens
         mask = there[:, None] & (columns < HALF)[None, :]
-        group, sample, row = tile % G, (token // length).to(tl.int64), (token % length).to(tl.int64)
+        group = tl.cast(tile % G, tl.int64)
+        sample, row = (token // length).to(tl.int64), (token % length).to(tl.int64)
         q_from = dq + (sample * q_sample + row * q_token + group * R * q_head)[:, None] + columns[None, :]
         k_from = dk + (sample * k_sample + row * k_token + group * k_head)[:, None] + columns[None, :]
         v_from = dv + (sample * v_sample + row * v_token + group * v_head)[:, None] + columns[None, :]
@@ -159,7 +160,8 @@ def rotary_backward_kernel(
         place = ((token.to(tl.int64) * G + group) * ((R + 2) * D))[:, None] + columns[None, :]
         for head in range(R):
             ahead = mask & (head + 1 < R)
-            next_a, next_b = load_halves(q_from + (head + 1) * q_head, ahead, HALF)  # while this head is on its way
+            next_from = q_from + tl.cast(head + 1, tl.int64) * q_head
+            next_a, next_b = load_halves(next_from, ahead, HALF)  # while this head is on its way
             a, b, q_sum_a, q_sum_b = turn_back(
                 a, b, cosine, sine, None if qkv is None else qkv + place + head * D, mask, q_a, q_b, q_sum_a, q_sum_b,
                 eps, HALF,
@@ -215,17 +217,18 @@ def rotary_backward(
     batch, length, groups, size = dk.shape
     d_qkv = dq.new_empty(batch, length, groups, dq.shape[2] // groups + 2, size)
     tokens, tiles, constants = tiling(d_qkv.shape, launch)
-    programs, sums, partials = tiles, (), (None, None)
-    if q_weight is not None and k_weight is not None:
-        programs = max(min(tiles, multiprocessors(dq.device) * max(launch.occupancy // launch.warps, 1)), 1)
-        sums = torch.empty_like(q_weight), torch.empty_like(k_weight)
+    programs, partials = tiles, None
+    if q_weight is not None:
+        programs = max(min(tiles, multiprocessors(dq.device) * max(SUMMING // launch.warps, 1)), 1)
         partials = torch.empty(2, programs, size, dtype=torch.float32, device=dq.device)
     rotary_backward_kernel[(programs,)](
-        dq, dk, dv, qkv, positions, table, q_weight, k_weight, d_qkv, *partials,
+        dq, dk, dv, qkv, positions, table, q_weight, k_weight, d_qkv,
+        *((None, None) if partials is None else partials),
         *(stride for tensor in (dq, dk, dv) for stride in tensor.stride()[:3]),
         tokens, length, table.shape[1], tiles, eps, **constants, num_warps=launch.warps,
     )  # fmt: skip
-    if not sums:
+    if partials is None or q_weight is None or k_weight is None:
         return d_qkv, None, None
-    sum_partials(partials, *sums)
-    return d_qkv, *sums
+    dq_weight, dk_weight = torch.empty_like(q_weight), torch.empty_like(k_weight)
+    sum_partials(partials, dq_weight, dk_weight)
+    return d_qkv, dq_weight, dk_weight

@@ -1,0 +1,58 @@
+"""The tokenizer's files in a folder such as Hugging Face's."""
+
+from pathlib import Path
+from typing import Any
+
+from dtgpt.util.errors import UserError, shown
+from dtgpt.util.storage import read_json
+
+NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "qwen.tiktoken")  # the first one is taken
+OPENING = ("llama", "mistral")  # kinds of models whose texts open with a begin of text
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """Return the file in `folder` that holds a tokenizer; None where there is none. `vocab.json` counts with
+    `merges.txt` only."""
+    there = [name for name in NAMES if (folder / name).is_file()]
+    if not (folder / "merges.txt").is_file():
+        there = [name for name in there if name != "vocab.json"]
+    return folder / there[0] if there else None
+
+
+def opens_texts(folder: Path) -> bool:
+    """Return whether a vocabulary in `folder`, which does not say so itself, puts a begin of text before each text: as
+    `add_bos_token` of tokenizer_config.json says, else where the model is one of OPENING."""
+    asked = read_settings(folder / "tokenizer_config.json").get("add_bos_token")
+    if isinstance(asked, bool):
+        return asked
+    return read_settings(folder / "config.json").get("model_type") in OPENING
+
+
+def check_pre_tokenization(folder: Path) -> None:
+    """Raise UserError where vocab.json and merges.txt are of a model that does not cut texts as GPT-2 does: these two
+    files do not say how."""
+    kind = read_settings(folder / "config.json").get("model_type", "gpt2")
+    if kind != "gpt2":
+        raise UserError(
+            f"{folder} has vocab.json and merges.txt of a model_type={shown(kind)}, which do not say how texts are cut "
+            "before bytes are merged; add its tokenizer.json, which transformers' AutoTokenizer saves"
+        )
+
+
+def end_of_text_beside(path: Path) -> str | None:
+    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json in the same folder, if it is there."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = read_settings(path.with_name(name)).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is none that can be read."""
+    try:
+        value = read_json(path, advice="")
+    except UserError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,223 @@
+"""Models in Megatron-LM's default format `torch_dist`, read parameter by parameter, and only the parts asked for.
+
+root/latest_checkpointed_iteration.txt      decimal
+root/iter_0000100/
+    .metadata  __0_0.distcp ...             a folder of torch.distributed.checkpoint
+    common.pt                               args and counters; since 2026 the object `common_state` of that folder
+
+A tensor has its whole shape whatever plan wrote it: `decoder.layers.self_attention.linear_qkv.weight` of all layers
+stacked, or `decoder.layers.0...` of each. SwiGLU's matrix is all gates, then all ups.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.interop.distcp import METADATA, DistributedFolder
+from dtgpt.interop.foreign import DTYPES, check_tensors, untied
+from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
+from dtgpt.interop.megatron.config import ZERO_CENTERED, choose_architecture, true_vocabulary
+from dtgpt.interop.megatron.flattened import read_as_shaped
+from dtgpt.interop.megatron.names import ANGLES, our_name
+from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
+from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.roles import Role, role_of
+from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
+from dtgpt.util.errors import UserError, shown, shown_name
+from dtgpt.util.pickles import open_pickle
+
+COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/"
+OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
+HALVES = ("_w", "_v")  # of SwiGLU's matrix, which some versions store as two tensors: gates, ups
+
+
+class Where(NamedTuple):
+    """Tensors in the file that are one parameter, one behind another along its first dimension."""
+
+    keys: tuple[str, ...]
+    layer: int | None  # of stacked ones
+
+
+class TorchDist(Source):
+    """A checkpoint: the folder with `.metadata`. `true_vocab_size` and `iteration` as `Megatron` has them. Raise
+    UserError for files that are missing or damaged, and for a model of no known architecture."""
+
+    def __init__(self, folder: Path, true_vocab_size: int | None = None):
+        self._arguments = folder, true_vocab_size
+        self.path, self.folder = folder, DistributedFolder(folder)
+        self.common = _read_common(self.folder)
+        iteration = self.common.get("iteration", 0)
+        self.iteration = iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0
+        self.args = read_args(self.common.get("args"), folder)
+        self._architecture = choose_architecture(self.args, folder)
+        self._order = Order(rotary_interleaved=getattr(self.args, "rotary_interleaved", None) is True)
+        self._zero_centered = any(getattr(self.args, name, None) for name in ZERO_CENTERED)
+        self._where = self._locate()
+        full, self.notes = self._read_config()
+        self.num_rows = full.vocab_size
+        self._check_tensors(full)
+        tp = getattr(self.args, "tensor_model_parallel_size", None)
+        tp = tp if type(tp) is int and 1 <= tp <= full.num_heads else 1
+        vocabulary, notes = true_vocabulary(true_vocab_size, self.num_rows, self.args, tp, self._architecture)
+        self.config = replace(full, vocab_size=vocabulary)
+        self.notes += notes
+
+    def __reduce__(self) -> tuple[type["TorchDist"], tuple[Path, int | None]]:
+        return TorchDist, self._arguments
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        return self.read_as(name, part, "") + self.norm_offset(name)
+
+    def norm_offset(self, name: str) -> float:
+        """Return what is to be added to a parameter: apply_layernorm_1p trains the distance of norms from 1."""
+        module, _, kind = name.rpartition(".")
+        is_norm = role_of(module, self.config.roles) in (Role.NORM, Role.HEAD_NORM)
+        return 1.0 if self._zero_centered and kind == "weight" and is_norm else 0.0
+
+    def read_as(self, name: str, part: Part | None, prefix: str) -> Tensor:
+        """Return what the file has under `prefix` for the parameter `name`, or the elements of it with dtgpt's global
+        indices `part`, in dtgpt's order: fp32 on the CPU, zeros for rows without a token."""
+        shape = self.shape_of(name)
+        part = tuple(part if part is not None else map(range, shape))
+        out = torch.zeros([len(r) for r in part])
+        rows = part[0]
+        if has_vocabulary(name, self.config):
+            rows = range(min(rows.start, self.config.vocab_size), min(rows.stop, self.config.vocab_size))
+        if rows and out.numel():
+            out[: len(rows)] = self._rows_of(name, rows, part[1:], prefix)
+        return out
+
+    def shape_of(self, name: str) -> Shape:
+        """Return the shape that dtgpt has for the parameter `name`."""
+        shape = self.stored_shape(name)
+        return (self.config.padded_vocab_size, *shape[1:]) if has_vocabulary(name, self.config) else shape
+
+    def stored_shape(self, name: str) -> Shape:
+        """Return the shape of one layer's parameter in the file."""
+        keys, layer = self._where[name]
+        shapes = [self.folder.tensors[key].shape[0 if layer is None else 1 :] for key in keys]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def stored_shapes(self) -> dict[str, Shape]:
+        """The shapes of all weights, by the names in the file."""
+        return {key: self.folder.tensors[key].shape for where in self._where.values() for key in where.keys}
+
+    def _rows_of(self, name: str, rows: range, rest: Part, prefix: str) -> Tensor:
+        """Return the rows with dtgpt's indices `rows`, which in the file may lie in several runs of rows."""
+        order = torch.arange(self.stored_shape(name)[0])
+        theirs = self._architecture.to_ours(order, name, self.config, self._order)[rows.start : rows.stop]
+        needed = theirs.unique()  # sorted
+        ends = (needed.diff() != 1).nonzero().flatten() + 1
+        runs = [range(int(run[0]), int(run[-1]) + 1) for run in needed.tensor_split(ends.tolist())]
+        found = torch.cat([self._run(self._where[name], run, rest, prefix) for run in runs])
+        return found[torch.searchsorted(needed, theirs)]
+
+    def _run(self, where: Where, rows: range, rest: Part, prefix: str) -> Tensor:
+        lead = () if where.layer is None else (range(where.layer, where.layer + 1),)
+        found, begin = [], 0
+        for key in where.keys:
+            length = self.folder.tensors[key].shape[len(lead)]
+            own = range(max(rows.start - begin, 0), min(rows.stop - begin, length))
+            if own:
+                piece = read_as_shaped(self.folder, prefix + key, self.folder.tensors[key].shape, (*lead, own, *rest))
+                found.append(piece.reshape(len(own), *map(len, rest)))
+            begin += length
+        return torch.cat(found).float()
+
+    def _locate(self) -> dict[str, Where]:
+        """Find every parameter. Raise UserError for a tensor that the architecture does not have."""
+        where: dict[str, Where] = {}
+        for key, stored in self.folder.tensors.items():
+            if OPTIMIZER.match(key) or ANGLES.fullmatch(key) or "_extra_state" in key:
+                continue
+            if stored.dtype not in DTYPES:
+                raise UserError(
+                    f"{self.path} has {shown_name(key)} in {stored.dtype}; give plain weights in fp32, fp16 or bf16"
+                )
+            keys = self._halves(key)
+            if not keys:
+                continue
+            plain = key if len(keys) == 1 else key[: -len(HALVES[0])]
+            stacked = STACKED.fullmatch(plain)
+            layers = range(stored.shape[0]) if stacked and stored.shape else [None]
+            if 0 in stored.shape or len(stored.shape) < (2 if stacked else 1):
+                raise UserError(
+                    f"{self.path} has {shown_name(key)} of shape {shown(list(stored.shape))}; copy it again"
+                )
+            for layer in layers:
+                name = self._our_name(plain if stacked is None else f"{stacked[1]}.{layer}.{stacked[2]}")
+                if name in where:
+                    raise UserError(f"{self.path} has {name} twice, also as {shown_name(key)}; copy it again")
+                where[name] = Where(keys, layer if stacked else None)
+        return where
+
+    def _halves(self, key: str) -> tuple[str, ...]:
+        """Return `key`, or the two halves whose first it is; nothing for a second half."""
+        first, second = (key[: -len(end)] + end for end in HALVES)
+        if key == second and first in self.folder.tensors:
+            return ()
+        if key == first and second in self.folder.tensors:
+            a, b = (self.folder.tensors[k].shape for k in (first, second))
+            if a != b:
+                raise UserError(f"{self.path} has {shown_name(first)} and {shown_name(second)} of other shapes")
+            return first, second
+        return (key,)
+
+    def _our_name(self, key: str) -> str:
+        title = self._architecture.TITLE
+        try:
+            return our_name(key, self._architecture.MODULES)
+        except KeyError:
+            raise UserError(
+                f"{self.path} has {shown_name(key)}, which {title} does not have; give a checkpoint of a {title} in "
+                "the format torch_dist"
+            ) from None
+
+    def _read_config(self) -> tuple[ModelConfig, list[str]]:
+        table = f"{self._architecture.MODULES['tokens']}.weight"
+        shapes = {name: self.stored_shape(name) for name in self._where}
+        if len(shapes.get(table, ())) != 2:
+            raise UserError(f"{self.path} has no token table of two dimensions; give a whole model")
+        layers = {int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")}
+        if layers != set(range(len(layers))):
+            raise UserError(f"{self.path} lacks layers: it has {shown(sorted(layers))}; copy the whole checkpoint")
+        is_untied = f"{self._architecture.MODULES['output']}.weight" in shapes
+        facts = Facts(shapes, len(layers), 1, is_untied, self._order, self.path)
+        rows, hidden = shapes[table]
+        if self.args is not None:
+            found = {"num_layers": len(layers), "hidden_size": hidden, "padded_vocab_size": rows}
+            check_agreement(self.args, found, self.path)
+        config, notes = self._architecture.read_config(self.args, facts)
+        if config.tied and is_untied:
+            raise untied(self.path)
+        return config, notes
+
+    def _check_tensors(self, config: ModelConfig) -> None:
+        expected = (
+            (name, (self.num_rows, *shape[1:]) if has_vocabulary(name, config) else shape)
+            for name, shape in iterate_shapes(config)
+        )
+        check_tensors({name: self.stored_shape(name) for name in self._where}, expected, self.path)
+
+
+def _read_common(folder: DistributedFolder) -> dict[str, Any]:
+    """Return what all ranks had in common. Raise UserError where nothing says it."""
+    name = next((name for name in folder.objects if name.startswith(COMMON_OBJECT)), None)
+    if name is None:
+        if not (folder.folder / COMMON_FILE).is_file():
+            raise UserError(
+                f"{folder.folder} has neither {COMMON_FILE} nor a common state in {METADATA}; give a checkpoint that "
+                "Megatron-LM wrote in the format torch_dist"
+            )
+        return open_pickle(folder.folder / COMMON_FILE)
+    found = folder.read_object(name)
+    content = found[0] if isinstance(found, list) and found else found
+    if not isinstance(content, dict):
+        raise UserError(f"{folder.path} has {shown(content)} as {shown_name(name)}, not a dictionary; copy it again")
+    return content

@@ -1,0 +1,172 @@
+"""How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
+
+16-bit heads without dropout are read through tensor descriptors where the GPU copies whole tiles, by
+`descriptor_kernels`; not so heads of up to 64 that share no keys, which `flash_kernels` serves as fast. The choice
+depends on the model, its dropout and the GPU, never on the length or on the number of samples and heads.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.fast import copies_tiles
+from dtgpt.ops.random.dropout import keep_scale, threshold
+
+LOG2_E = 1 / math.log(2)
+BAND = 32  # heads whose keys and values should fit in the L2 cache together
+
+
+class Launch(NamedTuple):
+    """Tile sizes and compile options of a kernel."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+Launches = dict[str, Launch]
+NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 3)}  # D <= 64
+WIDE = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(128, 64, 8, 3)}
+SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
+NARROW_TILES = {"forward": Launch(64, 128, 4, 2), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}
+WIDE_TILES = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 2)}
+
+
+class Call:
+    """The arguments that the kernels of one operation share."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+    ):
+        from dtgpt.ops.attention import descriptor_kernels, flash_kernels
+
+        self.kernels, self.descriptor_kernels = flash_kernels, descriptor_kernels
+        self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        self.key = (None, 0, 0) if key is None else (key, *key.stride())
+        self.batch, self.length, self.heads, self.size = q.shape
+        self.columns, self.kv_heads = k.shape[1:3]
+        self.sizes = (self.length, self.columns - self.length or None, self.heads)
+        self.places = self.batch * self.heads
+        self.grid = (self.places, math.ceil(self.columns / flash_kernels.WORD.value))
+        self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
+        self.rescale = 1.0 if key is None else keep_scale(p)
+        self.start = (head_start, threshold(p))
+        self.simd = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
+        self.spans = None if spans is None else spans.contiguous()
+        self.by_tiles = key is None and _by_tiles(q, k)
+        tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW, WIDE)
+        self.launches: Launches = SINGLE if q.dtype == torch.float32 else tables[self.size > 64]
+
+    def forward(self, out: Tensor, sums: Tensor) -> None:
+        """Compute the output and the logarithms of the sums."""
+        if self.by_tiles:
+            self._run_tiles("forward", (), out, sums, made=out)
+        else:
+            self._run("forward", out, sums)
+
+    def backward(self, grad: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Compute the gradients. pairs: what `prepare_kernel` computes."""
+        scale = (1 / math.sqrt(self.size),)
+        if self.by_tiles:
+            self._run_tiles("keys", (grad,), pairs, dk, dv, made=dk, scale=scale)
+            self._run_tiles("queries", (grad,), pairs, dq, made=dq, scale=scale)
+        else:
+            self._run("keys", grad, pairs, dk, dv, made=dk, scale=scale)
+            self._run("queries", grad, pairs, dq, made=dq, scale=scale)
+
+    def _run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scale: tuple[float, ...] = ()) -> None:
+        """Launch a kernel of `flash_kernels`. made: the output with strides of its own."""
+        q, k, v = _readable(self.q, self.k, self.v)
+        strided = (q, k) if made is None else (q, k, made)
+        grid, places, constants = self._tiles(name)
+        getattr(self.kernels, f"{name}_kernel")[grid](
+            q, k, v, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
+            *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, places,
+            LOG2_E / math.sqrt(self.size), self.rescale, *scale, **constants, DROP=self.words is not None,
+        )  # fmt: skip
+
+    def _run_tiles(
+        self, name: str, read: tuple[Tensor, ...], *tensors: Tensor, made: Tensor, scale: tuple[float, ...] = ()
+    ) -> None:
+        """Launch a kernel of `descriptor_kernels`. read: what it reads beside q, k and v, in tiles of queries."""
+        how, width = self.launches[name], self.shape["WIDTH"]
+        rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
+        described = (_describe(t, r, width) for t, r in zip((self.q, self.k, self.v, *read), rows, strict=True))
+        grid, places, constants = self._tiles(name)
+        getattr(self.descriptor_kernels, f"{name}_kernel")[grid](
+            *described, *tensors, self.spans, *made.stride()[:3], *self.sizes, places,
+            LOG2_E / math.sqrt(self.size), *scale, **constants,
+        )  # fmt: skip
+
+    def _tiles(self, name: str) -> tuple[tuple[int], int, dict[str, Any]]:
+        """Return (grid, number of pairs of sample and head, constants) of a kernel over tiles of keys or of queries."""
+        how, of_keys = self.launches[name], name == "keys"
+        tiles = math.ceil(self.columns / how.BLOCK_N) if of_keys else math.ceil(self.length / how.BLOCK_M)
+        places = self.batch * self.kv_heads if of_keys else self.places
+        largest = max(how.BLOCK_M, how.BLOCK_N)
+        bound = self.length % largest + self.columns % largest != 0
+        constants = {**self.shape, **how._asdict(), "GROUP": self.heads // self.kv_heads, "BAND": BAND}
+        return (tiles * places,), places, constants | {"BOUND": bound, "SPANS": self.spans is not None}
+
+
+def _by_tiles(q: Tensor, k: Tensor) -> bool:
+    """Return whether tensor descriptors serve: rows start at multiples of 16 bytes."""
+    serves = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and (q.shape[-1] > 64 or q.shape[2] != k.shape[2])
+    return serves and copies_tiles(q.device)
+
+
+def _describe(x: Tensor, rows: int, width: int) -> Any:
+    """Return a descriptor of x `[B, T, N, D]` as `[B, N, T, D]`, read in tiles `[rows, width]`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]):
+        x = x.contiguous()
+    x = x.transpose(1, 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
+
+
+def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return q, k, v as `flash_kernels` read them: k and v with common strides, and None for a v right after k."""
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    return q, k, None if v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() else v
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels of the operation `flash_forward`."""
+    call = Call(q, k, v, key, p, head_start, spans)
+    out = q.new_empty(q.shape)
+    sums = q.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
+    if key is not None:
+        call.kernels.draw_kernel[call.grid](
+            *call.key, call.words, call.spans, *call.sizes, *call.start, SIMD=call.simd,
+            SPANS=spans is not None,
+        )  # fmt: skip
+    call.forward(out, sums)
+    return out, sums
+
+
+def launch_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
+    head_start: int, spans: Tensor | None, packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the kernels of the operation `flash_backward`."""
+    call = Call(q, k, v, key, p, head_start, spans)
+    pairs = sums.new_empty(*sums.shape, 2)
+    if packed:
+        gradient = q.new_empty(*q.shape[:3], 3, q.shape[3])
+        dq, dk, dv = gradient.unbind(3)
+    else:
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    call.kernels.prepare_kernel[call.grid](
+        *call.key, call.words, call.spans, out, grad, sums, pairs, *call.sizes, *call.start,
+        call.rescale, **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
+    )  # fmt: skip
+    call.backward(grad, pairs, dq, dk, dv)
+    return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)

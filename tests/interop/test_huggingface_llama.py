@@ -1,0 +1,390 @@
+"""Folders of Hugging Face's LLaMA, Mistral and Qwen3, read and written; the other side is transformers itself."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dtgpt.checkpoint.load import Saved
+from dtgpt.commands.convert import ConvertOptions, convert
+from dtgpt.inference.load import load
+from dtgpt.interop.hf import llama
+from dtgpt.interop.hf import model as huggingface
+from dtgpt.interop.hf.model import HuggingFace, save_huggingface
+from dtgpt.interop.inspect import inspect, model_digest
+from dtgpt.interop.open import open_source
+from dtgpt.interop.tokenizer import tokenizer_beside
+from dtgpt.models.decoder import build_model, unique_parameters
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.source import parameter_shapes
+from dtgpt.ops.random.philox import root_key
+from dtgpt.ops.rotary import rotary
+from dtgpt.train.settle import model_values
+from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits, scatter
+from tests.support.bodies_inference import weights_at_the_start
+from tests.support.ranks import pool
+from tests.support.sources import TOLERANCE, check_parts, filled, refused
+from tests.support.vocabularies import cut_by_pattern
+
+SIZES = {
+    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA31 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MODELS = {
+    "llama 2": ("Llama", {}),
+    "llama 3": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 5e5}}),
+    "llama 3.1": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA31}),
+    "llama 3.2": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA31, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
+    "odd width": ("Mistral", {"num_key_value_heads": 2, "head_dim": 10, "hidden_size": 42, "sliding_window": 64}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen3 tied": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True}),
+}
+
+
+def their_model(kind="llama 3.2", **settings):
+    name, own = MODELS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, **settings})
+    return scatter(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def our_model(**settings):
+    sizes = {"num_layers": 2, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "seq_length": 24}
+    config = LlamaConfig(**{**sizes, "ffn_hidden_size": 40, "vocab_size": 131, "init_std": 0.3, **settings})
+    return scatter(build_model(config, torch.device("cpu"), torch.float32, root_key(3)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    their_model().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_those_of_transformers_there_and_back(tmp_path, kind):
+    theirs = their_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    source = HuggingFace(tmp_path / "theirs")
+    ours = filled(source)
+    assert same_logits(ours, theirs)
+    assert source.config.tied == theirs.config.tie_word_embeddings
+    check_parts(source)
+    tokens = torch.randint(131, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss = ours(tokens[:, :-1], targets=tokens[:, 1:])
+        assert abs(loss - theirs(tokens, labels=tokens).loss) < TOLERANCE * loss
+
+    save_huggingface(source, tmp_path / "again")
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "again"))
+    assert before.keys() == after.keys() and ("lm_head.weight" in after) is not source.config.tied
+    assert all(torch.equal(t.view(torch.int32), after[n].view(torch.int32)) for n, t in before.items())
+    assert HuggingFace(tmp_path / "again").config == source.config
+    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values()), info
+    assert same_logits(ours, back.eval())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_makes_the_round_trip_bitwise_in_shards(tmp_path, monkeypatch, dtype):
+    their_model("qwen3").to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 60_000)
+    save_huggingface(HuggingFace(tmp_path / "theirs"), tmp_path / "again", dtype)
+    before, after = (
+        {name: tensor for path in (tmp_path / f).glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for f in ("theirs", "again")
+    )
+    assert before.keys() == after.keys() and len(list((tmp_path / "again").glob("*.safetensors"))) > 2
+    assert all(torch.equal(t.view(torch.int16), after[n].view(torch.int16)) for n, t in before.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"tied": True, "num_kv_heads": 4, "head_dim": 12}, {"qk_norm": True, "norm_eps": 1e-6, "dropout": 0.1},
+        {"hidden_size": 50, "init_std": 3.0}, {"hidden_size": 50, "rope_factor": 32.0, "rope_original_length": 16},
+        {"rope_theta": 500000, "rope_factor": 8, "rope_low_frequency": 2, "rope_high_frequency": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_model_of_dtgpt_is_one_of_transformers(tmp_path, settings):
+    ours = our_model(**settings)
+    save_huggingface(InMemory(ours), tmp_path / "out")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()) and same_logits(ours, theirs.eval())
+    assert theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 5)
+    source = HuggingFace(tmp_path / "out")
+    assert source.config == replace(ours.config, dropout=0.0, init_std=0.02)
+    for name, parameter in unique_parameters(ours).items():
+        rows = 131 if name in (source.config.table_name, source.config.output_name) else None
+        assert torch.equal(source.read(name)[:rows], parameter[:rows]), name
+
+
+def older(settings):
+    """config.json as transformers 4 wrote it."""
+    rope = dict(settings.pop("rope_parameters"))
+    settings |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": settings.pop("dtype")}
+    return settings | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def oldest(settings):
+    """The same with the first name of the kind of scaling, and without what early versions did not have."""
+    settings = older(settings)
+    if settings["rope_scaling"]:
+        settings["rope_scaling"]["type"] = settings["rope_scaling"].pop("rope_type")
+    return {k: v for k, v in settings.items() if k not in ("attention_bias", "mlp_bias", "layer_types")}
+
+
+def both(settings):
+    return older(dict(settings)) | settings
+
+
+@pytest.mark.parametrize("rewrite", [older, oldest, both])
+@pytest.mark.parametrize("kind", ["llama 3", "llama 3.1", "mistral", "qwen3"])
+def test_configurations_of_both_generations_are_one_model(tmp_path, kind, rewrite):
+    their_model(kind).save_pretrained(tmp_path / "new")
+    expected, path = HuggingFace(tmp_path / "new").config, tmp_path / "new" / "config.json"
+    path.write_text(json.dumps(rewrite(json.loads(path.read_text()))))
+    assert HuggingFace(tmp_path / "new").config == expected
+
+
+def test_the_written_configuration_has_the_keys_of_both_generations(tmp_path):
+    config = our_model(rope_factor=8.0, rope_theta=5e5).config
+    written = llama.write_config(config)
+    assert written["rope_theta"] == 5e5 and written["rope_scaling"]["rope_type"] == "llama3"
+    assert written["rope_parameters"] == {"rope_theta": 5e5, **written["rope_scaling"]}
+    plain = llama.write_config(replace(config, rope_factor=1.0))
+    assert plain["rope_scaling"] is None and plain["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
+    read = transformers.LlamaConfig(**written)
+    assert read.rope_parameters == written["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "null"), [("Llama", False), ("Llama", True), ("Mistral", False), ("Qwen3", False), ("Qwen3", True)]
+)
+def test_what_is_missing_is_what_transformers_takes(tmp_path, name, null):
+    absent = {"num_key_value_heads": None, "rope_scaling": None, "rope_parameters": None} if null else {}
+    given = {"sliding_window": None, "num_attention_heads": 64} | absent
+    theirs = getattr(transformers, f"{name}Config")(**given)
+    ours = llama.read_config({"model_type": theirs.model_type, **given}, tmp_path)
+    assert ours == llama.read_config(theirs.to_dict(), tmp_path)
+    found = ours.num_heads, ours.num_kv_heads, ours.head_dim, ours.ffn_hidden_size, ours.seq_length, ours.vocab_size
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+    assert found == tuple(getattr(theirs, key) for key in (*names, "vocab_size"))
+
+
+OTHER_MODELS = [
+    ("llama", {"model_type": "qwen2"}, "qwen2"), ("llama", {"model_type": "qwen3_moe"}, "qwen3_moe"),
+    ("llama", {"attention_bias": True}, "attention_bias=True"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+    *(
+        ("llama", {place: {"rope_type": kind, "factor": 2.0}}, f"rope_type='{kind}'")
+        for kind in ("linear", "dynamic", "yarn", "longrope", "su", "mrope")
+        for place in ("rope_scaling", "rope_parameters")
+    ),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("llama", {"rope_scaling": [8.0]}, "rope_scaling=[8.0]"), ("llama", {"rope_scaling": 8.0}, "rope_scaling=8.0"),
+    ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters={'full_attention'"),
+    ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "both rope_theta=10000.0 and"),
+    ("llama", {"rope_scaling": LLAMA31, "rope_parameters": LLAMA31 | {"factor": 4.0}}, "both factor=4.0 and factor=8"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "low_freq_factor"),
+    ("llama", {"rope_scaling": LLAMA31 | {"low_freq_factor": 4.0}}, "rope_low_frequency=4.0 is not below"),
+    ("llama", {"rope_scaling": LLAMA31 | {"factor": 0.5}}, "rope_factor=0.5"),
+    ("mistral", {"sliding_window": 63}, "sliding_window=63, and dtgpt's attention has no window"),
+    ("mistral", {"max_position_embeddings": 4097}, "sliding_window=4096, by default"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "sliding_window=32"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [llama.SLIDING] * 3}, "window=32"),
+    ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+    ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"), ("llama", {"layer_types": 3}, "layer_types=3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "words"), OTHER_MODELS)
+def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, kind, settings, words):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES | {"model_type": kind} | settings))
+    refused(lambda: HuggingFace(tmp_path), str(path), words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"hidden_act": "swish", "pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": None, "partial_rotary_factor": 1.0, "rope_theta": 10000}),
+        ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}, "attention_bias": None}),
+        ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": None, "quantization_config": None}),
+        ("mistral", {"sliding_window": 64}), ("mistral", {}), ("mistral", {"layer_types": None}),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 3}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}),
+    ],
+)  # fmt: skip
+def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
+    plain = llama.read_config(SIZES | {"model_type": kind}, tmp_path)
+    assert llama.read_config(SIZES | {"model_type": kind} | settings, tmp_path) == plain
+
+
+NUMBERS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window",
+)  # fmt: skip
+HOSTILE = ["4", "", -1, 0, 2.5, True, [], [4], {}, {"a": 1}, 10**30, 10**400, float("nan"), float("inf"), -1e999]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_hostile_numbers_are_one_sentence(tmp_path, name):
+    path = tmp_path / "config.json"
+    for value in HOSTILE:
+        if (name, value) in (("rope_theta", 2.5), ("sliding_window", 10**30), ("sliding_window", 10**400)):
+            continue
+        path.write_text(json.dumps(SIZES | {"model_type": "mistral", name: value}))
+        refused(lambda: HuggingFace(tmp_path), str(path))
+
+
+@pytest.mark.parametrize("name", LLAMA31)
+def test_hostile_numbers_of_a_scaling_are_one_sentence(tmp_path, name):
+    path = tmp_path / "config.json"
+    for value in HOSTILE:
+        if value != 2.5 or name == "original_max_position_embeddings":
+            path.write_text(json.dumps(SIZES | {"model_type": "llama", "rope_scaling": LLAMA31 | {name: value}}))
+            refused(lambda: HuggingFace(tmp_path), str(path))
+
+
+def test_scaling_without_its_length_takes_that_of_the_model(tmp_path):
+    scaling = {k: v for k, v in LLAMA31.items() if k != "original_max_position_embeddings"}
+    config = llama.read_config(SIZES | {"model_type": "llama", "rope_scaling": scaling}, tmp_path)
+    assert config.rope_original_length == 64
+    theirs = transformers.LlamaConfig(**SIZES, rope_scaling=dict(scaling))
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 64
+
+
+def test_a_part_of_a_packed_matrix_is_made_of_the_groups_that_it_touches():
+    config = our_model(num_kv_heads=4, num_heads=8, head_dim=8).config
+    stored = [torch.randn(n, 48) for n in (64, 32, 32)]
+    whole = llama.from_stored(stored, "blocks.0.attn.qkv.weight", config, None)
+    for rows in (range(35, 61), range(32), range(96, 128), range(7, 7), range(128)):
+        part = llama.from_stored(stored, "blocks.0.attn.qkv.weight", config, [rows, range(5, 20)])
+        assert torch.equal(part, whole[rows.start : rows.stop, 5:20])
+        groups = {row // 32 for row in rows} or {0}
+        assert part.untyped_storage().nbytes() <= 4 * 15 * 32 * len(groups)
+
+
+def with_old_buffers(tensors):
+    return tensors | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(3)}
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("model."): t for name, t in tensors.items()}
+
+
+def with_output(tensors):
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def with_output_only(tensors):
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("change", [with_old_buffers, without_prefix, with_output, with_output_only])
+def test_other_ways_to_write_the_same_model(folder, change):
+    expected = model_digest(HuggingFace(folder))
+    assert model_digest(HuggingFace(edit_weights(folder, change))) == expected
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t | {f"{Q}.bias": torch.ones(48)}, ["layers.1.self_attn.q_proj.bias"]),
+        (lambda t: {n: x for n, x in t.items() if n != f"{Q}.weight"}, ["q_proj.weight", "[48, 48]"]),
+        (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"][:12]}, ["q_proj.weight", "[12, 48]", "[48, 48]"]),
+        (lambda t: t | {"model.layers.0.mlp.gate.weight": torch.ones(2, 48)}, ["layers.0.mlp.gate.weight"]),
+        (lambda t: t | {f"{Q}.weight": t[f"{Q}.weight"].to(torch.int8)}, ["q_proj.weight", "I8"]),
+        (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1}, ["tie_word_embeddings=true", "lm_head"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
+    edit_weights(folder, change)
+    refused(lambda: HuggingFace(folder), str(folder), *words)
+
+
+def test_an_untied_model_needs_its_projection(folder):
+    refused(lambda: HuggingFace(edit(folder, tie_word_embeddings=False)), "no tensor lm_head.weight", "[131, 48]")
+
+
+def test_commands_make_no_table_of_all_positions(folder, tmp_path, monkeypatch, capsys):
+    def table(*_):
+        raise AssertionError("a table of all positions is made")
+
+    monkeypatch.setattr(rotary, "angle_table", table)
+    edit(folder, max_position_embeddings=131072)
+    text = inspect(folder, tensors=True)
+    assert "seq_length 131072" in text and "rope_factor 8.0" in text and "blocks.2.mlp.gate_up.weight [176, 48]" in text
+    convert(folder, tmp_path / "ours", ConvertOptions())
+    convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf", dtype="bf16"))
+    assert "bf16" in capsys.readouterr().out
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["max_length"] == 4096
+    saved = open_source(tmp_path / "ours")
+    assert isinstance(saved, Saved) and saved.config == HuggingFace(folder).config
+    assert model_digest(saved) == model_digest(HuggingFace(folder))
+    refused(lambda: convert(folder, tmp_path / "hf", ConvertOptions(to="hf")), "exists already")
+
+
+def test_a_recipe_takes_the_dimensions_of_a_model_and_keeps_its_samples(folder):
+    held = HuggingFace(folder).config
+    other = our_model().config
+    taken = model_values(folder, other, set())
+    assert replace(other, **{k.removeprefix("model."): v for k, v in taken.items()}) == replace(
+        held, seq_length=24, init_std=0.3
+    )
+    assert model_values(folder, replace(held, seq_length=7), {"model.seq_length", "model.num_kv_heads"}) == {}
+    refused(lambda: model_values(folder, other, {"model.num_kv_heads", "model.tied"}), "--model.tied False")
+    gpt2 = GPT2Config(num_layers=1, hidden_size=8, num_heads=2)
+    refused(lambda: model_values(folder, gpt2, set()), "holds a llama", "a gpt2", "LlamaConfig")
+    assert asdict(held).keys() == asdict(other).keys() and len(parameter_shapes(held)) == 2 + 6 * 3
+
+
+@pytest.mark.parametrize("plan", ["tp2", "dp2_zero3"])
+def test_a_run_begins_with_a_folder_under_any_plan(recipe, tmp_path, plan):
+    their_model("qwen3", vocab_size=257, num_key_value_heads=2, hidden_size=40).save_pretrained(tmp_path / "qwen3")
+    source = HuggingFace(tmp_path / "qwen3")
+    model = replace(source.config, seq_length=16)
+    target = replace(recipe, model=model, init_from=str(tmp_path / "qwen3"), plan=plan)
+    whole = pool().run(2, weights_at_the_start, target)[0]
+    for name in parameter_shapes(model):
+        assert torch.equal(whole[name], source.read(name)), name
+
+
+def test_greedy_texts_of_transformers_and_dtgpt_agree(tmp_path, capsys):
+    """With a begin of text before the prompt, in a folder of transformers and in one that dtgpt wrote."""
+    their_model("qwen3 tied", vocab_size=400).save_pretrained(tmp_path / "theirs")
+    cut_by_pattern(tmp_path / "theirs", "llama3")
+    capsys.readouterr()
+    convert(tmp_path / "theirs", tmp_path / "ours", ConvertOptions())
+    convert(tmp_path / "ours", tmp_path / "again", ConvertOptions(to="hf"))
+    assert capsys.readouterr().err == ""
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    pipeline = transformers.pipeline("text-generation", str(tmp_path / "again"))
+    (theirs,) = pipeline("the quick", **greedy)
+    for name in ("theirs", "ours", "again"):
+        assert load(tmp_path / name).generate("the quick", return_full_text=True, **greedy) == theirs["generated_text"]
+    settings = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    ids = tokenizer_beside(tmp_path / "theirs")
+    assert settings == {"bos_token_id": ids.begin_of_text, "eos_token_id": ids.end_of_text, "max_length": 64}
