@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
-from dtgpt.ops.loss.head import LOGITS_BYTES
+from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import (
@@ -124,9 +124,11 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
-    width, logits = settings.dtype.itemsize, _logits(settings)
-    sums = 4 * weight if logits > LOGITS_BYTES and width < 4 else 0
-    return max(min(logits, LOGITS_BYTES) + width * weight + sums, 2 * width * weight)
+    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.model.seq_length
+    columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
+    at_once = chunk_rows(rows, columns, width)
+    sums = 4 * weight if at_once < rows and width < 4 else 0
+    return max(width * at_once * columns + width * weight + sums, 2 * width * weight)
 
 
 def _block_work(settings: Settings) -> float:
