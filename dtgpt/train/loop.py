@@ -62,8 +62,8 @@ def train(recipe: Recipe) -> int:
         if checkpoint:
             loop.resume(checkpoint)
         elif foreign:
-            done, seen = foreign.state["step"], foreign.state["consumed_samples"]
-            startup.take_over(foreign, trainer, recipe.batch_sizes(done, seen))
+            seen = foreign.state["step"], foreign.state["consumed_samples"]
+            startup.take_over(foreign, trainer, recipe.batch_sizes(*seen))
         if loop.interrupted():
             return loop.stopped("before the first step")
         if checkpoint:
