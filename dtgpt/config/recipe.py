@@ -52,7 +52,10 @@ class Recipe:
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
     ] = "auto"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    attention: Annotated[Backend, "implementation of the attention core; auto: the fastest"] = "auto"
+    attention: Annotated[
+        Backend,
+        "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
+    ] = "auto"
     recompute: Annotated[
         Literal["none", "selective", "full"],
         "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",

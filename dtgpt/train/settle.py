@@ -142,7 +142,7 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
     order of its samples. Say what else that run was asked for."""
     recipe = replace_values(asked, _dimensions(run.path, run.config, asked.model, given, exact=True))
     check_run(recipe)
-    other = {n: v for n, v in run.values.items() if attrgetter(n)(recipe) != v}
+    other = {n: v for n, v in run.values.items() if n not in given and attrgetter(n)(recipe) != v}
     if other:
         options = " ".join(f"--{name} {shlex.quote(value_text(value))}" for name, value in other.items())
         say(f"{run.path} was trained with other values than the recipe has; give {options} to keep them")

@@ -22,7 +22,7 @@ from dtgpt.interop.foreign import DTYPES, check_tensors, untied
 from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
 from dtgpt.interop.megatron.config import ZERO_CENTERED, choose_architecture, true_vocabulary
 from dtgpt.interop.megatron.flattened import read_as_shaped
-from dtgpt.interop.megatron.names import our_name
+from dtgpt.interop.megatron.names import ANGLES, our_name
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.roles import Role, role_of
@@ -134,7 +134,7 @@ class TorchDist(Source):
         """Find every parameter. Raise UserError for a tensor that the architecture does not have."""
         where: dict[str, Where] = {}
         for key, stored in self.folder.tensors.items():
-            if OPTIMIZER.match(key) or "_extra_state" in key:
+            if OPTIMIZER.match(key) or ANGLES.fullmatch(key) or "_extra_state" in key:
                 continue
             if stored.dtype not in DTYPES:
                 raise UserError(

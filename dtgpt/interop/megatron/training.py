@@ -59,10 +59,9 @@ class MegatronTraining(TrainingSource):
         self._master = "" if master is None else f"{self._prefix}{master}."
         self._check_tensors()
         self.notes = [*self._weights.notes, *self._master_notes()]
-        length = self._args.get("seq_length")
-        known = type(length) is int and 1 <= length <= self._weights.config.seq_length
-        # Later positions were never trained.
-        self.config = replace(self._weights.config, seq_length=length) if known else self._weights.config
+        length, self.config = self._args.get("seq_length"), self._weights.config
+        if isinstance(length, int) and 1 <= length < self.config.seq_length:  # later positions were never trained
+            self.config = replace(self.config, seq_length=length)
         self.state = self._read_state()
         self.order_samples, self.values = self._order_samples(), self._read_values()
 
