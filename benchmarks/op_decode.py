@@ -1,34 +1,45 @@
-"""Kernels of decode steps at the sizes of 345M, in bf16: microseconds each inside a CUDA graph, beside cuBLAS and the
-bytes' floor. Every product has weights of 24 layers, so that they come from memory and not from a cache."""
+"""Kernels of decode steps at the sizes of a model, in bf16: microseconds each inside a CUDA graph, beside cuBLAS and
+the bytes' floor. Every product has weights of several layers in turn, so that they come from memory, not from a cache.
 
+    python benchmarks/op_decode.py
+    python benchmarks/op_decode.py --model llama32_1b --rows 1 64
+"""
+
+import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from timing import COPY_RATE, capture
-from torch import Tensor
+from torch import Tensor, nn
 
+from dtgpt.inference.cache import core_sizes
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_345M, GPT2_1558M
+from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
-from dtgpt.ops.decode.weights import BlockWeights, HeadWeights
+from dtgpt.ops.decode.blocks import Residual, Write, group_width, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.decode.weights import BlockWeights
 
 CUDA = torch.device("cuda")
-LAYERS, HIDDEN, HEADS, DIM, LENGTH, VOCABULARY = 24, 1024, 16, 64, 1024, 50304
-ROWS = (1, 8, 16, 64, 256)
+MODELS: dict[str, ModelConfig] = {
+    "345m": GPT2_345M, "1558m": GPT2_1558M, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
+}  # fmt: skip
+WEIGHTS = 600_000_000  # bytes of the weights of all layers together, at least: many times a cache
 
 
 def random(*shape: int) -> Tensor:
     return (0.02 * torch.randn(shape, device=CUDA)).to(torch.bfloat16)
 
 
-def block_weights() -> BlockWeights:
-    wide = 4 * HIDDEN
-    return BlockWeights(
-        1 + random(HIDDEN), random(HIDDEN), random(3 * HIDDEN, HIDDEN), random(3 * HIDDEN), random(HIDDEN, HIDDEN),
-        random(HIDDEN), 1 + random(HIDDEN), random(HIDDEN), random(wide, HIDDEN), random(wide), random(HIDDEN, wide),
-        random(HIDDEN), eps=1e-5, head_dim=DIM,
-    )  # fmt: skip
+def part(module: nn.Module) -> nn.Module:
+    """The module with random weights on the GPU."""
+    module.to(CUDA, torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.02)
+    return module
 
 
 def microseconds(work: Callable[[], object], count: int, rounds: int = 20) -> float:
@@ -49,43 +60,67 @@ def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> N
     print(f"{name:>22} M={rows:<4} floor {1e6 * bytes_moved / COPY_RATE:7.2f}  {cells}", flush=True)
 
 
-def main() -> None:
-    blocks = [block_weights() for _ in range(LAYERS)]
-    head = HeadWeights(1 + random(HIDDEN), random(HIDDEN), random(VOCABULARY, HIDDEN), 1e-5)
-    keys, values = ([random(max(ROWS), HEADS, LENGTH, DIM) for _ in blocks] for _ in range(2))
-    for rows in ROWS:
-        x, wide = random(rows, HIDDEN), random(rows, 4 * HIDDEN)
-        slots, positions = torch.arange(rows, device=CUDA), torch.full((rows,), 512, device=CUDA)
+def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
+    """Print the times of a block's kernels and of the head, for each number of rows."""
+    layers = max(4, WEIGHTS // (2 * config.flops_per_block // 6))
+    modules = [part(config.make_block()) for _ in range(layers)]
+    blocks: list[BlockWeights] = [module.decode_weights() for module in modules]  # type: ignore[operator]
+    head = part(config.make_head()).decode_weights()  # type: ignore[operator]
+    ((kv_heads, dim),) = core_sizes(config, 1)
+    keys, values = ([random(max(most_rows), kv_heads, config.seq_length, dim) for _ in blocks] for _ in range(2))
+    for rows in most_rows:
+        slots, positions = torch.arange(rows, device=CUDA), torch.full((rows,), position, device=CUDA)
         caches = [Write(k, v, slots, positions) for k, v in zip(keys, values, strict=True)]
-        queries = random(rows, HEADS, 1, DIM)
+        widths = {name: getattr(blocks[0], name).shape[1] for name in ("qkv", "proj", "fc", "out")}
+        inputs = {name: random(rows, size) for name, size in widths.items()}
+        rotary = blocks[0].rotary
+        packed = random(rows, kv_heads, config.num_heads // kv_heads + 2, dim)[:, :, :-2]
 
-        def products(name: str, epilogue: str, x: Tensor, rows: int = rows, caches: list[Write] = caches) -> None:
+        def products(
+            name: str, epilogue: str, rows: int = rows, caches: list[Write] = caches, inputs: dict = inputs
+        ) -> None:
+            x, first = inputs[name], getattr(blocks[0], name)
+            width = group_width(first.shape[1], blocks[0].most_groups) if epilogue == "groups" else 512
+
             def ours() -> None:
                 for block, cache in zip(blocks, caches, strict=True):
-                    write = cache if epilogue == "qkv" else None
-                    product(x, getattr(block, name), getattr(block, f"{name}_bias"), epilogue, write)
+                    bias = None if epilogue == "groups" else getattr(block, f"{name}_bias")
+                    product(x, getattr(block, name), bias, epilogue, cache if epilogue == "qkv" else None, width)
 
             def cublas() -> None:
                 for block in blocks:
                     F.linear(x, getattr(block, name), getattr(block, f"{name}_bias"))
 
-            found = {"ours": microseconds(ours, LAYERS), "cuBLAS": microseconds(cublas, LAYERS)}
-            line(name, rows, getattr(blocks[0], name).nbytes, found)
+            found = {"ours": microseconds(ours, layers), "cuBLAS": microseconds(cublas, layers)}
+            line(name, rows, first.nbytes, found)
 
-        products("qkv", "qkv", x)
-        products("proj", "groups", x)
-        products("fc", "gelu", x)
-        products("out", "groups", wide)
-        stream = Residual(x, torch.zeros(8, rows, HIDDEN, device=CUDA), blocks[0].out_bias)
-        norm = microseconds(lambda: [residual_norm(stream, b.norm_1, b.norm_1_bias, b.eps) for b in blocks], LAYERS)  # noqa: B023
-        line("norm of 8 groups", rows, stream.branch.nbytes, {"ours": norm})
-        attention = microseconds(lambda: [decode_attention(queries, *cache) for cache in caches], LAYERS)  # noqa: B023
-        cached = rows * 513 * 2 * HIDDEN * 2
-        line("attention at 512", rows, cached, {"ours": attention})
+        products("qkv", "qkv" if rotary is None else "plain")
+        products("proj", "groups")
+        products("fc", blocks[0].activation)
+        products("out", "groups")
+        x = inputs["qkv"]
+        stream = Residual(x, torch.zeros(8, rows, config.hidden_size, device=CUDA), blocks[0].out_bias)
+        norm = microseconds(lambda: [residual_norm(stream, b.norm_1, b.norm_1_bias, b.eps) for b in blocks], layers)  # noqa: B023
+        line("norm of 8 groups", rows, 32 * stream.x.numel(), {"ours": norm})
+        attention = microseconds(lambda: [decode_attention(packed, *cache, rotary) for cache in caches], layers)  # noqa: B023
+        cached = rows * (position + 1) * 2 * kv_heads * dim * 2
+        line(f"attention at {position}", rows, cached, {"ours": attention})
         weights = sum(value.nbytes for value in blocks[0] if isinstance(value, Tensor))
-        whole = microseconds(lambda: run_blocks(x, blocks, keys, values, slots, positions), LAYERS)  # noqa: B023
-        line("block at 512", rows, weights + cached, {"ours": whole})
+        whole = microseconds(lambda: run_blocks(x, blocks, keys, values, slots, positions), layers)  # noqa: B023
+        line(f"block at {position}", rows, weights + cached, {"ours": whole})
         line("head", rows, head.table.nbytes, {"ours": microseconds(lambda: run_head(Residual(x), head), 1)})  # noqa: B023
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="345m", choices=MODELS)
+    parser.add_argument("--length", type=int, default=1024, help="positions of a slot")
+    parser.add_argument("--position", type=int, default=512, help="position of each row")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 256])
+    args = parser.parse_args()
+    if not 0 <= args.position < args.length:
+        parser.error(f"--position {args.position} is not below --length {args.length}")
+    measure(replace(MODELS[args.model], seq_length=args.length), args.rows, args.position)
 
 
 if __name__ == "__main__":

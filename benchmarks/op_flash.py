@@ -1,6 +1,7 @@
-"""Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M; documents kept apart.
+"""Attention with dropout and the choices of its kernels, at the sizes of GPT-2 345M and 1558M; groups of heads and long
+samples, at those of LLaMA and Qwen3; documents kept apart.
 
-python benchmarks/op_flash.py [--documents]      (these alone)
+python benchmarks/op_flash.py [--documents | --grouped]      (these alone)
 """
 
 import math
@@ -11,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from cases import Case, run_cases
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops.attention import flash
+from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.random.philox import fold, root_key
 
@@ -25,19 +27,30 @@ LAUNCHES = {
     "keys": [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 8, 2)],
     "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
 }
+GROUPED = [(4, 4096, 32, 8, 64), (2, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (8, 1024, 16, 8, 128)]  # B, T, N, G, D
+GROUPED_LAUNCHES = {
+    "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
+    "keys": [(64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2)],
+    "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
+}
 Work = Callable[[], object]
 
 
-def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash.BAND) -> Work:
+def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash_launch.BAND) -> Work:
     """With a kernel launched that way."""
+    tables = [flash_launch.NARROW, flash_launch.NARROW_TILES, flash_launch.WIDE_TILES]
 
     def run() -> object:
-        before, flash.BAND = (flash.NARROW[name], flash.BAND), band
-        flash.NARROW[name] = flash.Launch(*how)
+        before, band_before = [table[name] for table in tables], flash_launch.BAND
+        flash_launch.BAND = band
+        for table in tables:
+            table[name] = flash_launch.Launch(*how)
         try:
             return work()
         finally:
-            flash.NARROW[name], flash.BAND = before
+            flash_launch.BAND = band_before
+            for table, launch in zip(tables, before, strict=True):
+                table[name] = launch
 
     return run
 
@@ -63,12 +76,12 @@ class Inputs:
 
     def forward(self, p: float) -> Work:
         key = self.key if p else None
-        return lambda: flash.launch_forward(*self.parts(), key, p, 0, None)
+        return lambda: flash_launch.launch_forward(*self.parts(), key, p, 0, None)
 
     def backward(self, p: float) -> Work:
         key, parts = self.key if p else None, self.parts()
-        out, sums = flash.launch_forward(*parts, key, p, 0, None)
-        return lambda: flash.launch_backward(self.grad, *parts, out, sums, key, p, 0, None, True)
+        out, sums = flash_launch.launch_forward(*parts, key, p, 0, None)
+        return lambda: flash_launch.launch_backward(self.grad, *parts, out, sums, key, p, 0, None, True)
 
     def both(self, function: Callable[[], Tensor]) -> Work:
         return lambda: torch.autograd.grad(function(), self.qkv, self.grad)
@@ -92,7 +105,7 @@ def parts(batch: int, heads: int) -> list[Case]:
     """Each kernel alone."""
     x = Inputs(batch, heads)
     qkv = x.parts()
-    out, sums = flash.launch_forward(*qkv, x.key, P, 0, None)
+    out, sums = flash_launch.launch_forward(*qkv, x.key, P, 0, None)
     pairs, cases = sums.new_empty(*sums.shape, 2), []
     dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
     call = flash_launch.Call(*qkv, x.key, P, 0, None)
@@ -121,7 +134,7 @@ def parts(batch: int, heads: int) -> list[Case]:
             site = call if p else flash_launch.Call(*qkv, None, 0.0, 0, None)
 
             def work(site=site, name=name, scales=scales) -> None:
-                site.run(name, *tensors[name], made=made[name], scales=scales)
+                site._run(name, *tensors[name], made=made[name], scale=scales)
 
             for how in LAUNCHES[name]:
                 if not (p and how[1] != 64):
@@ -158,10 +171,63 @@ def apart(batch: int, heads: int, mean: int) -> Case:
     return Case(f"forward and backward {x.name}, documents of {mean}", works, x.size * 4, 3.5 * x.flops)
 
 
-def cases(only_apart: bool) -> list[Case]:
+def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> list[Case]:
+    """Long samples whose heads of q share heads of k and v: our back end and those of PyTorch, then our launches."""
+    sizes = [(batch, length, n, width) for n in (heads, kv_heads, kv_heads)]
+    leaves = [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
+    grad = torch.randn(sizes[0], device="cuda").bfloat16()
+    name = f"B{batch} T{length} N{heads} G{kv_heads} D{width}"
+    product = 2 * batch * heads * length * length * width / 2  # half of it hidden
+    moved = sum(t.nbytes for t in leaves) + grad.nbytes
+
+    def pytorch(kernel: SDPBackend) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in leaves)
+            with sdpa_kernel(kernel):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        return run
+
+    def ours(key: Tensor | None = None, p: float = 0.0) -> Tensor:
+        return flash.flash_attention(*leaves, key, p)
+
+    key = fold(root_key(1), torch.arange(batch)).cuda()
+    functions = {
+        "ours": ours,
+        "ours, dropout": lambda: ours(key, P),
+        "PyTorch, cuDNN": pytorch(SDPBackend.CUDNN_ATTENTION),
+        "PyTorch, FlashAttention-2": pytorch(SDPBackend.FLASH_ATTENTION),
+    }
+    both = {k: lambda f=f: torch.autograd.grad(f(), leaves, grad) for k, f in functions.items()}
+    q, k, v = (t.detach() for t in leaves)
+    out, sums = flash_launch.launch_forward(q, k, v, None, 0.0, 0, None)
+
+    def backward() -> object:
+        return flash_launch.launch_backward(grad, q, k, v, out, sums, None, 0.0, 0, None, False)
+
+    def forward() -> object:
+        return flash_launch.launch_forward(q, k, v, None, 0.0, 0, None)
+
+    cases = [
+        Case(f"forward {name}", functions, moved, 2 * product),
+        Case(f"forward and backward {name}", both, 3 * moved, 7 * product),
+    ]
+    for kernel, launches in GROUPED_LAUNCHES.items() if length == 4096 else ():
+        work, products = (forward, 2) if kernel == "forward" else (backward, 5)
+        variants = {"x".join(map(str, how)): launched(kernel, how, work) for how in launches}
+        cases.append(Case(f"launches of {kernel} in {work.__name__} {name}", variants, moved, products * product))
+    return cases
+
+
+def cases(arguments: list[str]) -> list[Case]:
+    if "--grouped" in arguments:
+        return [case for shape in GROUPED for case in grouped(*shape)]
     kept_apart = [apart(16, 16, mean) for mean in (4096, 512, 128)]
-    return kept_apart if only_apart else parts(16, 16) + [c for size in SIZES for c in whole(*size)] + kept_apart
+    if "--documents" in arguments:
+        return kept_apart
+    packed = parts(16, 16) + [case for size in SIZES for case in whole(*size)]
+    return packed + [case for shape in GROUPED for case in grouped(*shape)] + kept_apart
 
 
 if __name__ == "__main__":
-    run_cases(cases("--documents" in sys.argv[1:]))
+    run_cases(cases(sys.argv[1:]))

@@ -4,10 +4,8 @@ weights.
 hardware   8 GPUs of 80 GB, or 2 of 141 GB
 plan       dtgpt plan recipes/llama3_8b.py --world 8 --gpu H100
 command    torchrun --nproc-per-node 8 recipes/llama3_8b.py --data.path tokens_text_document
-two GPUs   torchrun --nproc-per-node 2 recipes/llama3_8b.py --data.path tokens_text_document
-           or with --plan tp2_sp --graph on
-fine-tune  torchrun --nproc-per-node 8 recipes/llama3_8b.py --init_from Meta-Llama-3-8B
-           --data.path tokens_text_document --optimizer.lr 1e-5 --optimizer.warmup 100 --steps 1000
+two GPUs   the same with --nproc-per-node 2, or with --plan tp2_sp --graph on
+fine-tune  the same with --init_from Meta-Llama-3-8B --optimizer.lr 1e-5 --optimizer.warmup 100 --steps 1000
 expect     55 GiB on each of 8 GPUs and 100 GiB on each of 2; 88 GiB on each of 2 under tp2_sp, as planned. The full run
            was not tried.
 

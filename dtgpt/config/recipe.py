@@ -52,7 +52,10 @@ class Recipe:
         "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
     ] = "auto"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    attention: Annotated[Backend, "implementation of the attention core; auto: the fastest"] = "auto"
+    attention: Annotated[
+        Backend,
+        "implementation of the attention core; auto: the fastest, if possible one with the same bits in every run",
+    ] = "auto"
     recompute: Annotated[
         Literal["none", "selective", "full"],
         "recompute activations in backward: of the attention core (selective) or of whole blocks (full)",
@@ -64,7 +67,9 @@ class Recipe:
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
-        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one", PATH
+        str | None,
+        "run folder or checkpoint to resume, also of Megatron-LM; auto: the newest run of this name, or a new one",
+        PATH,
     ] = None
     init_from: Annotated[
         str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH

@@ -16,6 +16,7 @@ from dtgpt.evaluation.tasks import (
     Result,
     Task,
     TaskOptions,
+    continued,
     encode_pairs,
     encoded,
     mean_and_error,
@@ -122,7 +123,7 @@ def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskO
         pairs = encode_pairs(tokenizer, _queries(items, texts))
     else:  # context and ending are encoded apart
         contexts = [opened(ids, tokenizer) for ids in encoded(tokenizer, [item.context for item in items])]
-        ends = encoded(tokenizer, [f" {ending}" for endings in texts for ending in endings])
+        ends = continued(tokenizer, [f" {ending}" for endings in texts for ending in endings])
         pairs = [(contexts[number // ENDINGS], end) for number, end in enumerate(ends)]
     samples = [fitted(context, end, positions) for context, end in pairs]
 

@@ -11,6 +11,7 @@ from dtgpt.evaluation.tasks import (
     Result,
     Task,
     TaskOptions,
+    continued,
     encode_pairs,
     encoded,
     exponential,
@@ -52,7 +53,7 @@ def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple
         return [(ids[:-1], ids[-1:]) for ids in encoded(tokenizer, texts)]
     words = [text.split()[-1] for text in texts]
     before = [text[: text.rindex(word)].strip() for text, word in zip(texts, words, strict=True)]
-    targets = encoded(tokenizer, [f" {word}" for word in words])
+    targets = continued(tokenizer, [f" {word}" for word in words])
     return list(zip(encoded(tokenizer, before), targets, strict=True))
 
 

@@ -71,11 +71,17 @@ def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
 
 
+def continued(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the ids of texts that follow others, without what the tokenizer puts before every text."""
+    opening = len(tokenizer.encode(""))
+    return [ids[opening:] for ids in encoded(tokenizer, texts)]
+
+
 def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return a context, in place of an empty one the token that begins a document. Raise UserError where the tokenizer
     has none."""
-    if context:
-        return context
+    if begun := context or tokenizer.encode(""):
+        return begun
     if tokenizer.opening is None:
         raise UserError(f"the tokenizer {tokenizer.name} has no end of text to begin a document with; give another one")
     return [tokenizer.opening]
@@ -92,7 +98,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tup
     for (context, _), ids in zip(moved, encoded(tokenizer, ["".join(pair) for pair in moved]), strict=True):
         if not context:
             begin = opened([], tokenizer)
-            ids = ids if ids[:1] == begin else [*begin, *ids]
+            ids = ids if ids[: len(begin)] == begin else [*begin, *ids]
         cut = lengths[context] or 1
         found.append((ids[:cut], ids[cut:]))
     return found

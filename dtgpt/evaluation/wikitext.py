@@ -12,7 +12,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded, exponential, opened
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, continued, encoded, exponential, opened
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -181,7 +181,7 @@ def _prepare_whole(
 def _prepare_articles(file: DataFile, tokenizer: Tokenizer, positions: int, limit: int | None) -> Prepared:
     pages = articles(file)[:limit]
     samples = []
-    for ids in encoded(tokenizer, [detokenize(page) for page in pages]):
+    for ids in continued(tokenizer, [detokenize(page) for page in pages]):
         whole = [*opened([], tokenizer), *ids]
         samples += _samples(whole, rolling_windows(len(whole), positions))
     words, size = sum(len(re.split(r"\s+", page)) for page in pages), sum(len(page.encode()) for page in pages)

@@ -31,7 +31,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @functools.cache
 def copies_tiles(device: torch.device) -> bool:
-    """Return whether a GPU has a unit that copies whole tiles to shared memory (TMA; compute capability 9.0 and newer)."""
+    """Return whether a GPU copies whole tiles to shared memory by itself (TMA; compute capability 9.0 and newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

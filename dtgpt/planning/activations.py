@@ -63,8 +63,8 @@ def core_bytes(settings: Settings) -> float:
     if backend == "explicit":
         return (4 + width) * scores + block_sizes(settings).repeated  # probabilities in fp32, and after dropout
     if backend == "fused_softmax":
-        kept = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
-        return kept * width * scores + block_sizes(settings).repeated
+        tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
+        return tensors * width * scores + block_sizes(settings).repeated
     masked, length = settings.masks_documents, settings.model.seq_length
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
@@ -89,7 +89,7 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
 
     for module in block.modules():
         if isinstance(module, AttentionCore):
-            module.forward = attend  # type: ignore[method-assign]
+            module.forward = attend  # type: ignore[method-assign,assignment]
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

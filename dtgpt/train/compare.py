@@ -106,10 +106,18 @@ def record(trainer: Trainer, steps: int) -> Record | None:
 
 
 def save_record(found: Record | None, file: Path) -> None:
-    """Write on rank 0 the record that `run_plan` reads."""
+    """Write on rank 0 the record that `read_record` reads."""
     if found is not None:
         values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "tensors"}
         save_file(found.tensors, file, metadata={"record": json.dumps(values)})
+
+
+def read_record(file: Path) -> Record:
+    """Return what `save_record` wrote."""
+    with safe_open(file, "pt") as saved:
+        tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
+        values = json.loads(saved.metadata()["record"])
+    return Record(**values, tensors=tensors)
 
 
 def difference(record: Record, reference: Record) -> Difference:
@@ -198,10 +206,7 @@ def run_plan(path: Path, name: str, world: int, steps: int, options: list[str], 
         raise UserError(
             f"plan {name}: {sentence.removeprefix('dtgpt: ') if sentence else 'failed; see its output above'}"
         )
-    with safe_open(file, "pt") as saved:
-        tensors = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118
-        values = json.loads(saved.metadata()["record"])
-    return Record(**values, tensors=tensors)
+    return read_record(file)
 
 
 def report(records: dict[str, Record], differences: dict[str, Difference], limits: tuple[float, float]) -> str:

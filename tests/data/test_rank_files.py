@@ -110,6 +110,8 @@ def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     assert tokenizer_beside(tmp_path).vocab_size == 476  # vocab.json alone is not a tokenizer
     gpt2_files(tmp_path)
     assert open_tokenizer(str(tmp_path)).vocab_size == 50257
+    write_json(tmp_path / "config.json", {"model_type": "qwen3"})
+    refused(lambda: tokenizer_beside(tmp_path), "model_type='qwen3'", "tokenizer.json")
     cut_by_pattern(tmp_path, "llama3")
     found = tokenizer_beside(tmp_path)
     assert isinstance(found, HuggingFace) and found.encode("")[:1] == [found.begin_of_text]

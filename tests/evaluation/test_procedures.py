@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dtgpt.data.tokenizers.char import Ids
-from dtgpt.data.tokenizers.open import from_files, make_tokenizer
+from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from dtgpt.evaluation import hellaswag, lambada, wikitext
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.catalog import asked_for, prepare, tasks_and_files
@@ -15,7 +15,7 @@ from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import TaskOptions, encode_pairs
 from dtgpt.util.errors import UserError
 from tests.support.serving import serving_cases
-from tests.support.vocabularies import gpt2_files
+from tests.support.vocabularies import gpt2_files, rank_file
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +256,25 @@ def test_a_long_context_loses_its_beginning(tmp_path):
     for sample, ending in zip(samples, ITEM["endings"], strict=True):
         assert len(sample.ids) == 21 and BYTES.decode(sample.ids).endswith(f" {ending}")
         assert len(sample.ids) - sample.context == len(ending) + 1
+
+
+def test_a_begin_of_text_stands_only_before_the_first_text(tmp_path):
+    """With a tokenizer that opens each text, as Llama's, samples are those of a tokenizer without, and one token."""
+    rank_file(tmp_path / "tokenizer.model")
+    bare, opens = (open_tokenizer(str(tmp_path / "tokenizer.model"), begin=begin) for begin in (False, True))
+    begin = opens.begin_of_text
+    assert encode_pairs(opens, [("", "the quick")]) == [([begin], bare.encode("the quick"))]
+    assert encode_pairs(opens, [("the ", "quick")]) == [([begin, 257], bare.encode(" quick"))]
+    assert encode_pairs(bare, [("", "the")]) == [([bare.end_of_text], [257])]
+    contents = {"hellaswag": items(), "lambada": '{"text": "the quick brown fox"}\n', "wikitext103": ARTICLES}
+    for name, form in (("hellaswag", None), ("hellaswag", "lm-eval"), ("lambada", None), ("wikitext103", "lm-eval")):
+        path = tmp_path / ("data.txt" if name == "wikitext103" else "data.jsonl")
+        path.write_text(contents[name])
+        (asked,) = asked_for([name], [str(path)], TaskOptions(form=form, strict=name == "lambada"))
+        expected, found = (prepare(asked, tokenizer, 500)[1].samples for tokenizer in (bare, opens))
+        for theirs, (ids, context) in zip(expected, found, strict=True):
+            drop = [bare.end_of_text] if name == "wikitext103" else []
+            assert ids == [begin, *theirs.ids[len(drop) :]] and context == theirs.context + 1 - len(drop)
 
 
 def test_a_limit_measures_the_first_ones(tmp_path):

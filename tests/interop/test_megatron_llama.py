@@ -9,6 +9,7 @@ import torch
 
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.open import open_source
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import cut, load_model
 from dtgpt.util.errors import UserError
@@ -81,12 +82,18 @@ def test_every_command_takes_the_tree(own, tmp_path, capsys):
     code, out, err = in_process(["inspect", own], capsys)
     assert (code, err) == (0, "") and "num_kv_heads 2" in out
     sizes = ["--target-tensor-parallel-size", "4", "--target-pipeline-parallel-size", "2"]
-    formats = {"ours": [], "tree": ["--to", "megatron", *sizes, "--transformer-impl", "transformer_engine"]}
+    formats = {
+        "ours": [],
+        "hf": ["--to", "hf"],
+        "tree": ["--to", "megatron", *sizes, "--transformer-impl", "transformer_engine"],
+    }
     for name, options in formats.items():
         code, _, err = in_process(["convert", own, tmp_path / name, *options], capsys)
         assert (code, err) == (0, "")
-    back = Megatron(tmp_path / "tree", true_vocab_size=256)
-    assert back.tensor_parallel_size == 4 and (logits(back, tokens) - expected).abs().max() < 1e-5
+    sources = [open_source(tmp_path / name, true_vocab_size=256) for name in formats]
+    assert sources[-1].tensor_parallel_size == 4
+    for source in sources:
+        assert (logits(source, tokens) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["untied", "tied with norms of heads"])
@@ -223,6 +230,7 @@ def test_a_scaling_that_megatron_does_not_compute_is_noted(tmp_path, capsys):
         ({"no_rope_freq": 4}, "no_rope_freq=4"),
         ({"window_size": (128, 0)}, "sliding windows"),
         ({"num_experts": 8}, "num_experts=8"),
+        ({"hybrid_layer_pattern": "*-*-*-*-"}, "hybrid_layer_pattern="),
         ({"normalization": "LayerNorm", "swiglu": False}, "normalization=LayerNorm.*swiglu=False"),
         ({"num_query_groups": 3}, "num_kv_heads=3 does not divide"),
         ({"num_query_groups": None}, "num_query_groups=None"),

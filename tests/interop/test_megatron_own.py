@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.models.source import load_model
@@ -58,6 +59,18 @@ def test_every_command_takes_the_tree(tree, tmp_path, capsys):
     assert distance(tree, tree, dtgpt.load(tree)) < 1e-5
     code, _, err = in_process(["generate", tree], capsys)
     assert code == 2 and "tokens are not GPT-2's" in err
+
+
+def test_what_megatrons_code_wrote_is_written_again_bitwise(tree, tmp_path):
+    """With mcore's names; those of 2023 are checked in test_megatron_export."""
+    save_megatron(Megatron(tree), tmp_path / "out", 1, 2, iteration=3, family="local")
+    for path in tree.rglob("model_optim_rng.pt"):
+        ours = open_pickle(tmp_path / "out" / path.relative_to(tree))["model"]
+        theirs = open_pickle(path)["model"]
+        assert ours.keys() == theirs.keys()
+        assert all(
+            ours[key] is None if value is None else torch.equal(ours[key], value) for key, value in theirs.items()
+        )
 
 
 def test_a_run_begins_with_the_weights_of_the_tree(tree):

@@ -206,3 +206,47 @@ def test_the_plan_knows_what_a_back_end_keeps_for_groups_of_heads(recipe, backen
     for shared in (out, *([] if spans is None else [spans])):  # kept by others too
         kept.pop(shared.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) - sum(t.nbytes for t in inputs) == pytest.approx(core_bytes(settings), rel=0.02)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_pytorchs_own_compiles_as_one_graph(masked):
+    q, k, v = make_input()[0].unbind(3)
+    spans = document_bounds(torch.zeros(q.shape[:2], dtype=torch.bool)) if masked else None
+
+    def attend(q, k, v):
+        return causal_attention(q, k[:, :, :2], v[:, :, :2], spans=spans, backend="sdpa")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [64, 128, 160])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_back_ends_on_a_gpu_take_groups_of_heads_and_documents(backend, dtype, size, masked):
+    """PyTorch's own saves no keys and values for each head of q where it need not."""
+    if backend == "flash" and size > 128:
+        pytest.skip("refused")
+    inputs = [torch.randn(2, 320, n, size, device="cuda").to(dtype).requires_grad_() for n in (8, 2, 2)]
+    grad = torch.randn_like(inputs[0])
+    spans = document_bounds(torch.rand(2, 320, device="cuda") < 0.02) if masked else None
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = causal_attention(*inputs, spans=spans, backend=backend)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = flash.reference(*wide, None, 0.0, spans=spans)
+    tolerance = 2e-5 if dtype == torch.float32 else 1.2e-2
+    check(
+        [out, *torch.autograd.grad(out, inputs, grad)],
+        [exact, *torch.autograd.grad(exact, wide, grad.double())],
+        tolerance,
+    )
+    if backend == "sdpa" and not masked and dtype == torch.bfloat16:
+        assert sum(kept.values()) < 1.1 * sum(t.nbytes for t in (*inputs, out)) + 4 * out.numel() / size

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
+from dtgpt.models.llama import LLAMA3_8B
 from tests.support.ranks import pool
 
 ROOT = Path(__file__).parents[2]

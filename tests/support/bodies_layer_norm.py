@@ -191,12 +191,14 @@ def check_rotary(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, normed: bool, placed: bool,
     device: torch.device | str = "cpu",
 ) -> None:  # fmt: skip
-    """`rotary_qkv` of qkv of a shape [B, T, G, R + 2, D], with norms of heads and positions of its own or without."""
+    """`rotary_qkv` of qkv of a shape [B, T, G, R + 2, D], with norms of heads (whose weights are fp32 beside bf16) and
+    positions of its own or without."""
     batch, length, *_, size = shape
     number = length + 7
     positions = torch.randint(0, number, (batch, length)).to(device) if placed else None
-    inputs = [torch.randn(shape), *(1 + 0.3 * torch.randn(size) for _ in range(2 * normed))]
-    inputs = [t.to(dtype).to(device) for t in inputs]
+    weights = [1 + 0.3 * torch.randn(size) for _ in range(2 * normed)]
+    weights = weights if dtype == torch.bfloat16 else [weight.to(dtype) for weight in weights]
+    inputs = [t.to(device) for t in (torch.randn(shape).to(dtype), *weights)]
     table = angle_table(ROTATION, size, number, torch.device(device))
 
     def fast(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

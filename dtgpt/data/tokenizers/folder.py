@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_json
 
 NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "qwen.tiktoken")  # the first one is taken
@@ -26,6 +26,17 @@ def opens_texts(folder: Path) -> bool:
     if isinstance(asked, bool):
         return asked
     return read_settings(folder / "config.json").get("model_type") in OPENING
+
+
+def check_pre_tokenization(folder: Path) -> None:
+    """Raise UserError where vocab.json and merges.txt are of a model that does not cut texts as GPT-2 does: these two
+    files do not say how."""
+    kind = read_settings(folder / "config.json").get("model_type", "gpt2")
+    if kind != "gpt2":
+        raise UserError(
+            f"{folder} has vocab.json and merges.txt of a model_type={shown(kind)}, which do not say how texts are cut "
+            "before bytes are merged; add its tokenizer.json, which transformers' AutoTokenizer saves"
+        )
 
 
 def end_of_text_beside(path: Path) -> str | None:

@@ -23,7 +23,7 @@ from dtgpt.data.tokenizers.bpe_files import (
 )
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id, train_ranks
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
-from dtgpt.data.tokenizers.folder import NAMES, end_of_text_beside, opens_texts, tokenizer_file
+from dtgpt.data.tokenizers.folder import NAMES, check_pre_tokenization, end_of_text_beside, opens_texts, tokenizer_file
 from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
 from dtgpt.data.tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.tokenizer import (
@@ -61,6 +61,7 @@ def open_tokenizer(
             raise UserError(f"{path} has no tokenizer (none of {', '.join(NAMES)}); give a folder or file with one")
         path = found
         if path.name == "vocab.json":
+            check_pre_tokenization(path.parent)
             return from_files(path, path.with_name("merges.txt"))
     if path.exists():
         return _from_file(path, begin)
@@ -159,12 +160,14 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     try:
         ids = parse_json(read_text(vocab))
     except ValueError as error:
-        raise UserError(f"{vocab} is not a vocabulary ({error}); give GPT-2's vocab.json") from None
+        raise UserError(f"{vocab} is not a vocabulary ({error}); give the vocab.json of a byte-level BPE") from None
     _check_ids(ids, vocab)
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
-        raise UserError(f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give GPT-2's merges.txt")
+        raise UserError(
+            f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give the merges.txt of a byte-level BPE"
+        )
     named = end_of_text_beside(vocab)
     end = named if named is not None and named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}

@@ -70,11 +70,11 @@ def read_config(settings: dict[str, Any], path: Path) -> GPT2Config:
     width = whole_number(settings, ("n_embd", "hidden_size"), 768, path)
     rules = {
         "activation_function": ("gelu_new", lambda v: v in TANH_GELU, f"dtgpt has {', '.join(TANH_GELU)}"),
-        "n_inner": (None, lambda v: v in (None, 4 * width), f"dtgpt's MLP is 4 n_embd = {4 * width} wide"),
-        "tie_word_embeddings": (True, lambda v: v is True, "dtgpt's output projection is the token table"),
+        "n_inner": (None, lambda v: v in (None, 4 * width), f"the MLP of dtgpt's GPT-2 is 4 n_embd = {4 * width} wide"),
+        "tie_word_embeddings": (True, lambda v: v is True, "the output projection of dtgpt's GPT-2 is the token table"),
         "scale_attn_weights": (True, lambda v: v is True, "dtgpt divides scores by sqrt(D)"),
         "scale_attn_by_inverse_layer_idx": (False, lambda v: v is False, "dtgpt divides scores by sqrt(D) alone"),
-        "add_cross_attention": (False, lambda v: v is False, "dtgpt's model has no encoder to attend to"),
+        "add_cross_attention": (False, lambda v: v is False, "dtgpt's GPT-2 has no encoder to attend to"),
     }
     for name, (default, fits, reason) in rules.items():
         value = settings.get(name, default)

@@ -121,11 +121,11 @@ def read_config(settings: dict[str, Any], path: Path) -> LlamaConfig:
 
 
 def _check_options(settings: dict[str, Any], path: Path) -> None:
-    """Raise UserError for an option that dtgpt's model does not have."""
+    """Raise UserError for an option that dtgpt does not have."""
     rules: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         "hidden_act": ("silu", lambda v: v in SILU, f"dtgpt has {' and '.join(SILU)}"),
-        "attention_bias": (False, lambda v: not v, "dtgpt's attention has no biases"),
-        "mlp_bias": (False, lambda v: not v, "dtgpt's MLP has no biases"),
+        "attention_bias": (False, lambda v: not v, "the attention of dtgpt's LLaMA has no biases"),
+        "mlp_bias": (False, lambda v: not v, "the MLP of dtgpt's LLaMA has no biases"),
         "tie_word_embeddings": (False, lambda v: isinstance(v, bool), "the key is true or false"),
         "quantization_config": (None, lambda v: v is None, "dtgpt reads weights in F32, F16 and BF16"),
     }

@@ -28,6 +28,7 @@ from dtgpt.util.storage import new_folder, open_regular, read_json, write_json
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
+LONGEST = 4096  # tokens that transformers generates where nobody says how many
 ROWS = 4096  # of two tables compared at a time
 # Without these words transformers would take an empty tokenizer for the model's; with them it says that there is none.
 NO_TOKENIZER = {"tokenizer_config.json": {"tokenizer_class": CLASS}}
@@ -234,5 +235,5 @@ def _settings(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | No
     model = ARCHITECTURES[config.architecture].write_config(config)
     return {
         "config.json": model | {"torch_dtype": str(dtype).removeprefix("torch.")} | ends,
-        "generation_config.json": ends | {"max_length": config.seq_length},
+        "generation_config.json": ends | {"max_length": min(config.seq_length, LONGEST)},
     }

@@ -13,8 +13,9 @@ ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, "llama": llama}  # by dt
 # What each rank's args must agree on with the first rank's.
 ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the name until 2026, and since
 STRUCTURE = (
-    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", *ZERO_CENTERED,
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "max_position_embeddings", "rotary_base", "padded_vocab_size", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", *ZERO_CENTERED,
 )  # fmt: skip
 
 # args -> the only values that any architecture here has, None where the version had no such argument; and what a model
@@ -27,7 +28,7 @@ VALUES: Values = {
     "apply_residual_connection_post_layernorm": ((None, False), "residuals of normalized values"),
     "enable_mhc_connections": ((None, False), "several residual streams"),
     "multi_latent_attention": ((None, False), "latent attention"),
-    "qk_l2_norm": ((None, False), "norms of queries and keys without weights"),
+    "qk_l2_norm": ((None, False), "norms of queries and keys"),
     "softmax_type": ((None, "vanilla"), "another softmax"),
     "attention_output_gate": ((None, False), "gated attention"),
     "experimental_attention_variant": ((None,), "another attention"),
@@ -35,6 +36,8 @@ VALUES: Values = {
     "window_size": ((None,), "sliding windows"),
     "use_mup": ((None, False), "the scales of muP"),
     "is_hybrid_model": ((None, False), "other layers than a transformer's"),
+    "hybrid_layer_pattern": ((None,), "other layers than a transformer's"),
+    "hybrid_override_pattern": ((None,), "other layers than a transformer's"),
     "heterogeneous_layers_config_path": ((None,), "layers of different kinds"),
     "heterogeneous_layers_config_encoded_json": ((None,), "layers of different kinds"),
     "mtp_num_layers": ((None, 0), "prediction of several tokens"),

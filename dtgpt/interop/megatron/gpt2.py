@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.interop.megatron.architecture import Facts, Order, Values, check_agreement
-from dtgpt.interop.megatron.names import Family
+from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.pickles import StandIn
@@ -18,13 +18,13 @@ HAS = (
     "learned positions, LayerNorm, biases, plain attention, a tanh-GELU MLP of 4 times the hidden size and tied "
     "embeddings"
 )
-MODULES = {
+MODULES: Modules = {
     "tokens": "embedding.wte", "positions": "embedding.wpe", "attention_norm": "ln_1", "qkv": "attn.qkv",
     "attention_output": "attn.proj", "mlp_norm": "ln_2", "mlp_input": "mlp.fc", "mlp_output": "mlp.proj",
     "final_norm": "head.ln_f", "output": "head.lm_head",
 }  # fmt: skip
 FAMILY: Family = "nested"
-VOCABULARIES = (GPT2_124M.vocab_size,)
+VOCABULARIES: tuple[int, ...] = (GPT2_124M.vocab_size,)
 POSITIONS = "embedding.wpe.weight"
 HEAD_DIM = 64  # of every published GPT-2
 

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import checked, epsilon, whole_number
 from dtgpt.interop.megatron.architecture import Facts, Order, Values
-from dtgpt.interop.megatron.names import Family
+from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
 
 TITLE = "LLaMA"
 HAS = "rotary positions, RMSNorm, SwiGLU and no biases"
-MODULES = {
+MODULES: Modules = {
     "tokens": "embedding.tokens", "attention_norm": "norm_1", "qkv": "attn.qkv", "q_norm": "attn.q_norm",
     "k_norm": "attn.k_norm", "attention_output": "attn.proj", "mlp_norm": "norm_2", "mlp_input": "mlp.gate_up",
     "mlp_output": "mlp.down", "final_norm": "head.norm", "output": "head.output",
 }  # fmt: skip
 FAMILY: Family = "local"
-VOCABULARIES = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
+VOCABULARIES: tuple[int, ...] = (32000, 32768, 128256, 151936)  # Llama 2, Mistral 0.3, Llama 3, Qwen3
 
 VALUES: Values = {
     "normalization": (("RMSNorm",), "another norm"),

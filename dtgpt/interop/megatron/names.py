@@ -28,14 +28,18 @@ class Place(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+def _everywhere(name: str) -> Place:
+    return Place(name, name, name)
+
+
 # Within a layer.
 PLACES = {
     "attention_norm": Place(
         "input_layernorm.", "input_layernorm.", "self_attention.linear_qkv.layer_norm_", ("input_norm.",)
     ),
     "qkv": Place("self_attention.query_key_value.", "self_attention.linear_qkv.", "self_attention.linear_qkv."),
-    "q_norm": Place(*3 * ["self_attention.q_layernorm."]),
-    "k_norm": Place(*3 * ["self_attention.k_layernorm."]),
+    "q_norm": _everywhere("self_attention.q_layernorm."),
+    "k_norm": _everywhere("self_attention.k_layernorm."),
     "attention_output": Place("self_attention.dense.", "self_attention.linear_proj.", "self_attention.linear_proj."),
     "mlp_norm": Place(
         "post_attention_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", ("post_attention_norm.",)

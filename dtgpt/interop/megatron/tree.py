@@ -55,7 +55,11 @@ class RankFile:
     @property
     def common(self) -> dict[str, Any]:
         """What all ranks of one checkpoint agree on."""
-        own = {"checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks)}
+        own: dict[str, Any] = {
+            "checkpoint_version": self.version,
+            "iteration": self.iteration,
+            "chunks": len(self.chunks),
+        }
         own |= {"architecture": self.architecture.TITLE}
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 

@@ -9,6 +9,7 @@ Sharding rule: heads may be sharded; a shard holds all heads of q that share its
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,19 +89,16 @@ def decode_attention(
     partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
     state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
-    # As measured by `benchmarks/op_decode.py` on an H200. Several splits need room for two.
-    room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)
-    each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
-    programs = min(math.ceil(splits / each), most_programs(rows))
-    step = 1 if programs * each >= splits else programs
+    room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)  # for two splits at once
+    spread = spread_splits(splits, rows, kv_heads, room, rotary is not None)
     pdl = has_dependent_launch(q.device)
     table, q_norm, k_norm, eps = rotary or (None, None, None, 0.0)
-    kernels.split_kernel[(programs, kv_heads, rows)](
+    kernels.split_kernel[(spread.programs, kv_heads, rows)](
         q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],
         table, q_norm, k_norm, eps, 0 if table is None else table.shape[1],
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(16, 1 << (group - 1).bit_length()), SIZE=size, LENGTH=length,
-        SPLITS=splits, EACH=each, STEP=step, STAGES=2 if room and each * step > 1 else 1, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        SPLITS=splits, EACH=spread.each, STEP=spread.step, STAGES=2 if room and spread.each * spread.step > 1 else 1,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     kernels.merge_kernel[(heads, rows)](
         partial, state, positions, out,
@@ -110,10 +108,27 @@ def decode_attention(
     return out
 
 
-def most_programs(rows: int) -> int:
-    """Return the number of programs over which the splits of a long slot are spread: most splits of most sequences are
-    empty, and a program that finds nothing takes time, too. Slots of up to 2048 positions have one for each split."""
-    return max(16, min(128, 1024 // rows))
+class Spread(NamedTuple):
+    """The splits of a program: `each` that follow each other, or, where `step` is not 1, every step-th of all."""
+
+    programs: int
+    each: int = 1
+    step: int = 1
+
+
+def spread_splits(splits: int, rows: int, kv_heads: int, room: bool, rotary: bool) -> Spread:
+    """Return how the splits of slots are spread over programs, as measured by `benchmarks/op_decode.py` on an H200.
+
+    Most splits of most sequences are empty, and a program that finds nothing takes time, too. room: whether a program
+    has memory for two splits at once, without which it cannot load one while it computes another.
+    """
+    if rotary:
+        programs = min(splits, max(4, 2048 // (rows * kv_heads)))
+        return Spread(programs) if programs == splits else Spread(programs, step=programs)
+    each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
+    most = max(16, min(128, 1024 // rows))
+    programs = math.ceil(splits / each)
+    return Spread(programs, each) if programs <= most else Spread(most, step=most)
 
 
 def attend_chunk(

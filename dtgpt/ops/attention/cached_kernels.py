@@ -25,12 +25,14 @@ def rotary_heads(heads, inside, weight, eps, table, places, position, SIZE: tl.c
     if weight is not None:
         wide = x.to(tl.float64)
         rstd = (1.0 / tl.sqrt(tl.sum(wide * wide, 1) / SIZE + eps)).to(tl.float32)[:, None]
-        x = (x.to(tl.float32) * rstd * tl.load(weight + d).to(tl.float32)[None, :]).to(x.dtype)
-        y = (y.to(tl.float32) * rstd * tl.load(weight + other).to(tl.float32)[None, :]).to(y.dtype)
+        a = x.to(tl.float32) * rstd * tl.load(weight + d).to(tl.float32)[None, :]
+        b = y.to(tl.float32) * rstd * tl.load(weight + other).to(tl.float32)[None, :]
+    else:
+        a, b = x.to(tl.float32), y.to(tl.float32)
     angle = position * HALF + d % HALF
     cosine, sine = tl.load(table + angle), tl.load(table + places * HALF + angle)
-    turned = y.to(tl.float32) * tl.where(d < HALF, -sine, sine)[None, :]
-    return tl.fma(x.to(tl.float32), tl.broadcast_to(cosine[None, :], x.shape), turned).to(x.dtype)
+    turned = b * tl.where(d < HALF, -sine, sine)[None, :]
+    return tl.fma(a, tl.broadcast_to(cosine[None, :], a.shape), turned).to(x.dtype)
 
 
 @triton.jit

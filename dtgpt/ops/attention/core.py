@@ -70,7 +70,7 @@ def causal_attention(
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
-    """Return the fastest back end that gives the same bits in every run, with or without Triton kernels.
+    """Return the fastest back end that gives the same bits in every run, or `sdpa`, with or without Triton kernels.
 
     The choice depends on the model and its dropout, never on the plan. Measured by `benchmarks/op_flash.py` on an H200,
     forward and backward of flash take 0.91 times as long as cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as
@@ -90,9 +90,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         hidden = hidden_columns(q.shape[1], k.shape[1], q.device)
     grouped = reads_groups(q.device, q.dtype, hidden is not None)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v)) if grouped else by_heads(q, k, v)
-    options = {"attn_mask": None if hidden is None else ~hidden, "enable_gqa": q.shape[1] != k.shape[1]}
-    with nullcontext() if hidden is None else sdpa_kernel(MASKED):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=hidden is None, **options).transpose(1, 2)
+    seen, shared = None if hidden is None else ~hidden, q.shape[1] != k.shape[1]
+    with nullcontext() if seen is None else sdpa_kernel(MASKED):
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=shared)
+    return out.transpose(1, 2)
 
 
 def reads_groups(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:

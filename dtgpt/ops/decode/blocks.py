@@ -32,8 +32,13 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(rows: int, columns: int, groups: int, head_dim: int) -> Tile:
+def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int) -> Tile:
     """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`."""
+    wide = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models from about 1 billion parameters on
+    if wide and (rows <= 16 or 32 < rows <= 64):
+        if 1 < groups <= 4:
+            return Tile(16, 32, 128, 4, 4) if rows <= 16 else Tile(64, 64, 128, 4, 4)
+        return Tile(16, 64, 128, 4, 3) if rows <= 16 else Tile(64, 128, 64, 4, 4)
     if rows <= 16:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
     elif rows <= 64:
@@ -111,24 +116,31 @@ class Write(NamedTuple):
     positions: Tensor  # int64 [M]
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None) -> Tensor:
+def group_width(size: int, most: int | None) -> int:
+    """Return the columns of K in a group, a multiple of 512, of which `most` groups hold all `size`; None: 512."""
+    return GROUP if most is None else GROUP * math.ceil(size / (GROUP * most))
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None, width: int = GROUP
+) -> Tensor:
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
-    `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
+    `[ceil(K / width), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
     `[M, N / 2]`."""
     (rows, size), columns = x.shape, len(weight)
-    groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
+    groups = math.ceil(size / width) if epilogue == "groups" else 1
     dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
     made = columns // 2 if epilogue == "swiglu" else columns
     shape = (groups, rows, made) if epilogue == "groups" else (rows, made)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
-    tile, pdl = choose_tile(rows, columns, groups, head_dim), has_dependent_launch(x.device)
+    tile, pdl = choose_tile(rows, columns, groups, size, head_dim), has_dependent_launch(x.device)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
-        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
+        WIDTH=width, PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(x.device) // stage), launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -159,8 +171,8 @@ def run_blocks(
         if few is not None and len(x) <= few.most_rows:
             return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions))
 
-    def branch_of(h: Tensor, weight: Tensor) -> Tensor:
-        branch = product(h, weight, None, "groups")
+    def branch_of(h: Tensor, weight: Tensor, most_groups: int | None) -> Tensor:
+        branch = product(h, weight, None, "groups", width=group_width(weight.shape[1], most_groups))
         if all_reduce is not None:
             branch = branch if len(branch) == 1 else branch.sum(0, keepdim=True)
             all_reduce(branch)
@@ -170,10 +182,10 @@ def run_blocks(
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
         heads = attend(h, block, Write(k, v, slots, positions))
-        stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
+        stream = Residual(x, branch_of(heads, block.proj, block.most_groups), block.proj_bias)
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
         inner = product(h, block.fc, block.fc_bias, block.activation)
-        stream = Residual(x, branch_of(inner, block.out), block.out_bias)
+        stream = Residual(x, branch_of(inner, block.out, block.most_groups), block.out_bias)
     return stream
 
 
