@@ -14,7 +14,10 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.data.document_masks import document_bounds
-from dtgpt.ops.attention import flash
+from dtgpt.models import layers
+from dtgpt.models.gpt2 import GPT2_345M
+from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
+from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.packed import are_packed, split_qkv
 from dtgpt.ops.random.dropout import keep_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
@@ -313,3 +316,23 @@ def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_ke
         assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(compiled, first, strict=True))
     assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(
+    "model, expected", [(LLAMA32_1B, True), (QWEN3_0_6B, True), (LLAMA2_7B, True), (GPT2_345M, False)]
+)
+def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeypatch):
+    """By the shapes and strides that a block passes, none of which has to be copied first."""
+    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: True)
+    seen = []
+
+    def attend(q, k, v, key, p, *_, **__):
+        described = [stride * x.element_size() % 16 for x in (q, k, v) for stride in x.stride()[:3]]
+        seen.append((key is None and p == 0 and flash_launch.takes_tiles(q, k), any(described)))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(layers, "causal_attention", attend)
+    with torch.device("meta"):
+        block = model.make_block().bfloat16()
+        block(torch.empty(2, 64, model.hidden_size, dtype=torch.bfloat16), layers.Context())
+    assert seen == [(expected, False)]

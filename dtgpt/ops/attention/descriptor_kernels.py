@@ -54,7 +54,7 @@ def _forward_tiles(
 
 
 @triton.jit(do_not_specialize=["places"])
-def forward_kernel(
+def forward_by_tiles(
     q, k, v, out, lse, spans, d_b, d_t, d_n, T, earlier, N, places, c,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,
@@ -92,7 +92,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["places"])
-def keys_kernel(
+def keys_by_tiles(
     q, k, v, grad, sums, dk, dv, spans, d_b, d_t, d_n, T, earlier, N, places, c, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,
@@ -164,7 +164,7 @@ def _query_tiles(
 
 
 @triton.jit(do_not_specialize=["places"])
-def queries_kernel(
+def queries_by_tiles(
     q, k, v, grad, sums, dq, spans, d_b, d_t, d_n, T, earlier, N, places, c, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, SPANS: tl.constexpr,

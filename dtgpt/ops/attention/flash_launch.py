@@ -57,7 +57,7 @@ class Call:
         self.simd = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
         self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
         self.spans = None if spans is None else spans.contiguous()
-        self.by_tiles = key is None and _by_tiles(q, k)
+        self.by_tiles = key is None and takes_tiles(q, k)
         tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW, WIDE)
         self.launches: Launches = SINGLE if q.dtype == torch.float32 else tables[self.size > 64]
 
@@ -97,7 +97,7 @@ class Call:
         rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
         described = (_describe(t, r, width) for t, r in zip((self.q, self.k, self.v, *read), rows, strict=True))
         grid, places, constants = self._tiles(name)
-        getattr(self.descriptor_kernels, f"{name}_kernel")[grid](
+        getattr(self.descriptor_kernels, f"{name}_by_tiles")[grid](
             *described, *tensors, self.spans, *made.stride()[:3], *self.sizes, places,
             LOG2_E / math.sqrt(self.size), *scale, **constants,
         )  # fmt: skip
@@ -113,8 +113,9 @@ class Call:
         return (tiles * places,), places, constants | {"BOUND": bound, "SPANS": self.spans is not None}
 
 
-def _by_tiles(q: Tensor, k: Tensor) -> bool:
-    """Return whether tensor descriptors serve: rows start at multiples of 16 bytes."""
+def takes_tiles(q: Tensor, k: Tensor) -> bool:
+    """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k without dropout. Rows are then multiples of 16
+    bytes."""
     serves = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and (q.shape[-1] > 64 or q.shape[2] != k.shape[2])
     return serves and copies_tiles(q.device)
 

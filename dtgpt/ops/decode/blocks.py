@@ -2,24 +2,26 @@
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
-tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums the outputs of branches over ranks.
+tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums the outputs of branches over ranks, and
+`exchange` does within the kernels of few rows.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.rows import MOST_ROWS, kernels_for, serves, sizes_of
+from dtgpt.ops.decode.exchange import Exchange
+from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_dependent_launch, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
-AllReduce = Callable[[Tensor], Any]  # sums fp32 `[1, M, H]` over tensor-parallel ranks, in place
+AllReduce = Callable[[Tensor], Tensor]  # fp32 `[1, M, H]`: the sum of `[G, M, H]` over groups and tensor-parallel ranks
 
 
 class Tile(NamedTuple):
@@ -150,26 +152,30 @@ def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
     return decode_attention(packed[:, :, :-2], keys, values, slots, positions, block.rotary).flatten(1)
 
 
+def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], ranks: int = 1) -> RowKernels | None:
+    """Return the kernels of few rows for `blocks`, which are built if need be; None where there are none."""
+    if not blocks or not serves(blocks[0]):
+        return None
+    return kernels_for(sizes_of(blocks[0], keys[0], ranks), keys[0].device)
+
+
 def run_blocks(
     x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None,
+    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None, exchange: Exchange | None = None,
 ) -> Residual:  # fmt: skip
     """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v.
 
     keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
     """
 
-    if all_reduce is None and len(x) <= MOST_ROWS and blocks and serves(blocks[0]):
-        few = kernels_for(sizes_of(blocks[0], keys[0]), x.device)
+    if (all_reduce is None or exchange is not None) and len(x) <= MOST_ROWS:
+        few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
         if few is not None and len(x) <= few.most_rows:
-            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions))
+            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange))
 
     def branch_of(h: Tensor, weight: Tensor) -> Tensor:
         branch = product(h, weight, None, "groups")
-        if all_reduce is not None:
-            branch = branch if len(branch) == 1 else branch.sum(0, keepdim=True)
-            all_reduce(branch)
-        return branch
+        return branch if all_reduce is None else all_reduce(branch)
 
     stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
