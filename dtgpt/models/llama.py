@@ -184,7 +184,7 @@ class Block(nn.Module):
             norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=None, proj=attn.proj.weight,
             proj_bias=None, norm_2=self.norm_2.weight, norm_2_bias=None, fc=mlp.gate_up.weight, fc_bias=None,
             out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim, activation="swiglu",
-            rotary=attn.decode_rotary(), most_groups=8,
+            rotary=attn.decode_rotary(),
         )  # fmt: skip
 
 
