@@ -1,0 +1,90 @@
+"""The verdict on a case: what its plan did, against what one process did."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from dtgpt.fuzz.case import Case
+from dtgpt.fuzz.measure import Seen
+from dtgpt.train.compare import TOLERANCE, difference
+
+Verdict = Literal["right", "refused", "differs", "fails", "hangs"]
+BAD = ("differs", "fails", "hangs")
+
+
+class Figures(NamedTuple):
+    """The largest relative differences from one process."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    weight: float = 0.0
+    held_out: float = 0.0
+
+
+class Outcome(NamedTuple):
+    case: Case
+    verdict: Verdict
+    sentence: str = ""  # why, unless all is right
+    figures: Figures | None = None  # of a case that ran to its end
+    kind: str = ""  # of failure: a smaller case must fail in the same way
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict in BAD
+
+
+def judge(case: Case, ranks: Sequence[Seen], reference: Seen, tolerance: float | None = None) -> Outcome:
+    """Compare what every rank of the plan saw with what one process saw. tolerance: in place of those of `dtgpt
+    compare`."""
+    ours, theirs = ranks[0].record, reference.record
+    if ours is None or theirs is None:
+        raise ValueError("rank 0 returned no record")
+    if ours.tensors.keys() != theirs.tensors.keys():
+        other = ", ".join(sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
+        return Outcome(case, "differs", f"only one of them has {other}", kind="parameters")
+    found = difference(ours, theirs)
+    held_out = max(_relative(seen.held_out, reference.held_out) for seen in ranks)
+    figures = Figures(found.loss, found.gradient, found.weight, held_out)
+    loss, tensors = TOLERANCE[theirs.dtype] if tolerance is None else (tolerance, tolerance)
+    if theirs.dtype != "torch.float32" and tolerance is None:
+        tensors *= 2  # small tensors of small models: single elements count more than in a model of a real size
+    problems = {
+        "initial weights": "" if found.same_initial else "initial weights differ",
+        "samples": _samples(ranks, reference),
+        "loss": "" if found.loss <= loss else f"loss differs by {found.loss:.1e}",
+        "gradient": "" if found.gradient <= tensors else f"gradient {found.gradient:.1e} in {found.gradient_in}",
+        "weight": "" if found.weight <= tensors else f"weight {found.weight:.1e} in {found.weight_in}",
+        "held-out loss": "" if held_out <= loss else f"held-out loss differs by {held_out:.1e}",
+        "copies": _copies(ranks),
+    }
+    wrong = [problem for problem in problems.values() if problem]
+    return Outcome(case, "differs" if wrong else "right", "; ".join(wrong), figures, kind="differs" if wrong else "")
+
+
+def _relative(ours: float | None, theirs: float | None) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    away = abs(ours - theirs) / abs(theirs)
+    return math.inf if math.isnan(away) else away
+
+
+def _samples(ranks: Sequence[Seen], reference: Seen) -> str:
+    """Return what is wrong with the order of samples: the replicas of the plan share each step's, in turn."""
+    by_replica = {seen.dp: seen.samples for seen in ranks}
+    if any(seen.samples != by_replica[seen.dp] for seen in ranks):
+        return "ranks of one replica train on different samples"
+    replicas = [by_replica[dp] for dp in sorted(by_replica)]
+    for step, expected in enumerate(reference.samples):
+        if [sample for samples in replicas for sample in samples[step]] != expected:
+            return f"step {step + 1} has other samples"
+    return ""
+
+
+def _copies(ranks: Sequence[Seen]) -> str:
+    """Return which tensors are not the same, bit for bit, on all ranks that hold them."""
+    held: dict[str, set[str]] = {}
+    for seen in ranks:
+        for where, digest in seen.copies:
+            held.setdefault(where, set()).add(digest)
+    apart = sorted(where for where, digests in held.items() if len(digests) > 1)
+    return f"copies of {apart[0]} differ ({len(apart)} of {len(held)} tensors)" if apart else ""
