@@ -131,15 +131,19 @@ class Setting:
         )  # fmt: skip
         return cls(base, {n: v for n, v in given.items() if n != "seed"}, write_text(folder / "documents.jsonl"))
 
+    def pin(self, case: Case) -> Case:
+        """Return the case with the options that hold in every one, as far as its architecture has them."""
+        blank = _blank(case.architecture)
+        known = self.given.keys() & {name for name, *_ in leaves(blank)}
+        given = take(blank, {name: self.given[name] for name in known})
+        return replace(case, values={**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}})
+
     def recipe_of(self, case: Case) -> Recipe:
         """Return the recipe of a case under its plan. Raises UserError."""
         data = DataConfig(path=str(self.text), tokenizer="bytes")
         plan = case.parallel_plan()
         recipe = replace(self.base, model=MODELS[case.architecture], data=data)
-        recipe = replace_values(recipe, case.values)
-        known = {name for name, *_ in leaves(recipe)}
-        recipe = take(recipe, {name: words for name, words in self.given.items() if name in known})
-        return replace(recipe, plan=PLAN, plans={PLAN: plan})
+        return replace(replace_values(recipe, case.values), plan=PLAN, plans={PLAN: plan})
 
     def reference_of(self, case: Case) -> Recipe:
         """Return the recipe of a case on one process, in the plainest way: nothing is recomputed or captured, and in
@@ -151,6 +155,11 @@ class Setting:
             return recipe
         whole = recipe.global_batch_size if recipe.rampup_batch_size is None else 1
         return replace(recipe, micro_batch_size=whole, attention="explicit")
+
+    def exact_of(self, case: Case) -> Recipe | None:
+        """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""
+        recipe = self.reference_of(case)
+        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32")
 
     def check(self, case: Case) -> Plan:
         """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""

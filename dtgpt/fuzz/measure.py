@@ -1,7 +1,7 @@
 """What a rank does with a case: a few steps, an evaluation, and digests of all that copies must agree in."""
 
 import hashlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +21,16 @@ class Seen(NamedTuple):
     copies: list[tuple[str, str]]  # (name and region, digest) of each tensor that this rank holds
 
 
-def measure(setting: Setting, case: Case, reference: bool) -> Seen:
-    """Train all steps of a case, in each process of its plan, or on one process as its reference."""
-    recipe = setting.reference_of(case) if reference else setting.recipe_of(case)
+Run = Literal["plan", "reference", "exact"]
+
+
+def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
+    """Train all steps of a case: in each process of its plan, or on one process as its reference, or there in fp32 if
+    the case is in 16 bits (else None)."""
+    make = {"plan": setting.recipe_of, "reference": setting.reference_of, "exact": setting.exact_of}[run]
+    recipe = make(case)
+    if recipe is None:
+        return None
     with open_trainer(recipe) as trainer:
         samples = _note_samples(trainer)
         made = record(trainer, recipe.num_steps)

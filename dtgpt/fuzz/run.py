@@ -15,7 +15,7 @@ from dtgpt.config.plan import SCHEDULES
 from dtgpt.fuzz.case import Case, Setting, parse
 from dtgpt.fuzz.drawing import draw_case
 from dtgpt.fuzz.judge import Figures, Outcome, judge
-from dtgpt.fuzz.measure import measure
+from dtgpt.fuzz.measure import Seen, measure
 from dtgpt.fuzz.pool import Answer, Job, Pool
 from dtgpt.fuzz.shrink import shrink
 from dtgpt.util.console import counted, hanging, say
@@ -46,7 +46,10 @@ class Runner:
             return Outcome(case, "refused", str(error))
         except Exception as error:
             return Outcome(case, "fails", f"the check of the plan raised {error!r}", kind=type(error).__name__)
-        jobs = [Job(1, measure, (self.setting, case, True)), Job(world, self.work, (self.setting, case, False))]
+        jobs = [
+            Job(1, references, (self.setting, case)),
+            Job(world, self.work, (self.setting, case, "plan")),
+        ]
         reference, ranks = self.pool.run(jobs, self.timeout)
         for answers, where in ((ranks, ""), (reference, "on one process: ")):
             if answers is None:
@@ -58,7 +61,7 @@ class Runner:
             return Outcome(case, "refused", refusal)
         if refusal := next((a.refusal for a in _said(reference) if a.refusal), None):
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
-        return judge(case, [a.value for a in _said(ranks)], _said(reference)[0].value, self.tolerance)
+        return judge(case, [a.value for a in _said(ranks)], *_said(reference)[0].value, self.tolerance)
 
     def shrink(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
         """Return the outcome of the smallest case found that fails in the same way."""
@@ -74,6 +77,11 @@ class Runner:
 
         shrink(outcome.case, fails, tries if outcome.verdict != "hangs" else TRIES_OF_A_HANG)
         return smallest
+
+
+def references(setting: Setting, case: Case) -> tuple[Seen | None, Seen | None]:
+    """Return what one process does, and in fp32 if the case is in 16 bits."""
+    return measure(setting, case, "reference"), measure(setting, case, "exact")
 
 
 def _said(answers: list[Answer] | None) -> list[Answer]:
@@ -105,7 +113,7 @@ def run_random(
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with Pool(setting.base.device) as pool:
         runner = Runner(setting, pool, timeout=timeout, tolerance=tolerance)
-        for index, case in drawn:
+        for index, case in ((index, setting.pin(case)) for index, case in drawn):
             if time.monotonic() >= end:
                 say(f"stopped after {counted(len(outcomes), 'case')}: --minutes {minutes:g} are over")
                 break

@@ -122,15 +122,22 @@ def read_record(file: Path) -> Record:
 
 def difference(record: Record, reference: Record) -> Difference:
     worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
-    for name, ours in reference.tensors.items():
+    for name, value in tensor_differences(record, reference).items():
         kind, _, parameter = name.partition("/")
         kind = kind.split()[-1]
-        least = reference.travel * math.sqrt(ours.numel()) if kind == "weight" else 0.0
-        found = (relative(record.tensors[name], ours, least), parameter)
-        worst[kind] = max(worst[kind], found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+        worst[kind] = max(worst[kind], (value, parameter), key=lambda pair: (math.isnan(pair[0]), pair[0]))
     losses = [abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True)]
     loss = max(losses, key=lambda value: (math.isnan(value), value))
     return Difference(loss, *worst["gradient"], *worst["weight"], record.initial == reference.initial)
+
+
+def tensor_differences(record: Record, reference: Record) -> dict[str, float]:
+    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`."""
+    found = {}
+    for name, theirs in reference.tensors.items():
+        least = reference.travel * math.sqrt(theirs.numel()) if name.startswith("weight/") else 0.0
+        found[name] = relative(record.tensors[name], theirs, least)
+    return found
 
 
 def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
