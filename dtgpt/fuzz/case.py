@@ -1,6 +1,7 @@
 """A case: one model, one plan and one way to train, small enough to run in a second, as one line of text."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -53,7 +54,7 @@ class Case:
             words.append(f"blocks_per_stage={','.join(map(str, self.blocks_per_stage))}")
         if self.table:
             words.append(f"table={self.table}")
-        return " ".join([*words, *(f"{name}={value_text(value)}" for name, value in self.values.items())])
+        return shlex.join([*words, *(f"{name}={value_text(value)}" for name, value in self.values.items())])
 
     def parallel_plan(self) -> Plan:
         """Return the plan with one replica where its name says nothing of them. Raises UserError."""
@@ -82,7 +83,10 @@ def styles(table: str, model: ModelConfig) -> dict[str, ParallelStyle | None]:
 def parse(text: str) -> Case:
     """Return the case of a text that `str(case)` made. Raises UserError."""
     example = "gpt2 tp2 model.num_heads=2"
-    words = text.split()
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        words = []
     if len(words) < 2 or words[0] not in MODELS:
         raise UserError(f"--case {shown(text)} is not a case; give a number, or a text such as '{example}'")
     blank = _blank(words[0])
@@ -150,7 +154,7 @@ class Setting:
         fp32 each step is one micro-batch through the reference implementation of attention. 16-bit rounding depends on
         both, so that they stay as they are there."""
         recipe = self.recipe_of(case)
-        recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off")
+        recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off", compile="off")
         if recipe.precision != "fp32":
             return recipe
         whole = recipe.global_batch_size if recipe.rampup_batch_size is None else 1

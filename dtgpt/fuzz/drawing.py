@@ -2,6 +2,7 @@
 rules that refuse them are tried as well."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dtgpt.config.plan import SCHEDULES, Plan
@@ -18,6 +19,8 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     draws = Draws(seed, index)
     careless = draws.chance("careless", 12)
     plan = parse_plan(draws.pick("plan", plans)) if plans else draw_plan(draws, ranks)
+    if plan.dp is None and plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as there are processes
+        plan = replace(plan, dp=draws.between("replicas", 2, max(2, ranks)))
     architecture = draws.pick("architecture", list(MODELS))
     layers = draws.between("layers", 1, 4) if careless else plan.num_stages + draws.below("more layers", 3)
     model = _model(draws, architecture, plan, careless)

@@ -92,6 +92,16 @@ def test_a_text_that_is_not_a_case_is_refused(text):
         parse(text)
 
 
+def test_options_hold_in_every_case_as_far_as_its_architecture_has_them(tmp_path):
+    recipe = call_recipe(load_module(TINY).recipe)
+    given = {"model.num_layers": ["2"], "model.layer_norm_eps": ["0.01"], "data.split": ["9,1 ,0"], "seed": ["3"]}
+    setting = Setting.make(recipe, given, tmp_path)
+    for case in (setting.pin(draw_case(1, index, 4)) for index in range(20)):
+        made = setting.recipe_of(parse(str(case)))
+        assert made.model.num_layers == 2 and made.data.split == "9,1 ,0" and made.seed == case.values["seed"] != 3
+        assert getattr(made.model, "layer_norm_eps", 0.01) == 0.01
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug, setting, pool):
     runner, plans = Runner(setting, pool, partial(with_bug, bug)), PLANS[bug]
