@@ -34,7 +34,15 @@ class CompareOptions:
 
 def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
     if own.random is not None or own.case is not None:
-        return compare_random(recipe, own, given, path)
+        from dtgpt.fuzz.case import Setting, plain, write_text
+        from dtgpt.fuzz.run import run_random
+
+        for name in own.plans:
+            parse_plan(name)
+        with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
+            base = plain(take(recipe, dict(given)))
+            setting = Setting(base, given, write_text(Path(folder) / "documents.jsonl"))
+            return run_random(setting, path, own.random or 1, own.case, own.plans, own.minutes, own.tolerance)
     if own.minutes is not None:
         raise UserError(f"--minutes {own.minutes:g} limits random cases; add --random 100, or leave it out")
     if not own.plans:
@@ -43,19 +51,6 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
     from dtgpt.train.compare import compare
 
     return compare(settle(recipe, given), path, list(own.plans), own.steps, own.tolerance, words)
-
-
-def compare_random(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
-    """Run the random cases that the command's own options ask for."""
-    from dtgpt.fuzz.case import Setting
-    from dtgpt.fuzz.run import run_random
-
-    for name in own.plans:
-        parse_plan(name)
-    with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
-        setting = Setting.make(take(recipe, dict(given)), given, Path(folder))
-        count = own.random or 1
-        return run_random(setting, path, count, own.case, own.plans, own.minutes, own.tolerance)
 
 
 def record(words: list[str]) -> int:

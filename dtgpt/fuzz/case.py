@@ -115,30 +115,31 @@ def _blank(architecture: str) -> Recipe:
     )
 
 
+def plain(recipe: Recipe) -> Recipe:
+    """Return a recipe without what belongs to its own model, plan and data, and to the length of its run: what cases
+    change. Its optimizer, device and timeout stay."""
+    optimizer = replace(
+        recipe.optimizer, min_lr=0.0, decay_steps=None, decay_samples=None, warmup=0, warmup_samples=None
+    )
+    return replace(
+        recipe, name="random", model=MODELS["gpt2"], optimizer=optimizer, plan=SINGLE, plans={}, steps=1,
+        micro_batch_size=1, global_batch_size=1, train_samples=None, rampup_batch_size=None, compile="off",
+        init_from=None, resume=None, data=DataConfig(), log=LogConfig(sample_tokens=0), checkpoint=CheckpointConfig(),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What all cases share: the recipe's optimizer, device and timeout, and the text that they are trained on."""
+    """What all cases share."""
 
-    base: Recipe
+    base: Recipe  # as `plain` returns it
     given: Options  # values of recipe fields that hold in every case, by name
-    text: Path
-
-    @classmethod
-    def make(cls, base: Recipe, given: Options, folder: Path) -> "Setting":
-        """Return the setting of a recipe; the text is written into `folder`."""
-        log = LogConfig(sample_tokens=0)
-        optimizer = replace(base.optimizer, decay_steps=None, decay_samples=None, warmup=0, warmup_samples=None)
-        base = replace(
-            base, model=MODELS["gpt2"], optimizer=replace(optimizer, min_lr=0.0), plans={}, log=log, train_samples=None,
-            steps=1, rampup_batch_size=None, init_from=None, resume=None, checkpoint=CheckpointConfig(), compile="off",
-            data=DataConfig(),
-        )  # fmt: skip
-        return cls(base, {n: v for n, v in given.items() if n != "seed"}, write_text(folder / "documents.jsonl"))
+    text: Path  # of which all are trained
 
     def pin(self, case: Case) -> Case:
         """Return the case with the options that hold in every one, as far as its architecture has them."""
         blank = _blank(case.architecture)
-        known = self.given.keys() & {name for name, *_ in leaves(blank)}
+        known = (self.given.keys() - {"seed"}) & {name for name, *_ in leaves(blank)}
         given = take(blank, {name: self.given[name] for name in known})
         return replace(case, values={**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}})
 

@@ -27,7 +27,7 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     values = {"model.num_layers": layers, **model, **_batch(draws, plan, careless), **_training(draws, careless)}
     cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
     table = None
-    if plan.tp > 1 and (careless or not plan.sequence_parallel) and draws.chance("own table", 4):
+    if plan.tp > 1 and (careless or not plan.sequence_parallel) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
     return Case(architecture, plan.name, values, cut, table)
 

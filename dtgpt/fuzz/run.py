@@ -61,7 +61,8 @@ class Runner:
             return Outcome(case, "refused", refusal)
         if refusal := next((a.refusal for a in _said(reference) if a.refusal), None):
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
-        return judge(case, [a.value for a in _said(ranks)], *_said(reference)[0].value, self.tolerance)
+        alone, exact = _said(reference)[0].value
+        return judge(case, [a.value for a in _said(ranks)], alone, exact, self.tolerance)
 
     def shrink(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
         """Return the outcome of the smallest case found that fails in the same way."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def agree_on_run(values: dict[str, str], plan: Plan, device: torch.device) -> No
     )
 
 
+@cache
 def code_digests() -> dict[str, str]:
     """Return a short digest of each source file of dtgpt."""
     root = Path(__file__).parents[1]

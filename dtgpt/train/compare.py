@@ -120,9 +120,10 @@ def read_record(file: Path) -> Record:
     return Record(**values, tensors=tensors)
 
 
-def difference(record: Record, reference: Record) -> Difference:
+def difference(record: Record, reference: Record, least: float = 0.0) -> Difference:
+    """Return the largest differences; `least` as of `tensor_differences`."""
     worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
-    for name, value in tensor_differences(record, reference).items():
+    for name, value in tensor_differences(record, reference, least).items():
         kind, _, parameter = name.partition("/")
         kind = kind.split()[-1]
         worst[kind] = max(worst[kind], (value, parameter), key=lambda pair: (math.isnan(pair[0]), pair[0]))
@@ -131,12 +132,15 @@ def difference(record: Record, reference: Record) -> Difference:
     return Difference(loss, *worst["gradient"], *worst["weight"], record.initial == reference.initial)
 
 
-def tensor_differences(record: Record, reference: Record) -> dict[str, float]:
-    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`."""
+def tensor_differences(record: Record, reference: Record, least: float = 0.0) -> dict[str, float]:
+    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`. That of a gradient
+    is held against `least` of the norm of all gradients where that is more than its own norm."""
     found = {}
     for name, theirs in reference.tensors.items():
-        least = reference.travel * math.sqrt(theirs.numel()) if name.startswith("weight/") else 0.0
-        found[name] = relative(record.tensors[name], theirs, least)
+        kind, floor = name.partition("/")[0], reference.travel * math.sqrt(theirs.numel())
+        if kind != "weight":
+            floor = least * reference.norms[0 if kind == "first gradient" else -1]
+        found[name] = relative(record.tensors[name], theirs, floor)
     return found
 
 
