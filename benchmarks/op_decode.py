@@ -20,7 +20,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_345M, GPT2_1558M
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.blocks import Residual, Write, group_width, product, residual_norm, run_blocks, run_head
+from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
 
 CUDA = torch.device("cuda")
@@ -80,12 +80,11 @@ def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
             name: str, epilogue: str, rows: int = rows, caches: list[Write] = caches, inputs: dict = inputs
         ) -> None:
             x, first = inputs[name], getattr(blocks[0], name)
-            width = group_width(first.shape[1], blocks[0].most_groups) if epilogue == "groups" else 512
 
             def ours() -> None:
                 for block, cache in zip(blocks, caches, strict=True):
                     bias = None if epilogue == "groups" else getattr(block, f"{name}_bias")
-                    product(x, getattr(block, name), bias, epilogue, cache if epilogue == "qkv" else None, width)
+                    product(x, getattr(block, name), bias, epilogue, cache if epilogue == "qkv" else None)
 
             def cublas() -> None:
                 for block in blocks:

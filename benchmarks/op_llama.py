@@ -29,8 +29,7 @@ RMS_BACKWARD = [
 ]
 RMS_BACKWARD += [Launch(2, 8, 16, 1), Launch(1, 8, 48, 1), Launch(1, 8, 16, 2)]
 PAIRS = [swiglu_kernels.Launch(*sizes) for sizes in [(1024, 8), (1024, 4), (512, 4), (2048, 8), (2048, 16), (4096, 8)]]
-HEADS = [(1024, 4, 32), (1024, 8, 32), (512, 4, 32), (512, 2, 32), (256, 2, 32), (2048, 8, 32)]
-NORMED_HEADS = [(1024, 4, 16), (1024, 8, 32), (512, 4, 16), (512, 4, 32), (256, 2, 16), (256, 2, 32)]
+HEADS = [rotary_kernels.Launch(*sizes) for sizes in [(1024, 4), (1024, 8), (512, 4), (512, 2), (256, 2), (2048, 8)]]
 
 
 def draw(*shape: int) -> Tensor:
@@ -106,11 +105,10 @@ def rotary_cases(config: LlamaConfig, whole: bool) -> list[Case]:
     weights = [draw(size), draw(size)] if config.qk_norm else []
     table = angle_table(config.rotation, size, LENGTH, CUDA)
     name = f"{BATCH * LENGTH} x {groups} x {parts} x {size}" + (", with norms" if weights else "")
-    launches = [rotary_kernels.Launch(*sizes) for sizes in (NORMED_HEADS if weights else HEADS)]
     rest, read = (None, table, *(weights or (None, None)), EPS), qkv if weights else None
     made = rotary_kernels.rotary_forward(qkv, *rest)
-    forward = variants_of(launches, lambda launch: rotary_kernels.rotary_forward(qkv, *rest, launch))
-    backward = variants_of(launches, lambda launch: rotary_kernels.rotary_backward(*made, read, *rest, launch))
+    forward = variants_of(HEADS, lambda launch: rotary_kernels.rotary_forward(qkv, *rest, launch))
+    backward = variants_of(HEADS, lambda launch: rotary_kernels.rotary_backward(*made, read, *rest, launch))
     number = 2 * qkv.nbytes
     found = [
         Case(f"rotary forward, {name}", forward, bytes=number),

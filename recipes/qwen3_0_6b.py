@@ -7,7 +7,7 @@ fine-tune  python recipes/qwen3_0_6b.py --init_from Qwen3-0.6B --data.path token
            --optimizer.lr 1e-5 --optimizer.min_lr 1e-6 --optimizer.warmup 100 --steps 1000
            --global_batch_size 16
 short run  python recipes/qwen3_0_6b.py --steps 50 --optimizer.warmup 5 --log.interval 5 --global_batch_size 8
-expect     23 GiB on one GPU, as planned. The full run was not tried.
+expect     22.2 GiB on one H200. The full run was not tried.
 
 Samples of 4096 tokens as in the first stage of Qwen3's training (Yang et al. 2025); its batch and learning rates are
 not published. Those here are of TinyLlama 1.1B (Zhang et al. 2024), with half of its batch. docs/llama.md tells how to

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Context
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.parallel.tensor import degrees_of_heads
 from dtgpt.util.errors import UserError
 
 
@@ -44,15 +46,16 @@ class Cache:
     """Keys and values of the attention cores of this rank's stages."""
 
     def __init__(
-        self, stages: list[Decoder], config: ModelConfig, tp: int, slots: int, dtype: torch.dtype, device: torch.device
-    ):
-        """Allocate `slots` slots and the scratch slot, uninitialised, of heads that are cut over `tp` ranks."""
-        sizes = core_sizes(config, tp)
-        blocks = [block for stage in stages for block in stage.blocks.values()]
-        cores = [core for block in blocks for core in attention_cores(block)]
+        self, stages: list[Decoder], config: ModelConfig, plan: Plan, slots: int, dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        """Allocate `slots` slots and the scratch slot, uninitialised, of the heads that a rank holds under `plan`."""
+        sizes = block_core_sizes(config, plan)
+        blocks = [(int(index), block) for stage in stages for index, block in stage.blocks.items()]
+        cores = [core for _, block in blocks for core in attention_cores(block)]
         self.layers = [
             LayerCache(core.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
-            for core, (heads, dim) in zip(cores, sizes * len(blocks), strict=True)
+            for core, (heads, dim) in zip(cores, (size for index, _ in blocks for size in sizes[index]), strict=True)
         ]
         self._cores = list(zip(cores, self.layers, strict=True))
 
@@ -108,6 +111,13 @@ def _memory(slots: int, config: ModelConfig, heads: int, dim: int, dtype: torch.
 
 def attention_cores(block: torch.nn.Module) -> list[AttentionCore]:
     return [module for module in block.modules() if isinstance(module, AttentionCore)]
+
+
+def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[tuple[int, int]]]:
+    """Return the `core_sizes` of each block on a rank under `plan`, whose table may leave the heads of some whole."""
+    degrees = degrees_of_heads(config, plan)
+    sizes = {degree: core_sizes(config, degree) for degree in set(degrees)}
+    return [sizes[degree] for degree in degrees]
 
 
 def core_sizes(config: ModelConfig, tp: int) -> list[tuple[int, int]]:

@@ -1,9 +1,11 @@
 """Decode steps through the kernels of `dtgpt.ops.decode`, for stages that these can run."""
 
+import os
+import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,34 +13,100 @@ from dtgpt.inference.cache import Cache, LayerCache, Rows
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
-from dtgpt.ops.decode.blocks import AllReduce, embed, run_blocks, run_head
+from dtgpt.ops.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
+from dtgpt.ops.decode.exchange import MOST_RANKS, Exchange, bytes_for, exchange_library
 from dtgpt.ops.fast import has_triton
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.symmetric import symmetric_memory
+
+SWITCH = "DTGPT_EXCHANGE"  # an environment variable; "0": NCCL alone
+
+_exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
+_first_group: weakref.ref[dist.ProcessGroup] | None = None  # of all ranks, when the first exchange was made
 
 
 class FusedStage:
     """One stage, called with rows of a decode step instead of a batch."""
 
-    def __init__(self, stage: Decoder, layers: Sequence[LayerCache], all_reduce: AllReduce | None):
-        self.config, self._stage, self._layers, self._all_reduce = stage.config, stage, layers, all_reduce
+    def __init__(self, stage: Decoder, layers: Sequence[LayerCache], mesh: Mesh):
+        self.config, self._stage, self._mesh = stage.config, stage, mesh
+        self._keys, self._values = [layer.keys for layer in layers], [layer.values for layer in layers]
         modules: list[Any] = list(stage.blocks.values())
         self._blocks = [block.decode_weights() for block in modules]
         embedding: Any = stage.embedding
-        whole = embedding is not None and all_reduce is None  # tensor-parallel ranks have parts of the table
-        self._embedding = embedding.decode_weights() if whole else None
+        self._embedding = None if embedding is None else embedding.decode_weights()
         head: Any = stage.head
         self._head = None if head is None else head.decode_weights()
+        self._exchange: Exchange | None = None
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """Return activations `[1, B, H]`, or of the last stage logits fp32 `[1, B, V_local]`, of tokens `[1, B]` or
-        activations."""
+        """Return activations `[1, B, H]`, or of the last stage logits fp32 `[1, B, V]` or `[1, B, V_local]`, of tokens
+        `[1, B]` or activations."""
         if self._embedding is not None:
-            x = embed(x[0], rows.positions, self._embedding)[None]
-        elif self._stage.embedding is not None:
-            x = self._stage.embedding(x, Context(positions=rows.positions[None]))
-        keys, values = [layer.keys for layer in self._layers], [layer.values for layer in self._layers]
-        stream = run_blocks(x[0], self._blocks, keys, values, *rows, self._all_reduce)
-        return (stream.whole() if self._head is None else run_head(stream, self._head))[None]
+            x = self._embed(x, rows)
+        all_reduce = None if self._mesh.tp_group is None else self._all_reduce
+        stream = run_blocks(x[0], self._blocks, self._keys, self._values, *rows, all_reduce, self._exchange)
+        if self._head is None:
+            return stream.whole()[None]
+        logits = run_head(stream, self._head)
+        whole = None if self._exchange is None else self._exchange.gather(logits, self.config.padded_vocab_size)
+        return (logits if whole is None else whole)[None]
+
+    def share_exchange(self) -> None:
+        """Let tensor-parallel ranks exchange numbers by kernels, where they can. All ranks of the mesh take part."""
+        mesh = self._mesh
+        if mesh.tp_group is None or mesh.plan.tp > MOST_RANKS:
+            return
+        allowed = os.environ.get(SWITCH) != "0" and is_first_group()
+        few = allowed and kernels_of_few_rows(self._blocks, self._keys, mesh.plan.tp) is not None
+        votes = mesh.gather((allowed, few))
+        if not allowed or len(set(votes)) > 1:  # ranks where a build failed would wait for others
+            return
+        if mesh.plan.tp not in _exchanges:
+            _exchanges[mesh.plan.tp] = make_exchange(mesh)
+        self._exchange = _exchanges[mesh.plan.tp]
+
+    def _embed(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """Return activations `[1, B, H]` of tokens `[1, B]`."""
+        weights, mesh = self._embedding, self._mesh
+        assert weights is not None
+        if mesh.tp_group is None:
+            return embed(tokens[0], rows.positions, weights)[None]
+        first = chunk(range(self.config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
+        found = None if self._exchange is None else self._exchange.look_up(tokens[0], weights.tokens, first)
+        if found is None:
+            embedding: Any = self._stage.embedding
+            return embedding(tokens, Context(positions=rows.positions[None]))
+        order = torch.arange(len(found), device=found.device)
+        return embed(order, rows.positions, weights._replace(tokens=found))[None]
+
+    def _all_reduce(self, parts: Tensor) -> Tensor:
+        """Return the sum `[1, B, H]` over groups and tensor-parallel ranks of fp32 `[G, B, H]`."""
+        total = None if self._exchange is None else self._exchange.sum(parts)
+        if total is None:
+            total = parts if len(parts) == 1 else parts.sum(0, keepdim=True)
+            dist.all_reduce(total, group=self._mesh.tp_group)
+        return total
+
+
+def is_first_group() -> bool:
+    """Return whether the group of all ranks is that of the first call. torch knows symmetric memory by the names of
+    groups, and groups that begin after others have ended get the same names."""
+    global _first_group
+    world = dist.group.WORLD
+    if _first_group is None and world is not None:
+        _first_group = weakref.ref(world)
+    return _first_group is not None and _first_group() is world
+
+
+def make_exchange(mesh: Mesh) -> Exchange | None:
+    """Return the exchange of this rank's tensor-parallel group; None on all ranks where any group cannot have one."""
+    built = exchange_library(mesh.device)
+    shared = symmetric_memory(mesh, bytes_for(mesh.plan.tp), usable=built is not None)
+    if shared is None or built is None:
+        return None
+    return Exchange(built, shared.addresses, mesh.place.tp, shared.own)
 
 
 def parts_of(stage: Decoder) -> list[Any]:
@@ -48,13 +116,15 @@ def parts_of(stage: Decoder) -> list[Any]:
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32, with parameters that
-    are cut for training, or with blocks of another kind."""
+    are cut for training, or with blocks of another kind. All ranks of the mesh take part."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     usable = all(type(p.data) is Tensor and p.dtype.itemsize == 2 and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
         return None
-    all_reduce = None if mesh.tp_group is None else partial(dist.all_reduce, group=mesh.tp_group)
     layers = iter(cache.layers)
-    return [FusedStage(stage, [next(layers) for _ in stage.blocks], all_reduce) for stage in stages]
+    fused = [FusedStage(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]
+    for stage in fused:
+        stage.share_exchange()
+    return fused

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.inference.cache import core_sizes
+from dtgpt.inference.cache import block_core_sizes
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.sampling.sequences import PARAMETERS
 from dtgpt.parallel.coordinates import RankCoordinates
@@ -27,10 +27,11 @@ def bytes_per_slot(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) 
 def slot_bytes(config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype, rank: int) -> int:
     """Return the bytes of one sequence on a rank: keys and values of its blocks, and state."""
     ranges = block_ranges(config, plan)
-    blocks = sum(len(ranges[stage]) for stage in RankCoordinates(plan, rank).stages)
-    per_position = sum(2 * heads * dim for heads, dim in core_sizes(config, plan.tp))
+    sizes = block_core_sizes(config, plan)
+    held = [size for stage in RankCoordinates(plan, rank).stages for block in ranges[stage] for size in sizes[block]]
+    per_position = sum(2 * heads * dim for heads, dim in held)
     state = 8 * (PARAMETERS + 2 + config.seq_length)
-    return dtype.itemsize * blocks * per_position * config.seq_length + state
+    return dtype.itemsize * per_position * config.seq_length + state
 
 
 def slots_that_fit(free: int, config: ModelConfig, plan: ResolvedPlan, dtype: torch.dtype) -> int:

@@ -40,7 +40,7 @@ class Runner:
         vocab_size: int | None = None, graphs: bool = False,
     ):  # fmt: skip
         self.stages, self.mesh, self.slots = stages, mesh, slots
-        self.cache = Cache(stages, config, mesh.plan.tp, slots, dtype, mesh.device)
+        self.cache = Cache(stages, config, mesh.plan, slots, dtype, mesh.device)
         vocab_size = vocab_size or config.vocab_size
         self.state = SlotState(slots, config.seq_length, mesh.device)
         self.step = Step(stages, mesh, dtype, self.cache, self.state, vocab_size)

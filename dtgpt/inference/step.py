@@ -142,8 +142,8 @@ class Step:
 
 
 def gather_columns(logits: Tensor, mesh: Mesh, columns: int) -> Tensor:
-    """Return logits `[M, V]` from the `[M, V_local]` of each tp rank, V = `columns`."""
-    if mesh.tp_group is None:
+    """Return logits `[M, V]` from the `[M, V_local]` of each tp rank, V = `columns`, or from `[M, V]`."""
+    if mesh.tp_group is None or logits.shape[1] == columns:
         return logits
     if missing := -(-columns // mesh.plan.tp) - logits.shape[1]:  # the last rank may have fewer
         logits = F.pad(logits, (0, missing))

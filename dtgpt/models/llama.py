@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.models.config import SIZE, ModelConfig
+from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -92,6 +92,11 @@ class LlamaConfig(ModelConfig):
             raise UserError(
                 f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of columns; use "
                 f"{self.head_dim - 1 or 2} or {self.head_dim + 1}"
+            )
+        if self.num_heads * self.head_dim > LARGEST_SIZE:
+            raise UserError(
+                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; use "
+                "fewer or smaller heads"
             )
         if self.rope_low_frequency >= self.rope_high_frequency:
             raise UserError(
@@ -184,7 +189,7 @@ class Block(nn.Module):
             norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=None, proj=attn.proj.weight,
             proj_bias=None, norm_2=self.norm_2.weight, norm_2_bias=None, fc=mlp.gate_up.weight, fc_bias=None,
             out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim, activation="swiglu",
-            rotary=attn.decode_rotary(), most_groups=8,
+            rotary=attn.decode_rotary(),
         )  # fmt: skip
 
 

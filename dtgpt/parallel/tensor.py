@@ -239,6 +239,20 @@ def style_of(module: str, table: Table, roles: Roles) -> ParallelStyle | None:
     return next((style for pattern, style in table.items() if matches(module, pattern)), None)
 
 
+def degrees_of_heads(config: ModelConfig, plan: Plan) -> list[int]:
+    """Return for each block the number of tp ranks that its heads are cut over: 1 where each rank holds all of them."""
+    if plan.tp == 1 or not plan.table:
+        return [plan.tp] * config.num_layers
+    table, roles = make_table(config, plan), config.roles
+    patterns = patterns_of(Role.QKV, roles)
+
+    def cut(block: int) -> bool:
+        names = [pattern.replace("*", str(block), 1) for pattern in patterns]
+        return any(_leaves_a_part(style_of(name, table, roles)) for name in names)
+
+    return [plan.tp if cut(block) else 1 for block in range(config.num_layers)]
+
+
 def _leaves_a_part(style: ParallelStyle | None) -> bool:
     """Return whether a linear map of this style leaves each rank its own part of the output's features."""
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)

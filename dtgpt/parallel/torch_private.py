@@ -1,7 +1,9 @@
 """All names of PyTorch that dtgpt uses although they are private, or public in newer versions only."""
 
 from datetime import timedelta
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -37,3 +39,23 @@ def forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     if clear := getattr(_redistribute, "clear_redistribute_planner_cache", None):
         clear()
+
+
+class SharedMemory(NamedTuple):
+    """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
+
+    own: Tensor  # uint8; the memory lives as long as this tensor
+    addresses: tuple[int, ...]  # of each rank's memory, for this rank's GPU
+
+
+def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SharedMemory:
+    """Return `size` bytes of zeros on each rank of the group, which all take part. Raises an exception of any kind
+    where torch has no symmetric memory, or where the GPUs cannot share theirs."""
+    from torch.distributed import _symmetric_memory  # of torch with CUDA
+
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    return SharedMemory(own, tuple(buffer.data_ptr() for buffer in buffers))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
-from dtgpt.ops.loss.head import LOGITS_BYTES
+from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import (
@@ -67,9 +67,18 @@ def memory_of(settings: Settings, rank: int) -> Memory:
         working = max(working, _head_work(held, settings))
     activations = round(kept + (head if place.holds_last else 0))
     early = Memory(**common, gradients=start, activations=activations, working=round(working))
-    around = sum(4 * p.by_tp for p in held if not p.in_block)
-    late = Memory(**common, gradients=full, activations=0, working=around)
+    late = Memory(**(common | _end_of_step(held, settings, gathered)), gradients=full, activations=0)
     return max(early, late, key=lambda memory: memory.total)
+
+
+def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) -> dict[str, int]:
+    """Return the bytes gathered and of work where the gradients of what lies around the blocks are summed over the
+    replicas, in fp32. `fully_shard` has freed the weights that it gathered by then, and still holds the last gradient
+    as backward made it."""
+    around = [p.by_tp for p in held if not p.in_block]
+    if settings.plan.zero and settings.plan.pp == 1:
+        return {"gathered": 0, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
+    return {"gathered": gathered, "working": 4 * sum(around)}
 
 
 def memory_by_rank(settings: Settings) -> dict[int, Memory]:
@@ -106,15 +115,12 @@ def _logits(settings: Settings) -> float:
 
 def _gathered(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
     """Return the bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
-    all-gathered buffers. ZeRO-3 holds one block and prefetches the next. In a graph, memory that several streams used
-    is not reused, so that all weights, and all gradients on their way to be cut, have a place of their own."""
+    all-gathered buffers. ZeRO-3 holds one block and prefetches the next, in CUDA graphs too."""
     plan, width = settings.plan, settings.dtype.itemsize
     in_blocks = sum(p.by_tp for p in held if p.in_block)
     around = sum(p.by_tp for p in held if not p.in_block)
     if plan.zero == 0:
         return width * (in_blocks + around) if width < 4 else 0
-    if settings.graphs:
-        return (width + 4) * (in_blocks + around)
     if plan.zero == 3 and plan.pp == 1:
         in_blocks = min(in_blocks, 2 * in_blocks // max(blocks, 1))
     return width * (in_blocks + around)
@@ -124,9 +130,11 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
-    width, logits = settings.dtype.itemsize, _logits(settings)
-    sums = 4 * weight if logits > LOGITS_BYTES and width < 4 else 0
-    return max(min(logits, LOGITS_BYTES) + width * weight + sums, 2 * width * weight)
+    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.model.seq_length
+    columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
+    at_once = chunk_rows(rows, columns, width)
+    sums = 4 * weight if at_once < rows and width < 4 else 0
+    return max(width * at_once * columns + width * weight + sums, 2 * width * weight)
 
 
 def _block_work(settings: Settings) -> float:

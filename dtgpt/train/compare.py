@@ -133,8 +133,8 @@ def difference(record: Record, reference: Record, least: float = 0.0) -> Differe
 
 
 def tensor_differences(record: Record, reference: Record, least: float = 0.0) -> dict[str, float]:
-    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`. That of a gradient
-    is held against `least` of the norm of all gradients where that is more than its own norm."""
+    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`. That of a
+    gradient is held against `least` of the norm of all gradients where that is more than its own norm."""
     found = {}
     for name, theirs in reference.tensors.items():
         kind, floor = name.partition("/")[0], reference.travel * math.sqrt(theirs.numel())

@@ -40,7 +40,7 @@ def train(recipe: Recipe) -> int:
         begun = startup.start(recipe, stack)
         recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
-        foreign, checkpoint = startup.find_foreign_run(recipe), None
+        foreign, checkpoint = startup.find_foreign_run(recipe.resume, recipe.model, recipe.num_steps), None
         if foreign is None:
             checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
         if checkpoint:
@@ -62,7 +62,8 @@ def train(recipe: Recipe) -> int:
         if checkpoint:
             loop.resume(checkpoint)
         elif foreign:
-            startup.take_over(foreign, recipe, trainer)
+            seen = foreign.state["step"], foreign.state["consumed_samples"]
+            startup.take_over(foreign, trainer, recipe.batch_sizes(*seen))
         if loop.interrupted():
             return loop.stopped("before the first step")
         if checkpoint:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
+from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
@@ -30,7 +31,7 @@ from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.console import counted as counted_noun
+from dtgpt.util.console import counted as noun_counted
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
@@ -100,30 +101,27 @@ def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Me
     return find_checkpoint(mesh, run, chosen, check=check_interval)
 
 
-def find_foreign_run(recipe: Recipe) -> TrainingSource | None:
-    """Return the run of another library that the recipe resumes, with `recipe.model`; None for anything else. Raise
-    UserError where the recipe has another model, or no steps are left."""
-    run = open_training(recipe.resume, recipe.model.vocab_size)
+def find_foreign_run(resume: str | None, model: ModelConfig, steps: int) -> TrainingSource | None:
+    """Return the run of another library that `resume` of a recipe names; None for anything else. Raise UserError where
+    it is of another model than the recipe's, or has done all `steps`."""
+    run = open_training(resume, model.vocab_size)
     if run is None:
         return None
-    shape, step = run.config, run.state["step"]
-    if not shape.learns_positions:
-        shape = replace(shape, seq_length=recipe.model.seq_length)
-    check_same_model(run.path, shape, recipe.model)
-    if step >= recipe.num_steps:
-        raise UserError(f"{run.path} has already done {counted_noun(step, 'step')}; raise --steps to go on")
+    held = run.config if run.config.learns_positions else replace(run.config, seq_length=model.seq_length)
+    check_same_model(run.path, held, model)
+    if (done := run.state["step"]) >= steps:
+        raise UserError(f"{run.path} has already done {noun_counted(done, 'step')}; raise --steps to go on")
     return run
 
 
-def take_over(run: TrainingSource, recipe: Recipe, trainer: Trainer) -> None:
-    """Go on with a run of another library, as a new run of dtgpt."""
+def take_over(run: TrainingSource, trainer: Trainer, sizes: BatchSizes) -> None:
+    """Go on with a run of another library, as a new run of dtgpt. `sizes`: of the steps that are left."""
     for note in run.notes:
         say(note, warning=True)
-    state = dict(run.state)
     load_foreign_training(run, trainer.shards, trainer.optimizer.adamw)
-    trainer.restore(state, recipe.batch_sizes(state["step"], state["consumed_samples"]))
-    seen = counted_noun(state["consumed_samples"], "sample")
-    say(f"going on with {run.path} after step {state['step']} and {seen}")
+    trainer.restore(dict(run.state), sizes)
+    seen = noun_counted(run.state["consumed_samples"], "sample")
+    say(f"going on with {run.path} after step {run.state['step']} and {seen}")
 
 
 def new_run(runs: str, name: str, mesh: Mesh, lock: RunLock) -> Path:

@@ -1,6 +1,7 @@
 """Files of tiktoken's ranks, and the tokenizer of a folder."""
 
 import base64
+import json
 import pickle
 import unicodedata
 from itertools import product
@@ -78,9 +79,22 @@ def test_line_ends_of_windows_and_empty_lines_are_read(tmp_path):
     assert open_tokenizer(str(path)).ranks == tokens
 
 
+def test_names_that_are_pieces_of_text_too_are_not_special(tmp_path):
+    """ "<s>" is a token of Qwen's that texts are cut into."""
+    path = cut_by_pattern(tmp_path, "qwen3")
+    saved = json.loads(path.read_text())
+    saved["model"]["vocab"]["<s>"] = 305
+    path.write_text(json.dumps(saved))
+    found = open_tokenizer(str(path))
+    assert found.begin_of_text is None and found.decode([found.end_of_text]) == "<|endoftext|>"
+
+
 def test_an_unknown_family_is_refused_with_what_is_known(tmp_path):
     rank_file(tmp_path / "o200k_base.tiktoken")
     refused(lambda: open_tokenizer(str(tmp_path / "o200k_base.tiktoken")), "268 ranks", "151,643", "tokenizer.json")
+    more = b"".join(base64.b64encode(b"%06d" % i) + b" %d\n" % i for i in range(268, 128_002))
+    (tmp_path / "tokenizer.model").write_bytes((tmp_path / "o200k_base.tiktoken").read_bytes() + more)
+    refused(lambda: open_tokenizer(str(tmp_path / "tokenizer.model")), "128,002 ranks")  # of a later LLaMA
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2", None])

@@ -183,22 +183,38 @@ def answers(path: str, plan: str, precision: str) -> tuple[list, list, list]:
     return [[one.ids for one in batch] for batch in found], logprobs, [s.logprobs for s in model.score(PROMPTS[:3])]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_plans_on_two_gpus_give_the_text_of_one(tmp_path):
+def write_model(path: Path) -> None:
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
     shape = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 1000}
-    GPT2LMHeadModel(TheirConfig(**shape, initializer_range=0.2)).save_pretrained(tmp_path)
-    plans = [(plan, precision) for plan in ("tp2", "pp2") for precision in ("fp32", "bf16")]
+    GPT2LMHeadModel(TheirConfig(**shape, initializer_range=0.2)).save_pretrained(path)
+
+
+def on_two_gpus(path: Path, plans: list[tuple[str, str]], **environment: str) -> dict:
+    """Return the `answers` of each plan and precision, by their names."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    words = [*torchrun, "program.py", str(tmp_path), json.dumps(plans)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    (path / "program.py").write_text(PROGRAM)
+    words = [*torchrun, "program.py", str(path), json.dumps(plans)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONFAULTHANDLER": "1"} | environment
+    done = subprocess.run(words, cwd=path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.split("FOUND")[1].splitlines()[0])
+    return json.loads(done.stdout.split("FOUND")[1].splitlines()[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_ranks_that_write_to_each_others_memory_give_the_text_of_nccl(tmp_path):
+    write_model(tmp_path)
+    found, expected = (on_two_gpus(tmp_path, [("tp2", "bf16")], DTGPT_EXCHANGE=switch) for switch in "10")
+    assert found == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_plans_on_two_gpus_give_the_text_of_one(tmp_path):
+    write_model(tmp_path)
+    plans = [(plan, precision) for plan in ("tp2", "pp2") for precision in ("fp32", "bf16")]
+    found = on_two_gpus(tmp_path, plans)
     texts, logprobs, _ = answers(str(tmp_path), "single", "fp32")
     for plan in ("tp2fp32", "pp2fp32"):
         assert found[plan][0] == texts, plan

@@ -36,8 +36,15 @@ CL100K = "|".join((
 KINDS = (
     "files", "gpt2 of tiktoken", "trained", "bytes", "tokenizer.json", "with a begin", "normalized", "cl100k",
     "whole words", "sentencepiece", "unigram", "llama 2", "llama 3", "qwen3", "ranks of llama 3", "ranks of qwen",
+    "symbols",
 )  # fmt: skip
-MODEL_TYPES = {"llama 2": "mistral", "llama 3": "llama", "qwen3": "qwen3", "ranks of llama 3": "llama"}
+MODEL_TYPES = {
+    "llama 2": "mistral",
+    "symbols": "mistral",
+    "llama 3": "llama",
+    "qwen3": "qwen3",
+    "ranks of llama 3": "llama",
+}
 
 
 def make(kind, folder):
@@ -67,6 +74,9 @@ def make(kind, folder):
             hard_vocab_limit=False, normalization_rule_name="identity",
         )  # fmt: skip
         return open_tokenizer(str(folder / "u.model"))
+    if kind == "symbols":  # of the user, which no merge makes, as in Mistral's third vocabulary
+        symbols = {"user_defined_symbols": ["[REF_1]", "[REF_10]"], "control_symbols": ["[INST]"]}
+        return open_tokenizer(str(sentencepiece_model(folder, normalization_rule_name="identity", **symbols)))
     if kind in ("llama 3", "qwen3"):
         return open_tokenizer(str(cut_by_pattern(folder, kind.replace(" ", ""))))
     if kind.startswith("ranks of"):
@@ -101,7 +111,7 @@ def test_transformers_gives_the_same_ids_and_text(tmp_path, kind):
         assert theirs(text, split_special_tokens=True).input_ids == ids
         assert theirs.decode(ids[len(opening) :]) == known.decode(ids)
 
-    composing = "e\u0301 \u00e9 12345 <think><|eot_id|><|im_end|>"
+    composing = "e\u0301 \u00e9 12345 <think><|eot_id|><|im_end|> [REF_10]x[REF_1] [INST]"
     for text in ["", HELLO, composing, "ab abcd aaaa aaaaa abcdabcd xabcd", *random_texts(300)]:
         check(text)
     settings(max_examples=150, deadline=None, database=None)(given(st.text())(check))()

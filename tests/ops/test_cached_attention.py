@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtgpt.ops.attention.cached import attend_chunk, attend_rows
+from dtgpt.ops.attention.cached import SPLIT, attend_chunk, attend_rows, spread_splits
 from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.ops.attention.flash import reference
+from dtgpt.ops.decode.blocks import choose_tile
 
 POSITIONS, HEADS, DIM, SLOTS = 12, 4, 8, 5
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # ||a - b|| / ||b||
@@ -74,3 +75,25 @@ def test_chunks_with_borders_anywhere_attend_as_the_whole_sequence(backend, kv_h
         assert keys[[0, 1, 3, 4]].isnan().all()
 
     run()
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 64, 65, 256])
+@pytest.mark.parametrize("length", [1, SPLIT, 1024, 2048, 2049, 40960, 131072])
+def test_every_split_has_one_program(rows, length):
+    splits = math.ceil(length / SPLIT)
+    for room in (False, True):
+        programs, each, step = spread_splits(splits, rows, room)
+        found = [
+            split
+            for program in range(programs)
+            for split in (range(program, splits, step) if step > 1 else range(program * each, (program + 1) * each))
+        ]
+        assert sorted(split for split in found if split < splits) == list(range(splits))
+        assert step == 1 or length > 2048
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_a_tile_of_the_projection_to_q_k_and_v_lies_within_a_head(head_dim):
+    for rows in (1, 16, 32, 64, 256):
+        for columns, size in ((3072, 1024), (6144, 4096), (36864, 12288)):
+            assert head_dim % choose_tile(rows, columns, 1, size, head_dim).BN == 0

@@ -53,7 +53,7 @@ def weights(shape: str, dtype: torch.dtype) -> BlockWeights:
     def bias(size: int) -> Tensor | None:
         return None if rotates else vector(size)
 
-    rotary, most_groups = None, 2 if shape in ("r7", "qwen3_0_6b") else 8 if rotates else None
+    rotary = None
     if rotates:
         norms = (1 + vector(dim), 1 + vector(dim), EPS) if shape in QWEN else ()
         rotary = Rotary(angle_table(ROTATION, dim, LONG + 5, CUDA), *norms)
@@ -62,7 +62,7 @@ def weights(shape: str, dtype: torch.dtype) -> BlockWeights:
         matrix(hidden, width, dtype=dtype), bias(hidden), 1 + vector(hidden), bias(hidden),
         matrix(2 * inner if rotates else inner, hidden, dtype=dtype), bias(inner),
         matrix(hidden, inner, dtype=dtype), bias(hidden), eps=EPS, head_dim=dim,
-        activation="swiglu" if rotates else "gelu", rotary=rotary, most_groups=most_groups,
+        activation="swiglu" if rotates else "gelu", rotary=rotary,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.parallel.stages import balanced_cut
 from dtgpt.planning.activations import block_activations
-from dtgpt.planning.memory import memory_by_rank
+from dtgpt.planning.memory import fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import collectives_of
+from dtgpt.train.settle import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support import bodies_dryrun
 from tests.support.ranks import pool
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=12, ffn_hidden_size=44, seq_length=16,
     vocab_size=257, qk_norm=True,
@@ -60,6 +63,26 @@ def test_activations_of_a_block_are_those_of_its_operations(recipe, config, plan
     residuals = 2 * stream / (known.tp if known.sequence_parallel else 1)
     expected = 2 * 2 * config.seq_length * (residuals + 2 * stream + cut)
     assert block_activations(settings) == pytest.approx(expected, rel=0.01)
+
+
+MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11; with and without graphs
+    ("llama32_1b", "--global_batch_size 4", 1, 32.54),
+    ("llama32_1b", "--global_batch_size 4 --recompute full", 1, 23.77),
+    ("llama32_1b", "--global_batch_size 8 --micro_batch_size 4 --model.tied off", 1, 47.28),
+    ("llama32_1b", "--global_batch_size 4 --data.reset_attention_mask on", 1, 32.54),
+    ("qwen3_0_6b", "--global_batch_size 4", 1, 22.16),
+    ("qwen3_0_6b", "--global_batch_size 4 --recompute full", 1, 12.52),
+    ("llama3_8b", "--global_batch_size 1 --plan tp2_sp", 2, 73.11),
+    ("llama3_8b", "--global_batch_size 2", 2, 84.48),
+    ("llama3_8b", "--global_batch_size 2 --model.num_layers 12 --model.seq_length 2048", 2, 32.30),
+    ("gpt2_345m", "--global_batch_size 16 --micro_batch_size 8 --plan dp2_zero3", 2, 9.03),
+]
+
+
+@pytest.mark.parametrize("name, options, world, gib", MEASURED)
+def test_the_memory_is_what_gpus_used(name, options, world, gib):
+    settings = load_recipe(RECIPES / f"{name}.py", options.split()).planned(world)
+    assert fullest(memory_by_rank(settings)).total / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 def costs(config: ModelConfig, cut: tuple[int, ...]) -> list[float]:

@@ -137,4 +137,4 @@ def test_a_hundred_steps_in_bf16_on_two_gpus_are_those_of_one(tmp_path):
     for plan, found in records(jobs(["dp2_zero3", "tp2", "tp2_sp", "pp2"], 100, options), tmp_path, 2).items():
         apart = torch.tensor(found.losses) / torch.tensor(reference.losses) - 1
         print(f"{plan}: mean {apart.mean().item():.1e}, largest {apart.abs().max().item():.1e}")
-        assert abs(apart.mean().item()) < 5e-5 and apart.abs().max() < 2e-3, plan
+        assert abs(apart.mean().item()) < 5e-5 and apart.abs().max() < 1e-3, plan

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dtgpt.data.tokenizers.byte_level import ByteLevel
 from dtgpt.data.tokenizers.open import from_files
 from dtgpt.serve.app import make_app
 from dtgpt.serve.tokens import describe
@@ -69,16 +70,12 @@ def test_a_text_that_the_tokenizer_cannot_split_is_one_sentence(http, path):
 
 
 def test_what_a_tokenizer_puts_before_every_text_is_left_out_on_request(gpt2):
-    class WithBegin(type(gpt2)):
-        begin_of_text = 27
-
-        def encode(self, text, special=False):
-            return [27, *super().encode(text, special)]
-
-    other = WithBegin(gpt2.name, gpt2.pattern, gpt2.ranks)
-    assert describe(other, 8)["bos_token"] == "<"
+    first = len(gpt2.ranks) + 1
+    specials = {END: first - 1, "<s>": first}
+    other = ByteLevel(gpt2.name, gpt2.pattern, gpt2.ranks, specials, begin="<s>", opens=True)
+    assert describe(other, 8)["bos_token"] == "<s>"
     engine = ScriptedEngine(lambda request, choice: [0])
     with served_script(engine, model_by_rules([]).config, other) as service, client(make_app(service)) as http:
-        for added, expected in ((None, [27, 27, 15496]), (True, [27, 27, 15496]), (False, [27, 15496])):
+        for added, expected in ((None, [first, 27, 15496]), (True, [first, 27, 15496]), (False, [27, 15496])):
             asked = {"prompt": "<Hello", "add_special_tokens": added}
             assert http.post("/tokenize", json=asked).json()["tokens"] == expected

@@ -18,13 +18,13 @@ def gpt2_files(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def sentencepiece_model(folder: Path) -> Path:
+def sentencepiece_model(folder: Path, **options) -> Path:
     """A model of 300 tokens, with bytes for what it has not seen."""
     sentencepiece = pytest.importorskip("sentencepiece")
     (folder / "text.txt").write_text("".join(f"the quick brown fox number {i} jumps\n" for i in range(300)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "text.txt"), model_prefix=str(folder / "sp"), vocab_size=300, model_type="bpe",
-        byte_fallback=True, minloglevel=2,
+        byte_fallback=True, minloglevel=2, **options,
     )  # fmt: skip
     return folder / "sp.model"
 

@@ -31,9 +31,12 @@ class HuggingFace(Tokenizer):
         if max(ids.values(), default=0) >= MOST:
             raise UserError(f"{name} has the id {max(ids.values())}, which is not in 0 to {MOST - 1}; fetch it again")
         self.vocab_size, self.num_tokens = max(ids.values(), default=-1) + 1, len(ids)
-        self.end_name = next((token for token in (end, *ENDS) if token in ids), None)
+        special = {t.content: i for i, t in self._parsed.get_added_tokens_decoder().items() if t.special}
+        named = special or ids  # a name may be a piece of text too: "<s>" is one of Qwen's
+        ends = [token for token in (end, *ENDS) if token in named] + [token for token in (end, *ENDS) if token in ids]
+        self.end_name = next(iter(ends), None)
         self.end_of_text = ids.get(self.end_name)
-        self.begin_of_text = next((ids[token] for token in BEGINS if token in ids), None)
+        self.begin_of_text = next((ids[token] for token in BEGINS if token in named), None)
 
     @cached_property
     def _parsed(self) -> Any:

@@ -165,7 +165,9 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     pairs = [line.split(" ") for line in read_text(merges).split("\n") if line and not line.startswith("#version")]
     if not all(len(pair) == 2 for pair in pairs):
         wrong = next(" ".join(pair) for pair in pairs if len(pair) != 2)
-        raise UserError(f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give the merges.txt of a byte-level BPE")
+        raise UserError(
+            f"{merges} holds {shown(wrong)}, which is not a pair of tokens; give the merges.txt of a byte-level BPE"
+        )
     named = end_of_text_beside(vocab)
     end = named if named is not None and named in ids else END_OF_TEXT
     specials = {end: ids.get(end, max(ids.values(), default=-1) + 1)}

@@ -73,7 +73,7 @@ def from_ranks(path: Path, content: bytes, begin: bool = False, end: str | None 
 
 def _family(path: Path, ranks: int) -> Family:
     known = [family for (_, size), family in FAMILIES.items() if size == ranks]
-    known += [family for (name, _), family in FAMILIES.items() if name == path.name]
+    known += [family for (name, size), family in FAMILIES.items() if name == path.name and ranks < size]
     if not known:
         words = " and ".join(f"{name} ({size:,} ranks)" for name, size in FAMILIES)
         raise UserError(

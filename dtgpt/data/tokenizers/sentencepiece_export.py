@@ -2,6 +2,9 @@
 
 import base64
 import json
+import math
+import re
+from itertools import pairwise
 from typing import Any
 
 from dtgpt.data.tokenizers.bpe_files import merges_of
@@ -23,19 +26,21 @@ def sentencepiece_json(tokenizer: SentencePiece) -> str:
         raise UserError(f"the tokenizer {tokenizer.name} is one of whole words, which a tokenizer.json cannot be")
     if trainer.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
         raise UserError(f"the tokenizer {tokenizer.name} treats blanks in a way that a tokenizer.json cannot express")
+    merges, words = _merges(model)
+    kinds = (UNKNOWN, CONTROL) if words else (UNKNOWN, CONTROL, USER_DEFINED)
     added = [
         special_token(piece.piece, i, special=piece.type != USER_DEFINED)
         for i, piece in enumerate(model.pieces)
-        if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)
+        if piece.type in kinds
     ]
     return json.dumps(
         {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": _normalizer(model.normalizer_spec),
-            "pre_tokenizer": None,
+            "pre_tokenizer": _isolated(words),
             "post_processor": _begin(tokenizer),
             "decoder": _decoder(model),
-            "model": _unigram(model) if trainer.model_type == UNIGRAM else _bpe(model),
+            "model": _unigram(model) if trainer.model_type == UNIGRAM else _bpe(model, merges, bool(words)),
         },
         ensure_ascii=False,
     )  # fmt: skip
@@ -86,12 +91,45 @@ def _begin(tokenizer: SentencePiece) -> dict | None:
     return opening_template(tokenizer.piece(opening[0]), opening[0]) if opening else None
 
 
-def _bpe(model: Any) -> dict:
-    joined = {p.piece: -p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED, UNUSED)}
-    merges = merges_of(joined)[0] if model.trainer_spec.model_type == BPE else []
+def _merges(model: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the merges of a BPE, and the pieces of the user that are cut out of a text before these apply. The format
+    takes such a word as one token if any whole word may be one, which changes nothing where merges make all others."""
+    kind = model.trainer_spec.model_type
+    if kind == UNIGRAM:
+        return [], []
+    words = [p.piece for p in model.pieces if p.type == USER_DEFINED]
+    if kind == CHAR:
+        return [], words
+    ranks = {p.piece: -p.score for p in model.pieces if p.type in (NORMAL, UNUSED)}
+    if all(_is_made(piece, ranks) for piece in ranks if words):
+        return merges_of(ranks)[0], words
+    return merges_of(ranks | dict.fromkeys(words, 0.0))[0], []
+
+
+def _is_made(piece: str, ranks: dict[str, float]) -> bool:
+    """Return whether merging, the pair whose union ranks first at a time, makes `piece` of its characters."""
+    parts = list(piece)
+    while len(parts) > 1:
+        unions = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]
+        i = unions.index(min(unions))
+        if unions[i] == math.inf:
+            return False
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return True
+
+
+def _isolated(words: list[str]) -> dict | None:
+    """Return the pre-tokenizer that cuts `words` out of a text, the longest that fits first."""
+    if not words:
+        return None
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _bpe(model: Any, merges: list[tuple[str, str]], ignore_merges: bool) -> dict:
     return {
         "type": "BPE", "unk_token": model.trainer_spec.unk_piece, "fuse_unk": True,
-        "byte_fallback": model.trainer_spec.byte_fallback,
+        "byte_fallback": model.trainer_spec.byte_fallback, "ignore_merges": ignore_merges,
         "vocab": {piece.piece: i for i, piece in enumerate(model.pieces)},
         "merges": [list(pair) for pair in merges],
     }  # fmt: skip

@@ -90,7 +90,7 @@ def decode_attention(
     state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)  # for two splits at once
-    spread = spread_splits(splits, rows, kv_heads, room, rotary is not None)
+    spread = spread_splits(splits, rows, room)
     pdl = has_dependent_launch(q.device)
     table, q_norm, k_norm, eps = rotary or (None, None, None, 0.0)
     kernels.split_kernel[(spread.programs, kv_heads, rows)](
@@ -116,15 +116,14 @@ class Spread(NamedTuple):
     step: int = 1
 
 
-def spread_splits(splits: int, rows: int, kv_heads: int, room: bool, rotary: bool) -> Spread:
-    """Return how the splits of slots are spread over programs, as measured by `benchmarks/op_decode.py` on an H200.
+def spread_splits(splits: int, rows: int, room: bool) -> Spread:
+    """Return how the splits of slots are spread over programs: of slots of up to 2048 positions as measured by
+    `benchmarks/op_decode.py` on an H200. Most splits of most sequences in longer slots are empty, and a program that
+    finds nothing takes time, too: such slots have fewer programs than splits.
 
-    Most splits of most sequences are empty, and a program that finds nothing takes time, too. room: whether a program
-    has memory for two splits at once, without which it cannot load one while it computes another.
+    room: whether a program has memory for two splits at once, without which it cannot load one while it computes
+    another.
     """
-    if rotary:
-        programs = min(splits, max(4, 2048 // (rows * kv_heads)))
-        return Spread(programs) if programs == splits else Spread(programs, step=programs)
     each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
     most = max(16, min(128, 1024 // rows))
     programs = math.ceil(splits / each)

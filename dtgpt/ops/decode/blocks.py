@@ -2,24 +2,26 @@
 
 Fast path for 16-bit weights on a GPU; the reference is the model's own modules. The result of a row does not depend on
 the other rows or their number, bit for bit (see `kernels`). Sharding rule: heads and F may be sharded over
-tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums the outputs of branches over ranks.
+tensor-parallel ranks, each with its own `BlockWeights`; `all_reduce` then sums the outputs of branches over ranks, and
+`exchange` does within the kernels of few rows.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.attention.cached import decode_attention
-from dtgpt.ops.decode.rows import MOST_ROWS, kernels_for, serves, sizes_of
+from dtgpt.ops.decode.exchange import Exchange
+from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_dependent_launch, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
-AllReduce = Callable[[Tensor], Any]  # sums fp32 `[1, M, H]` over tensor-parallel ranks, in place
+AllReduce = Callable[[Tensor], Tensor]  # fp32 `[1, M, H]`: the sum of `[G, M, H]` over groups and tensor-parallel ranks
 
 
 class Tile(NamedTuple):
@@ -34,12 +36,12 @@ class Tile(NamedTuple):
 
 def choose_tile(rows: int, columns: int, groups: int, size: int, head_dim: int) -> Tile:
     """Return the tile of a product, as measured by `benchmarks/op_decode.py` on an H200. BN divides `head_dim`."""
-    wide = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models from about 1 billion parameters on
-    if wide and (rows <= 16 or 32 < rows <= 64):
-        if 1 < groups <= 4:
-            return Tile(16, 32, 128, 4, 4) if rows <= 16 else Tile(64, 64, 128, 4, 4)
-        return Tile(16, 64, 128, 4, 3) if rows <= 16 else Tile(64, 128, 64, 4, 4)
-    if rows <= 16:
+    large = size >= 2048 and columns > (8192 if groups == 1 else 2047)  # as in models of a billion parameters
+    if large and rows <= 16:
+        tile = Tile(16, 32, 128, 4, 4) if 1 < groups <= 4 else Tile(16, 64, 128, 4, 3)
+    elif large and 32 < rows <= 64:
+        tile = Tile(64, 64, 128, 4, 4) if 1 < groups <= 4 else Tile(64, 128, 64, 4, 4)
+    elif rows <= 16:
         tile = Tile(16, 32, 128, 2, 4) if columns > 8192 or groups > 4 else Tile(16, 16, 128, 2, 6)
     elif rows <= 64:
         wide = columns > 8192 or groups > 4
@@ -116,19 +118,12 @@ class Write(NamedTuple):
     positions: Tensor  # int64 [M]
 
 
-def group_width(size: int, most: int | None) -> int:
-    """Return the columns of K in a group, a multiple of 512, of which `most` groups hold all `size`; None: 512."""
-    return GROUP if most is None else GROUP * math.ceil(size / (GROUP * most))
-
-
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None, width: int = GROUP
-) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write: Write | None = None) -> Tensor:
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
-    `[ceil(K / width), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
+    `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
     `[M, N / 2]`."""
     (rows, size), columns = x.shape, len(weight)
-    groups = math.ceil(size / width) if epilogue == "groups" else 1
+    groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
     dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
     made = columns // 2 if epilogue == "swiglu" else columns
     shape = (groups, rows, made) if epilogue == "groups" else (rows, made)
@@ -140,7 +135,7 @@ def product(
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, EPILOGUE=epilogue, EVEN=columns % tile.BN == 0 and size % 128 == 0,
-        WIDTH=width, PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
+        PARTS=columns // (kv_heads * head_dim), SIZE=head_dim, LENGTH=length, PDL=pdl,
         num_warps=tile.num_warps, num_stages=min(tile.num_stages, shared_memory(x.device) // stage), launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -157,35 +152,39 @@ def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
     return decode_attention(packed[:, :, :-2], keys, values, slots, positions, block.rotary).flatten(1)
 
 
+def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], ranks: int = 1) -> RowKernels | None:
+    """Return the kernels of few rows for `blocks`, which are built if need be; None where there are none."""
+    if not blocks or not serves(blocks[0]):
+        return None
+    return kernels_for(sizes_of(blocks[0], keys[0], ranks), keys[0].device)
+
+
 def run_blocks(
     x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None,
+    slots: Tensor, positions: Tensor, all_reduce: AllReduce | None = None, exchange: Exchange | None = None,
 ) -> Residual:  # fmt: skip
     """Return the residual stream `[M, H]` after `blocks`, from x `[M, H]`, and write the new tokens' k and v.
 
     keys, values: of each block, `[slots, N_kv, P, D]`. slots, positions: int64 `[M]`.
     """
 
-    if all_reduce is None and len(x) <= MOST_ROWS and blocks and serves(blocks[0]):
-        few = kernels_for(sizes_of(blocks[0], keys[0]), x.device)
+    if (all_reduce is None or exchange is not None) and len(x) <= MOST_ROWS:
+        few = kernels_of_few_rows(blocks, keys, exchange.ranks if exchange else 1)
         if few is not None and len(x) <= few.most_rows:
-            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions))
+            return Residual(few.run(x.contiguous(), blocks, keys, values, slots, positions, exchange))
 
-    def branch_of(h: Tensor, weight: Tensor, most_groups: int | None) -> Tensor:
-        branch = product(h, weight, None, "groups", width=group_width(weight.shape[1], most_groups))
-        if all_reduce is not None:
-            branch = branch if len(branch) == 1 else branch.sum(0, keepdim=True)
-            all_reduce(branch)
-        return branch
+    def branch_of(h: Tensor, weight: Tensor) -> Tensor:
+        branch = product(h, weight, None, "groups")
+        return branch if all_reduce is None else all_reduce(branch)
 
     stream = Residual(x)
     for block, k, v in zip(blocks, keys, values, strict=True):
         x, h = residual_norm(stream, block.norm_1, block.norm_1_bias, block.eps)
         heads = attend(h, block, Write(k, v, slots, positions))
-        stream = Residual(x, branch_of(heads, block.proj, block.most_groups), block.proj_bias)
+        stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
         inner = product(h, block.fc, block.fc_bias, block.activation)
-        stream = Residual(x, branch_of(inner, block.out, block.most_groups), block.out_bias)
+        stream = Residual(x, branch_of(inner, block.out), block.out_bias)
     return stream
 
 

@@ -1,4 +1,5 @@
-// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, merged from attention's splits, or as they are.
+// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, of the sum with a branch perhaps, merged from
+// attention's splits, or as they are.
 // WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes.
 
 #pragma once
@@ -6,6 +7,16 @@
 #include "product.cuh"
 
 constexpr int AT_ONCE = 8;  // splits of attention whose loads are under way together
+
+// x plus (branch + bias), of 8 columns.
+__device__ inline uint4 add_branch(const uint4& x, const float (&branch)[8], const uint4& bias) {
+    const auto pair = [&](uint32_t x, uint32_t bias, int i) {
+        const float2 old = Pairs<T>::widen(x), more = Pairs<T>::widen(bias);
+        return Pairs<T>::narrow(__fadd_rn(old.x, __fadd_rn(branch[i], more.x)),
+                                __fadd_rn(old.y, __fadd_rn(branch[i + 1], more.y)));
+    };
+    return make_uint4(pair(x.x, bias.x, 0), pair(x.y, bias.y, 2), pair(x.z, bias.z, 4), pair(x.w, bias.w, 6));
+}
 
 template <int ROWS, int PROLOGUE, int SIZE, int COLUMNS>
 struct Inputs : Place<ROWS, SIZE, COLUMNS> {
@@ -45,6 +56,22 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
         const uint4* const source = reinterpret_cast<const uint4*>(p.x) + row() * CHUNKS + share();
 #pragma unroll
         for (int i = 0; i < MOST; ++i) made.at[i] = has(i) ? __ldcg(source + i * SHARERS) : uint4{};
+        return made;
+    }
+
+    // x with the branch that all ranks have sent parts of. One CTA keeps it for later kernels.
+    __device__ Chunks join(const Chunks& x, const Chunks& bias, uint32_t flag) const {
+        Chunks made;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            made.at[i] = uint4{};
+            if (!has(i)) continue;
+            const size_t chunk = static_cast<size_t>(row()) * CHUNKS + share() + i * SHARERS;
+            float branch[8];
+            receive_sums<RANKS>(branch, p.exchange, 8 * chunk, flag);
+            made.at[i] = add_branch(x.at[i], branch, bias.at[i]);
+            if (blockIdx.x == 0) reinterpret_cast<uint4*>(p.stream)[chunk] = made.at[i];
+        }
         return made;
     }
 

@@ -2,9 +2,9 @@
 
 A row's result must not depend on the number of rows, whatever tile it is computed in. Therefore:
 
-* A product is a sum over groups of 512 along K, or of a multiple of that which follows from the weight, each a sum
-  over segments of 128, each a chain of tensor-core operations, all in ascending order; logits are one chain over all of
-  K. Such a chain gives the same bits in tiles of any size, by mma and by wgmma.
+* A product is a sum over groups of 512 along K, each a sum over segments of 128, each a chain of tensor-core
+  operations, all in ascending order; logits are one chain over all of K. Such a chain gives the same bits in tiles of
+  any size, by mma and by wgmma.
 * The mean and the variance of a row are sums in float64. Of 16-bit values these are exact for practical purposes, so
   that their order does not matter.
 
@@ -108,16 +108,15 @@ def silu(t):
 def product_kernel(
     x, weight, bias, out, keys, values, slots, positions, rows, columns, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write x w^T for a tile of rows and columns, x `[M, K]`, weight `[N, K]`.
 
-    EPILOGUE: "groups" writes the sum of the program's group of WIDTH columns of K to out fp32 `[groups, M, N]`;
-    "logits" one chain over all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through
-    GELU; "swiglu" of each two columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias:
-    queries to out, keys and values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64
-    `[M]`. PARTS: heads in the columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the
-    columns and 128 divides K.
+    EPILOGUE: "groups" writes the sum of the program's group of K to out fp32 `[groups, M, N]`; "logits" one chain over
+    all of K to out fp32 `[M, N]`; "plain" the sum with its bias, if any; "gelu" that through GELU; "swiglu" of each two
+    columns, gate and up, silu(gate) * up to out `[M, N / 2]`; "qkv" the sum with its bias: queries to out, keys and
+    values to the cache `[slots, N_kv, LENGTH, SIZE]` at the rows' slots and positions, int64 `[M]`. PARTS: heads in the
+    columns of one head of k and v: those of its queries, k and v. EVEN: BN divides the columns and 128 divides K.
     """
     tile = tl.program_id(1)  # rows are the inner index: their programs share the weights in L2
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -136,8 +135,8 @@ def product_kernel(
             total = tl.dot(x_part, tl.load(w_at + start, column_inside & left[:, None], 0.0), total)
     else:
         group = tl.zeros((BM, BN), tl.float32)
-        first = tl.program_id(2) * WIDTH
-        last = tl.minimum(K, first + WIDTH) if EPILOGUE == "groups" else K
+        first = tl.program_id(2) * GROUP
+        last = tl.minimum(K, first + GROUP) if EPILOGUE == "groups" else K
         for start in range(first, last, SEGMENT):
             segment = tl.zeros((BM, BN), tl.float32)
             for step in tl.static_range(0, SEGMENT, BK):

@@ -1,4 +1,4 @@
-// The outputs of a product: to the cache, through GELU, or onto the residual stream.
+// The outputs of a product: to the cache, through GELU, onto the residual stream, or to all tensor-parallel ranks.
 
 #pragma once
 
@@ -45,6 +45,7 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
     struct Output {
         int row, n;
         unsigned short bias;
+        uint32_t flag;
         int64_t slot, position;
     };
 
@@ -52,6 +53,10 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
         Output o{};
         const int own = COLUMNS < CTAS ? max(count, 1) : count;  // a CTA of a small model may have no row
         o.row = ROWS == 1 ? 0 : item / own, o.n = first + item - o.row * own;
+        if constexpr (EPILOGUE == SEND) {
+            o.flag = p.exchange.flag(p.index);
+            return o;
+        }
         o.bias = __ldg(reinterpret_cast<const unsigned short*>(p.bias) + o.n);
         if constexpr (EPILOGUE == CACHE) o.slot = p.slots[o.row], o.position = p.positions[o.row];
         return o;
@@ -74,7 +79,16 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
 
     __device__ static float widen(unsigned short bits) { return Pairs<T>::widen(*reinterpret_cast<const T*>(&bits)); }
 
+    __device__ void send_part(const Output& o) const {
+        const uint64_t word = word_of(__float_as_uint(total(o.row, o.n - first)), o.flag);
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) {
+            send(p.exchange.place(rank, p.exchange.rank, o.flag) + o.row * COLUMNS + o.n, word);
+        }
+    }
+
     __device__ void finish(const Output& o, unsigned short residual) const {
+        if constexpr (EPILOGUE == SEND) return send_part(o);
         float t = __fadd_rn(total(o.row, o.n - first), widen(o.bias));
         if constexpr (EPILOGUE == ACTIVATION) t = gelu(t);
         if constexpr (EPILOGUE == RESIDUAL) t = __fadd_rn(widen(residual), t);

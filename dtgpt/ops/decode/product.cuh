@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.cuh"
+#include "exchange.cuh"
 
 constexpr int TILE = 8;                   // rows of a weight that a tensor-core step takes
 constexpr int SEGMENT = 128;              // columns of a chain
@@ -14,14 +15,14 @@ constexpr int MOST_BYTES = 110 * 1024;    // of shared memory of a CTA, so that 
 // Copies of a warp, 512 bytes each, that are under way: more would delay what the kernel before this one loads.
 constexpr int COPIES = 4;
 
-enum Prologue { NORM, MERGE, PLAIN };
-enum Epilogue { CACHE, ACTIVATION, RESIDUAL };
+enum Prologue { NORM, JOIN, MERGE, PLAIN };  // JOIN: the sum of a branch over ranks onto the residual, then NORM
+enum Epilogue { CACHE, ACTIVATION, RESIDUAL, SEND };  // SEND: this rank's part of a branch, to all ranks
 
 struct Product {
     const T* weight;            // [columns, size]
     const T* bias;              // [columns]
-    const T* x;                 // NORM, PLAIN: [rows, size]
-    const T* norm_weight;       // NORM: [size]
+    const T* x;                 // NORM, JOIN, PLAIN: [rows, size]
+    const T* norm_weight;       // NORM, JOIN: [size]
     const T* norm_bias;
     const float* partial;       // MERGE: [rows, heads, SPLITS, HEAD]
     const float2* state;        // MERGE: [rows, heads, SPLITS], the maximum and the sum of each split
@@ -31,8 +32,12 @@ struct Product {
     T* values;
     const int64_t* slots;       // [rows]
     const int64_t* positions;   // [rows]
+    const T* branch_bias;       // JOIN: [size]
+    T* stream;                  // JOIN: [rows, size], x with the branch
     int rows, dependent;        // dependent: whether it may start before the kernel before it has ended
     float eps;
+    int index;                  // JOIN, SEND: of the exchange, of those since the first kernel of a call
+    Exchange exchange;
 };
 
 // A thread's place in a product, and the shared memory of its CTA.

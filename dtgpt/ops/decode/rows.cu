@@ -1,6 +1,7 @@
 // The products of a transformer block for one token each of 1 to 4 sequences, with what comes before and after them:
 // LayerNorm or the merge of attention's splits before; the cache, GELU or the residual after. Built for one model: its
-// sizes are constants.
+// sizes are constants. Of several tensor-parallel ranks each sends its part of a branch to all, and the LayerNorm behind
+// begins with their sum.
 //
 // Each CTA has a contiguous range of the weight's rows, and there is one for each multiprocessor. It copies them to
 // shared memory while the kernel before it still runs (programmatic dependent launch), since weights do not depend on it.
@@ -20,10 +21,12 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     const Ins inputs{place};
     const Outs outputs{place};
     launch_successor();
-    typename Ins::Chunks norm_weight, norm_bias, x;
-    if constexpr (PROLOGUE == NORM) {
+    typename Ins::Chunks norm_weight, norm_bias, branch_bias, x;
+    if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) {
         norm_weight = inputs.load_vector(p.norm_weight), norm_bias = inputs.load_vector(p.norm_bias);
     }
+    uint32_t flag;
+    if constexpr (PROLOGUE == JOIN) branch_bias = inputs.load_vector(p.branch_bias), flag = p.exchange.flag(p.index);
     const int row = inputs.row();
     const int used = PROLOGUE == MERGE && row < p.rows ? static_cast<int>(p.positions[row]) / SPLIT + 1 : 0;
     const int items = p.rows * place.count;
@@ -42,7 +45,8 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     }
     const unsigned short residual = outputs.residual_of(own);
     const typename Outs::Fragments weights = outputs.load_weights();
-    if constexpr (PROLOGUE == NORM) inputs.keep_normal(x, norm_weight, norm_bias);
+    if constexpr (PROLOGUE == JOIN) x = inputs.join(x, branch_bias, flag);
+    if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) inputs.keep_normal(x, norm_weight, norm_bias);
     if constexpr (PROLOGUE == PLAIN) inputs.keep_rows(x);
     __syncthreads();
     outputs.multiply(weights);
@@ -63,6 +67,21 @@ __global__ void __launch_bounds__(THREADS, 2) multiply_rows(const __grid_constan
         {p, shared, thread, thread / WARP, thread % WARP, first, last - first});
 }
 
+// The last sum of a call, by one CTA, which then counts the exchanges of the call as complete.
+__global__ void __launch_bounds__(THREADS) join_rows(const __grid_constant__ Product p) {
+    const uint32_t flag = p.exchange.flag(p.index);
+    wait_for_predecessor();
+    for (int chunk = threadIdx.x; chunk < p.rows * (HIDDEN / 8); chunk += THREADS) {
+        float branch[8];
+        receive_sums<RANKS>(branch, p.exchange, static_cast<size_t>(8) * chunk, flag);
+        const uint4 x = __ldcg(reinterpret_cast<const uint4*>(p.x) + chunk);
+        const uint4 bias = __ldg(reinterpret_cast<const uint4*>(p.branch_bias) + chunk % (HIDDEN / 8));
+        reinterpret_cast<uint4*>(p.stream)[chunk] = add_branch(x, branch, bias);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) *p.exchange.state = flag;
+}
+
 // ---- Host. Each function launches one product for up to 4 rows. It returns null, or why nothing was launched.
 
 template <int ROWS, int PROLOGUE, int EPILOGUE, int SIZE, int COLUMNS>
@@ -81,18 +100,33 @@ static const char* launch(const Product* p, cudaStream_t stream) {
     return "there are too many rows";
 }
 
+// After LayerNorm, of the sum with a branch if there is one.
+template <int EPILOGUE, int COLUMNS>
+static const char* launch_normal(const Product* p, cudaStream_t stream) {
+    if constexpr (RANKS > 1) {
+        if (p->branch_bias != nullptr) return launch<JOIN, EPILOGUE, HIDDEN, COLUMNS>(p, stream);
+    }
+    return launch<NORM, EPILOGUE, HIDDEN, COLUMNS>(p, stream);
+}
+
+constexpr int BRANCH = RANKS > 1 ? SEND : RESIDUAL;
+
 extern "C" const char* launch_qkv(const Product* p, cudaStream_t stream) {
-    return launch<NORM, CACHE, HIDDEN, PACKED>(p, stream);
+    return launch_normal<CACHE, PACKED>(p, stream);
 }
 
 extern "C" const char* launch_proj(const Product* p, cudaStream_t stream) {
-    return launch<MERGE, RESIDUAL, WIDTH, HIDDEN>(p, stream);
+    return launch<MERGE, BRANCH, WIDTH, HIDDEN>(p, stream);
 }
 
 extern "C" const char* launch_fc(const Product* p, cudaStream_t stream) {
-    return launch<NORM, ACTIVATION, HIDDEN, INNER>(p, stream);
+    return launch_normal<ACTIVATION, INNER>(p, stream);
 }
 
 extern "C" const char* launch_out(const Product* p, cudaStream_t stream) {
-    return launch<PLAIN, RESIDUAL, INNER, HIDDEN>(p, stream);
+    return launch<PLAIN, BRANCH, INNER, HIDDEN>(p, stream);
+}
+
+extern "C" const char* launch_join(const Product* p, cudaStream_t stream) {
+    return launch_dependent(join_rows, 1, 0, *p, true, stream);
 }

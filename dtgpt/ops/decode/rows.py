@@ -1,7 +1,8 @@
 """Launch the CUDA kernels of transformer blocks for one token each of a few sequences, `rows.cu`.
 
 Five launches a block. The kernels are built for the sizes of one model when they are first needed, which takes some
-seconds once a machine.
+seconds once a machine. Sharding rule: that of `blocks`; tensor-parallel ranks send their parts of a branch to each
+other, and sum them in the norm that follows.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtgpt.ops.decode.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.ops.extension import library
 from dtgpt.ops.fast import has_dependent_launch, multiprocessors
@@ -38,6 +40,7 @@ class Sizes(NamedTuple):
     head: int  # D
     kv_heads: int
     length: int  # positions of a slot
+    ranks: int  # of tensor parallelism; the other sizes are those of one
 
 
 class Gpu(NamedTuple):
@@ -53,8 +56,11 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "norm_weight", "norm_bias", "partial", "state")),
         *((name, ctypes.c_void_p) for name in ("residual", "out", "keys", "values", "slots", "positions")),
+        *((name, ctypes.c_void_p) for name in ("branch_bias", "stream")),
         *((name, ctypes.c_int) for name in ("rows", "dependent")),
         ("eps", ctypes.c_float),
+        ("index", ctypes.c_int),
+        ("exchange", Fields),
     )
 
 
@@ -97,11 +103,11 @@ def serves(block: BlockWeights) -> bool:
     return block.rotary is None and block.activation == "gelu" and all(bias is not None for bias in there)
 
 
-def sizes_of(block: BlockWeights, keys: Tensor) -> Sizes:
-    """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`."""
+def sizes_of(block: BlockWeights, keys: Tensor, ranks: int = 1) -> Sizes:
+    """Return the sizes of a block and of its cache `[slots, N_kv, P, D]`, of one of `ranks` tensor-parallel ranks."""
     kv_heads, length, head = keys.shape[1:]
     hidden, width = block.proj.shape
-    return Sizes(TYPES[keys.dtype], hidden, len(block.fc), len(block.qkv), width, head, kv_heads, length)
+    return Sizes(TYPES[keys.dtype], hidden, len(block.fc), len(block.qkv), width, head, kv_heads, length, ranks)
 
 
 @functools.cache
@@ -123,22 +129,23 @@ class RowKernels:
     def __init__(self, built: ctypes.CDLL, sizes: Sizes, most_rows: int):
         self._sizes, self.most_rows = sizes, most_rows
         self._launch = {}
-        for name in ("qkv", "attention", "proj", "fc", "out"):
+        for name in ("qkv", "attention", "proj", "fc", "out", "join"):
             function = getattr(built, f"launch_{name}")
             function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_char_p
             self._launch[name] = function
 
     def run(
         self, x: Tensor, blocks: Sequence[BlockWeights], keys: Sequence[Tensor], values: Sequence[Tensor],
-        slots: Tensor, positions: Tensor,
+        slots: Tensor, positions: Tensor, exchange: Exchange | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the residual stream `[M, H]` after `blocks`, M up to `most_rows`; arguments as of `run_blocks`, blocks
-        such as `serves` accepts. Raises RuntimeError where CUDA refuses a launch.
+        such as `serves` accepts. `exchange`: of tensor-parallel ranks. Raises RuntimeError where CUDA refuses a launch.
 
         A kernel begins to copy weights while others before it still run. What else it reads early, slots, positions and
         the cache of older tokens, must not be written within this call: therefore the first kernel waits for all.
         """
         rows, sizes, first = len(x), self._sizes, True
+        stream = Stream(self, x) if exchange is None else SharedStream(self, x, exchange)
         splits = math.ceil(sizes.length / SPLIT)
         packed, inner = x.new_empty(rows, sizes.packed), x.new_empty(rows, sizes.inner)
         heads = sizes.width // sizes.head
@@ -147,23 +154,21 @@ class RowKernels:
         place = {"slots": slots, "positions": positions}
         for block, k, v in zip(blocks, keys, values, strict=True):
             cache, eps = {"keys": k, "values": v}, {"eps": block.eps}
-            norm_1 = {"x": x, "norm_weight": block.norm_1, "norm_bias": block.norm_1_bias, **eps}
-            self._product("qkv", block.qkv, block.qkv_bias, packed, dependent=not first, **norm_1, **cache, **place)
+            norm_1 = {"norm_weight": block.norm_1, "norm_bias": block.norm_1_bias, **eps, **stream.read()}
+            qkv = {"weight": block.qkv, "bias": block.qkv_bias, "out": packed}
+            self.launch("qkv", rows, dependent=not first, **qkv, **norm_1, **cache, **place)
             first = False
             self._attention(packed, k, v, partial, state, slots, positions)
-            merged = {"partial": partial, "state": state, "positions": positions}
-            middle = torch.empty_like(x)
-            self._product("proj", block.proj, block.proj_bias, middle, residual=x, **merged)
-            norm_2 = {"x": middle, "norm_weight": block.norm_2, "norm_bias": block.norm_2_bias, **eps}
-            self._product("fc", block.fc, block.fc_bias, inner, **norm_2)
-            x = torch.empty_like(x)
-            self._product("out", block.out, block.out_bias, x, x=inner, residual=middle)
-        return x
+            stream.add("proj", block.proj, block.proj_bias, partial=partial, state=state, positions=positions)
+            norm_2 = {"norm_weight": block.norm_2, "norm_bias": block.norm_2_bias, **eps, **stream.read()}
+            self.launch("fc", rows, weight=block.fc, bias=block.fc_bias, out=inner, **norm_2)
+            stream.add("out", block.out, block.out_bias, x=inner)
+        return stream.whole()
 
-    def _product(self, name: str, weight: Tensor, bias: Tensor | None, out: Tensor, **more: Any) -> None:
-        fields = {"dependent": True, "weight": weight, "bias": bias, "out": out, **more}
+    def launch(self, name: str, rows: int, dependent: bool = True, **fields: Any) -> None:
+        """Launch a kernel whose arguments are those of a product."""
         numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
-        self._call(name, Product(rows=len(out), **numbers), out.device)
+        self._call(name, Product(rows=rows, dependent=dependent, **numbers), fields["x"].device)
 
     def _attention(self, *tensors: Tensor) -> None:
         rows, scale = len(tensors[0]), math.log2(math.e) / math.sqrt(self._sizes.head)
@@ -175,3 +180,58 @@ class RowKernels:
             error = self._launch[name](ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
         if error is not None:
             raise RuntimeError(f"the decode kernel {name} cannot be launched: {error.decode()}")
+
+
+class Stream:
+    """The residual stream on one GPU: a product adds its branch to it."""
+
+    def __init__(self, kernels: RowKernels, x: Tensor):
+        self._kernels, self._x = kernels, x
+
+    def read(self) -> dict[str, Any]:
+        """Return the arguments of a product that begins with the norm of the stream."""
+        return {"x": self._x}
+
+    def add(self, name: str, weight: Tensor, bias: Tensor | None, **fields: Any) -> None:
+        """Launch the product of a branch."""
+        out = torch.empty_like(self._x)
+        fields = {"x": self._x, "weight": weight, "bias": bias, "residual": self._x, "out": out, **fields}
+        self._kernels.launch(name, len(out), **fields)
+        self._x = out
+
+    def whole(self) -> Tensor:
+        """Return the stream `[M, H]`."""
+        return self._x
+
+
+class SharedStream:
+    """The residual stream of tensor-parallel ranks: a product sends its part of a branch, and who reads the stream next
+    adds the sum of the parts to it."""
+
+    def __init__(self, kernels: RowKernels, x: Tensor, exchange: Exchange):
+        self._kernels, self._x, self._exchange = kernels, x, exchange
+        self._bias: Tensor | None = None  # of the branch that is under way
+        self._sent = 0
+
+    def read(self) -> dict[str, Any]:
+        """Return the arguments of a kernel that begins with the stream."""
+        if self._bias is None:
+            return {"x": self._x}
+        whole, old = torch.empty_like(self._x), self._x
+        joined = {"x": old, "branch_bias": self._bias, "stream": whole, **self._place()}
+        self._x, self._bias = whole, None
+        return joined
+
+    def add(self, name: str, weight: Tensor, bias: Tensor | None, **fields: Any) -> None:
+        """Launch the product of a branch."""
+        self._sent += 1
+        self._kernels.launch(name, len(self._x), **{"x": self._x, "weight": weight, **self._place(), **fields})
+        self._bias = bias
+
+    def whole(self) -> Tensor:
+        """Return the stream `[M, H]`, behind which the exchanges are complete."""
+        self._kernels.launch("join", len(self._x), **self.read())
+        return self._x
+
+    def _place(self) -> dict[str, Any]:
+        return {"index": self._sent - 1, "exchange": self._exchange.fields}

@@ -10,6 +10,9 @@ constexpr int HIDDEN = DTGPT_HIDDEN, INNER = DTGPT_INNER, PACKED = DTGPT_PACKED,
 constexpr int HEAD = DTGPT_HEAD, KV_HEADS = DTGPT_KV_HEADS, LENGTH = DTGPT_LENGTH;
 using T = DTGPT_TYPE;
 
+// Of the plan: tensor-parallel ranks. F, heads and columns are those of one rank.
+constexpr int RANKS = DTGPT_RANKS;
+
 // Of the GPU: multiprocessors, and the shared memory that every CTA asks for at least: so much that two fit on a
 // multiprocessor and three do not. Then each kernel has one CTA on each multiprocessor, and the next kernel, too.
 constexpr int CTAS = DTGPT_CTAS, ROOM = DTGPT_ROOM;

@@ -44,7 +44,6 @@ class BlockWeights(NamedTuple):
     head_dim: int  # D
     activation: Literal["gelu", "swiglu"] = "gelu"  # gelu: the tanh approximation
     rotary: Rotary | None = None  # None: positions are learned
-    most_groups: int | None = None  # of partial sums of `proj` and of `out`; None: one for each 512 columns
 
 
 class HeadWeights(NamedTuple):

@@ -79,11 +79,16 @@ def _local_shard(weight: "DTensor") -> tuple[int, dist.ProcessGroup | None, Tens
     )
 
 
+def chunk_rows(count: int, columns: int, bytes_each: int) -> int:
+    """Return the rows of a chunk of logits, of `count` rows of `columns` of `bytes_each`: chunks are of equal size."""
+    most = max(1, LOGITS_BYTES // (columns * bytes_each))
+    return math.ceil(count / math.ceil(count / most))
+
+
 def _chunks(count: int, columns: int, vocab_size: int, group: dist.ProcessGroup | None, bytes_each: int) -> list[slice]:
     """Return slices of rows, the same on all ranks of a group, though some hold fewer columns than others."""
     columns = columns if group is None else math.ceil(vocab_size / group.size())
-    most = max(1, LOGITS_BYTES // (columns * bytes_each))
-    size = math.ceil(count / math.ceil(count / most))
+    size = chunk_rows(count, columns, bytes_each)
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 

@@ -14,8 +14,8 @@ from dtgpt.ops.random.triton_philox import keep_tile
 
 NORM_FORWARD = Launch(rows=4, width=8, occupancy=16, stages=2)
 NORM_BACKWARD = Launch(rows=4, width=8, occupancy=12, stages=2)
-RMS_FORWARD = Launch(rows=2, width=8, occupancy=16, stages=2)
-RMS_BACKWARD = Launch(rows=2, width=8, occupancy=16, stages=2)
+RMS_FORWARD = Launch(rows=2, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
+RMS_BACKWARD = Launch(rows=1, width=8, occupancy=32, stages=1)
 PREFETCHED = 8192  # elements of the largest tile to prefetch: a larger one would spill registers
 
 # Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.

@@ -19,7 +19,7 @@ class Launch(NamedTuple):
     warps: int
 
 
-FORWARD = Launch(pairs=1024, warps=8)
+FORWARD = Launch(pairs=1024, warps=4)
 BACKWARD = Launch(pairs=1024, warps=8)
 
 RATE = tl.constexpr(-1 / math.log(2))

@@ -21,12 +21,12 @@ class Launch(NamedTuple):
 
     elements: int  # of half a head times the tokens of a tile
     warps: int
-    occupancy: int  # warps per multiprocessor in all programs together, where programs sum gradients of weights
 
 
-FORWARD = Launch(elements=1024, warps=4, occupancy=32)
-BACKWARD = Launch(elements=1024, warps=4, occupancy=32)
+FORWARD = Launch(elements=512, warps=4)
+BACKWARD = Launch(elements=512, warps=4)
 MOST_TOKENS = 128  # of a tile
+SUMMING = 16  # warps per multiprocessor in all programs together, where programs sum gradients of weights
 
 # Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.
 SIZES = ["tokens", "length", "num_positions"]
@@ -219,7 +219,7 @@ def rotary_backward(
     tokens, tiles, constants = tiling(d_qkv.shape, launch)
     programs, partials = tiles, None
     if q_weight is not None:
-        programs = max(min(tiles, multiprocessors(dq.device) * max(launch.occupancy // launch.warps, 1)), 1)
+        programs = max(min(tiles, multiprocessors(dq.device) * max(SUMMING // launch.warps, 1)), 1)
         partials = torch.empty(2, programs, size, dtype=torch.float32, device=dq.device)
     rotary_backward_kernel[(programs,)](
         dq, dk, dv, qkv, positions, table, q_weight, k_weight, d_qkv,

@@ -1,0 +1,64 @@
+"""Memory of each tensor-parallel rank that all of them can read and write, on GPUs of one host."""
+
+import socket
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.torch_private import SharedMemory, share_memory
+from dtgpt.util.console import say
+
+
+class Device(NamedTuple):
+    """A rank's GPU, as other ranks may know it."""
+
+    host: str
+    gpu: str  # its UUID
+    usable: bool  # whether the rank could use shared memory
+
+
+def symmetric_memory(mesh: Mesh, size: int, usable: bool) -> SharedMemory | None:
+    """Return `size` bytes of zeros on each rank of this rank's tensor-parallel group; None where the ranks of any group
+    cannot reach each other's memory, or where any rank is not `usable`. All ranks of the mesh take part, and get memory
+    or not together."""
+    group = mesh.tp_group
+    if group is None or mesh.device.type != "cuda":
+        return None
+    devices = mesh.gather(tuple(_device(mesh.device, usable)))
+    mine = [Device(*devices[rank]) for rank in dist.get_process_group_ranks(group)]
+    if mesh.any(not _reachable(mine, mesh.device)):
+        return None
+    shared, reason = None, ""
+    try:
+        shared = share_memory(size, mesh.device, group)
+    except (RuntimeError, AttributeError, ImportError, OSError) as error:  # without it, NCCL does the same
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+    if mesh.any(shared is None):
+        if reason:
+            say(f"GPUs cannot share memory ({reason}): NCCL runs instead, slower", warning=True)
+        return None
+    return shared
+
+
+def _device(device: torch.device, usable: bool) -> Device:
+    return Device(socket.gethostname(), _uuid(device.index or 0), usable)
+
+
+def _uuid(index: int) -> str:
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+
+
+def _reachable(devices: list[Device], own: torch.device) -> bool:
+    """Return whether all ranks have usable GPUs of this host, one each, whose memory this rank's GPU can reach."""
+    seen = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    index = own.index or 0
+    if len({device.gpu for device in devices}) < len(devices) or not all(device.usable for device in devices):
+        return False
+    return all(
+        device.host == socket.gethostname()
+        and device.gpu in seen
+        and (seen[device.gpu] == index or torch.cuda.can_device_access_peer(index, seen[device.gpu]))
+        for device in devices
+    )
