@@ -75,7 +75,8 @@ def _tensors(ours: Record, theirs: Record, exact: Record | None, tolerance: floa
         if value <= tolerance + ROUNDINGS * rounding.get(name, 0.0):
             continue
         kind = name.partition("/")[0].split()[-1]
-        beyond[kind] = max(beyond.get(kind, (0.0, "")), (value, name))
+        seen = beyond.get(kind, (0.0, ""))
+        beyond[kind] = max(seen, (value, name), key=lambda pair: (math.isnan(pair[0]), pair[0]))
     return [f"{name.replace('/', ' of ')} differs by {value:.1e}" for value, name in beyond.values()]
 
 

@@ -181,8 +181,10 @@ def _attempt(function: Callable, *arguments: Any) -> bytes:
         return pickle.dumps(Answer(refusal=str(error)))
     except BaseException as error:
         traceback.print_exc()
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "dtgpt" in Path(f.filename).parts]
-        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames[1:] if "dtgpt" in Path(frame.filename).parts and frame.filename != __file__]
+        frame = (own or frames)[-1]
+        where = f" ({Path(frame.filename).name}:{frame.lineno})"
         said = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
         return pickle.dumps(Answer(failure=f"{said}{where}", kind=type(error).__name__, when=time.monotonic()))
 
