@@ -10,6 +10,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.fuzz.case import MODELS, TABLES, Case
 from dtgpt.fuzz.draws import Draws
 
+NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 FIRST_VOCABULARY = 257  # bytes and the end of text
 
 
@@ -66,7 +67,10 @@ def _model(draws: Draws, architecture: str, plan: Plan, careless: bool) -> dict[
 
 def _gpt2(draws: Draws, tp: int) -> dict[str, Any]:
     heads = tp * draws.between("heads of a rank", 1, 3)
-    return {"num_heads": heads, "hidden_size": heads * draws.pick("size of a head", (2, 3, 4, 5, 7, 8, 11, 16))}
+    size = draws.pick("size of a head", (3, 4, 5, 7, 8, 11, 16))
+    while heads * size < NARROWEST:
+        size += 3
+    return {"num_heads": heads, "hidden_size": heads * size}
 
 
 def _llama(draws: Draws, tp: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Verdict = Literal["right", "refused", "differs", "fails", "hangs"]
 # Some gradients are zero but for rounding, such as those of queries that see one token. One that is smaller than this
 # share of the whole gradient's norm is held against that: an error shows from 1e-7 of the whole gradient on.
 LEAST = 1e-3
-ROUNDINGS = 4.0  # of which two runs in 16 bits may be apart
+ROUNDINGS = 4.0  # by which two runs may be apart
 BAD = ("differs", "fails", "hangs")
 
 
@@ -38,11 +38,12 @@ class Outcome(NamedTuple):
 
 
 def judge(
-    case: Case, ranks: Sequence[Seen], reference: Seen, exact: Seen | None = None, tolerance: float | None = None
+    case: Case, ranks: Sequence[Seen], reference: Seen, rounded: Seen | None = None, tolerance: float | None = None
 ) -> Outcome:
     """Compare what every rank of the plan saw with what one process saw.
 
-    exact: what one process saw in fp32, of a case in 16 bits. tolerance: in place of those of `dtgpt compare`.
+    rounded: a run that differs from the reference by rounding alone: one process in fp32, of a case in 16 bits, or one
+    whose initial weights were moved by a last bit. tolerance: in place of those of `dtgpt compare`.
     """
     ours, theirs = ranks[0].record, reference.record
     if ours is None or theirs is None:
@@ -57,7 +58,7 @@ def judge(
         "" if found.same_initial else "initial weights differ",
         _samples(ranks, reference),
         "" if found.loss <= loss else f"loss differs by {found.loss:.1e}",
-        *_tensors(ours, theirs, exact and exact.record, tensors),
+        *_tensors(ours, theirs, rounded and rounded.record, tensors),
         "" if held_out <= loss else f"held-out loss differs by {held_out:.1e}",
         _copies(ranks),
     ]
@@ -66,10 +67,10 @@ def judge(
     return Outcome(case, "differs" if wrong else "right", "; ".join(wrong), figures, kind="differs" if wrong else "")
 
 
-def _tensors(ours: Record, theirs: Record, exact: Record | None, tolerance: float) -> list[str]:
-    """Return the worst gradient and the worst weight that are too far from the reference. In 16 bits, a tensor of few
-    numbers may be rounding for the most part: how far that of the reference is from fp32 is then accepted, too."""
-    rounding = tensor_differences(theirs, exact, LEAST) if exact else {}
+def _tensors(ours: Record, theirs: Record, rounded: Record | None, tolerance: float) -> list[str]:
+    """Return the worst gradient and the worst weight that are too far from the reference. What rounding does to a
+    tensor is accepted beside the tolerance, since one of few numbers may be rounding for the most part."""
+    rounding = tensor_differences(theirs, rounded, LEAST) if rounded else {}
     beyond: dict[str, tuple[float, str]] = {}
     for name, value in tensor_differences(ours, theirs, LEAST).items():
         if value <= tolerance + ROUNDINGS * rounding.get(name, 0.0):

@@ -3,6 +3,7 @@
 import hashlib
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dtgpt.fuzz.case import Case, Setting
@@ -21,21 +22,33 @@ class Seen(NamedTuple):
     copies: list[tuple[str, str]]  # (name and region, digest) of each tensor that this rank holds
 
 
-Run = Literal["plan", "reference", "exact"]
+Run = Literal["plan", "reference", "exact", "moved"]
 
 
 def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
-    """Train all steps of a case: in each process of its plan, or on one process as its reference, or there in fp32 if
-    the case is in 16 bits (else None)."""
-    make = {"plan": setting.recipe_of, "reference": setting.reference_of, "exact": setting.exact_of}[run]
+    """Train all steps of a case: in each process of its plan, or on one process as its reference. To know what rounding
+    does to the case: on one process in fp32 (`exact`; None if the case is in fp32), or from initial weights that are
+    `moved` by a last bit."""
+    make = {"plan": setting.recipe_of, "exact": setting.exact_of}.get(run, setting.reference_of)
     recipe = make(case)
     if recipe is None:
         return None
     with open_trainer(recipe) as trainer:
+        if run == "moved":
+            _move_weights(trainer)
         samples = _note_samples(trainer)
         made = record(trainer, recipe.num_steps)
         held_out = trainer.held_out_loss()
         return Seen(made, held_out and held_out[0], trainer.mesh.place.dp, samples, _copies(trainer))
+
+
+@torch.no_grad()
+def _move_weights(trainer: Trainer) -> None:
+    """Add or subtract 2^-23 of each initial weight, half of them each, on one process in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    for shard in trainer.shards:
+        up = torch.rand(shard.local.shape, generator=generator) < 0.5
+        shard.local.mul_(torch.where(up, 1 + 2.0**-23, 1 - 2.0**-23).to(shard.local.device))
 
 
 def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:

@@ -61,8 +61,12 @@ class Runner:
             return Outcome(case, "refused", refusal)
         if refusal := next((a.refusal for a in _said(reference) if a.refusal), None):
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
-        alone, exact = _said(reference)[0].value
-        return judge(case, [a.value for a in _said(ranks)], alone, exact, self.tolerance)
+        (alone, exact), seen = _said(reference)[0].value, [a.value for a in _said(ranks)]
+        outcome = judge(case, seen, alone, exact, self.tolerance)
+        if outcome.verdict == "right" or exact is not None or self.tolerance is not None:
+            return outcome
+        (answers,) = self.pool.run([Job(1, measure, (self.setting, case, "moved"))], self.timeout)
+        return judge(case, seen, alone, answers[0].value) if answers and answers[0].value else outcome
 
     def shrink(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
         """Return the outcome of the smallest case found that fails in the same way."""
