@@ -95,8 +95,8 @@ class LlamaConfig(ModelConfig):
             )
         if self.num_heads * self.head_dim > LARGEST_SIZE:
             raise UserError(
-                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; use "
-                "fewer or smaller heads"
+                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; "
+                "use fewer or smaller heads"
             )
         if self.rope_low_frequency >= self.rope_high_frequency:
             raise UserError(

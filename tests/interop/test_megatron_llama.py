@@ -250,7 +250,7 @@ def test_a_model_that_is_not_llama_is_refused(tmp_path, changes, words):
         (note,) = Megatron(tree, true_vocab_size=131).notes
         assert "copy of the token table that differs" in note
         tree = write_tree(tmp_path / "nested", make_weights(), family="nested", **changes)
-        words = r"lm_head\.weight"
+        words = r"untie_embeddings_and_output_weights"
     with pytest.raises(UserError, match=words) as refusal:
         Megatron(tree)
     assert "\n" not in str(refusal.value)
