@@ -121,7 +121,7 @@ def test_a_recipe_of_a_llama_has_other_answers(of_architecture, words, told):
 
 def test_a_recipe_of_any_other_architecture_has_the_answers_for_all(recipe):
     other = OtherConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257)
-    with pytest.raises(UserError, match="use --model.num_layers 4"):
+    with pytest.raises(UserError, match=r"use --model\.num_layers 4"):
         override(replace(recipe, model=other), ["--num-layers", "4"])
 
 
