@@ -19,14 +19,16 @@ from dtgpt.interop.hf.model import HuggingFace, save_huggingface
 from dtgpt.interop.inspect import inspect, model_digest
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import tokenizer_beside
-from dtgpt.models.decoder import unique_parameters
+from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.source import parameter_shapes
+from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.rotary import rotary
 from dtgpt.train.settle import model_values
 from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits
 from tests.support.bodies_inference import weights_at_the_start
 from tests.support.huggingface_llamas import MODELS, our_model, their_model
+from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
 from tests.support.vocabularies import cut_by_pattern
@@ -215,3 +217,10 @@ def test_greedy_texts_of_transformers_and_dtgpt_agree(tmp_path, capsys):
     settings = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     ids = tokenizer_beside(tmp_path / "theirs")
     assert settings == {"bos_token_id": ids.begin_of_text, "eos_token_id": ids.end_of_text, "max_length": 64}
+
+
+def test_an_architecture_that_transformers_does_not_have_is_refused(tmp_path):
+    other = OtherConfig(num_layers=1, hidden_size=8, num_heads=2, seq_length=8, vocab_size=131)
+    model = build_model(other, torch.device("cpu"), torch.float32, root_key(3))
+    refused(lambda: save_huggingface(InMemory(model), tmp_path / "out"), "architecture other", "Hugging Face folder")
+    assert not list(tmp_path.iterdir())
