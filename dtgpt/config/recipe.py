@@ -68,8 +68,7 @@ class Recipe:
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
         str | None,
-        "run folder or checkpoint to resume; auto: the newest run of this name, or a new one; a tree of Megatron-LM in "
-        "the format torch_dist: go on with its run",
+        "run folder or checkpoint to resume, also of Megatron-LM; auto: the newest run of this name, or a new one",
         PATH,
     ] = None
     init_from: Annotated[

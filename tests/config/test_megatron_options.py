@@ -70,7 +70,7 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
     [
         ("--num-layers 24", "use --model.num_layers 24"),
         ("--num_layers=24", "use --model.num_layers 24"),
-        ("--load ckpt", "use --resume ckpt to go on with a run in the format torch_dist, --init_from ckpt to start"),
+        ("--load ckpt", "use --resume RUN to resume a run, or --init_from ckpt to start"),
         ("--save-interval 10", "use --checkpoint.interval 10"),
         ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
         ("--distributed-timeout-minutes 20", "use --timeout S, where S is 20 x 60"),
