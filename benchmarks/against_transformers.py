@@ -9,14 +9,13 @@ moments in bf16, which is less work and less exact. Both see the same tokens; ea
 
 import argparse
 import sys
-from typing import Any
 
 import torch
 from against import Peer, make_parser, run
 from torch import Tensor
+from transformers_model import transformers_model
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.interop.hf.model import ARCHITECTURES
 from dtgpt.train.trainer import Trainer
 
 PEERS = {"fp32": ("transformers, fp32 masters", torch.float32), "bf16": ("transformers, bf16 weights", torch.bfloat16)}
@@ -24,12 +23,8 @@ PEERS = {"fp32": ("transformers, fp32 masters", torch.float32), "bf16": ("transf
 
 class Transformers(Peer):
     def __init__(self, recipe: Recipe, ours: Trainer, dtype: torch.dtype):
-        import transformers
-
-        settings: dict[str, Any] = ARCHITECTURES[recipe.model.architecture].write_config(recipe.model)
-        config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.device(ours.mesh.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+            model = transformers_model(recipe.model, attn_implementation="sdpa", dtype=dtype)
         own = recipe.optimizer
         optimizer = torch.optim.AdamW(
             [

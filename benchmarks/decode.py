@@ -22,22 +22,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from decode_models import MODELS, bytes_read
 from decode_peers import LEAD, EnginePeer, NaiveGraphPeer, Peer, TransformersPeer, drain
 from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.memory import bytes_per_slot
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.scheduler import LONGEST_ROUND
 from dtgpt.inference.slot_state import SlotState
-from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
-from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
-from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.local import inference_stages
@@ -45,15 +42,6 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.util.environment import environment
 
-TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
-TINY_LLAMA = LlamaConfig(
-    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, seq_length=128,
-    vocab_size=257,
-)  # fmt: skip
-MODELS: dict[str, ModelConfig] = {
-    "tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M,
-    "tiny_llama": TINY_LLAMA, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
-}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEERS = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")
 HEADS = ["batch", "position", "peer", "ms a token", "tokens/s", "of bound", "of dtgpt"]
@@ -77,19 +65,6 @@ def median_time(work: Callable[[], object], device: torch.device, rounds: int) -
         drain(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
-    """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
-    sequence."""
-    weights = (config.flops_per_token - 12 * config.num_layers * width(config) * config.seq_length) // 6
-    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 1))
-    return (weights + batch * position * kept) * dtype.itemsize
-
-
-def width(config: ModelConfig) -> int:
-    """Columns of the heads of q."""
-    return config.num_heads * config.head_dim
 
 
 def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:

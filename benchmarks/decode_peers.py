@@ -8,16 +8,15 @@ import torch
 import torch.nn.functional as F
 from timing import capture
 from torch import Tensor
+from transformers_model import transformers_model
 
 from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
-from dtgpt.interop.hf.gpt2 import write_config
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
 from dtgpt.models.layers import AttentionCore
-from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.random.philox import root_key
 
 LEAD = 24  # tokens before those that are timed: caches warm, and all rows of the engine under way
@@ -68,7 +67,7 @@ class TransformersPeer(Peer):
 
         self.device = device
         with device:
-            self.model = their_model(config).to(dtype).eval()  # random weights, distributed as dtgpt's
+            self.model = transformers_model(config).to(dtype).eval()  # random weights, distributed as dtgpt's
         self.options: dict = {"do_sample": False, "pad_token_id": 0}
         if static:
             self.options["cache_implementation"] = "static"
@@ -93,27 +92,6 @@ class TransformersPeer(Peer):
     def close(self) -> None:
         self.model._cache = None  # where transformers keeps a static cache
         torch.compiler.reset()
-
-
-def their_model(config: ModelConfig) -> torch.nn.Module:
-    """A model of transformers of the same shape."""
-    import transformers as hf
-
-    ids = {"bos_token_id": None, "eos_token_id": None}
-    if not isinstance(config, LlamaConfig):
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**write_config(config), **ids))
-    kinds = (hf.Qwen3Config, hf.Qwen3ForCausalLM) if config.qk_norm else (hf.LlamaConfig, hf.LlamaForCausalLM)
-    make_config, make_model = kinds
-    return make_model(
-        make_config(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
-            max_position_embeddings=config.seq_length, rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tied, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            **ids,
-        )
-    )  # fmt: skip
 
 
 class StopWatch:

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config as TheirConfig
-from transformers import GPT2LMHeadModel
+from transformers_model import transformers_model
 
 import dtgpt
 from dtgpt.data.tokenizers.open import make_tokenizer
@@ -31,7 +30,6 @@ from dtgpt.evaluation.batches import Sample, fitted
 from dtgpt.evaluation.catalog import asked_for, prepare
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import TaskOptions
-from dtgpt.interop.hf.gpt2 import write_config
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
 from dtgpt.util.environment import environment
 
@@ -184,8 +182,7 @@ def main() -> int:
     samples = samples_of(args, config)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        settings = TheirConfig(**write_config(config), bos_token_id=None, eos_token_id=None)
-        theirs = GPT2LMHeadModel(settings).to(dtype).eval()
+        theirs = transformers_model(config).to(dtype).eval()
         theirs.save_pretrained(folder)
         model = dtgpt.load(folder, "single", args.device, args.dtype)
     theirs.to(device)

@@ -12,21 +12,17 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from decode_models import MODELS
 from timing import COPY_RATE, capture
 from torch import Tensor, nn
 
 from dtgpt.inference.cache import core_sizes
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.gpt2 import GPT2_345M, GPT2_1558M
-from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
 
 CUDA = torch.device("cuda")
-MODELS: dict[str, ModelConfig] = {
-    "345m": GPT2_345M, "1558m": GPT2_1558M, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
-}  # fmt: skip
 WEIGHTS = 600_000_000  # bytes of the weights of all layers together, at least: many times a cache
 
 

@@ -14,6 +14,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.models.source import Source
@@ -57,7 +58,7 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; give another path")
     source = open_source(path, true_vocab_size=options.true_vocab_size)
-    if options.true_vocab_size is not None and not isinstance(source, Megatron):
+    if options.true_vocab_size is not None and not isinstance(source, Megatron | TorchDist):
         raise UserError(
             f"true_vocab_size={options.true_vocab_size} applies to a Megatron-LM tree only, and {path} states its own; "
             "leave it out"

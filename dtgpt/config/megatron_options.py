@@ -239,12 +239,15 @@ OPTIONS = {
         "seed N": "--seed {N}",
     },
 }
-OTHERS = {"gpt2": "Model, where it is a LLaMA, a Mistral or a Qwen3", "llama": "Model, where it is a GPT-2"}
+# Sections that belong to one architecture alone.
+OF_ARCHITECTURE = {"Model, where it is a GPT-2": "gpt2", "Model, where it is a LLaMA, a Mistral or a Qwen3": "llama"}
 
 
 def entries_of(architecture: str) -> dict[str, str]:
     """Return the answer to each option for models of an architecture."""
-    sections = (section for title, section in OPTIONS.items() if title != OTHERS[architecture])
+    sections = (
+        section for title, section in OPTIONS.items() if OF_ARCHITECTURE.get(title, architecture) == architecture
+    )
     return {key: answer for section in sections for keys, answer in section.items() for key in keys.split(", ")}
 
 

@@ -78,8 +78,8 @@ def continued(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return a context, in place of an empty one the token that begins a document. Raise UserError where the tokenizer
-    has none."""
+    """Return a context; in place of an empty one what the tokenizer puts before every text, else the token that begins
+    a document. Raise UserError where the tokenizer has neither."""
     if begun := context or tokenizer.encode(""):
         return begun
     if tokenizer.opening is None:

@@ -1,7 +1,7 @@
 """What readers and writers of other libraries' models share: checks of their values and tensors, and dtypes."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,6 +95,15 @@ def as_parameter(stored: Tensor, name: str, config: ModelConfig, part: Part | No
     known = stored[rows.start : min(rows.stop, config.vocab_size), columns.start : columns.stop]
     table[: len(known)] = known
     return table
+
+
+def check_architecture(config: ModelConfig, known: Collection[str], kind: str) -> None:
+    """Raise UserError where a model cannot be written as `kind`, a folder or tree of another library."""
+    if config.architecture not in known:
+        raise UserError(
+            f"the model is of the architecture {config.architecture}, and a {kind} holds one of {', '.join(known)}; "
+            "keep it as a checkpoint of dtgpt, or add the architecture to dtgpt/interop"
+        )
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -110,6 +110,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def rotation(self) -> Rotation:
+        """What the angles of rotary positions follow from."""
         return Rotation(
             self.rope_theta, self.rope_factor, self.rope_low_frequency, self.rope_high_frequency,
             self.rope_original_length,

@@ -31,7 +31,7 @@ from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
-from dtgpt.util.console import counted as noun_counted
+from dtgpt.util import console
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
@@ -110,7 +110,7 @@ def find_foreign_run(resume: str | None, model: ModelConfig, steps: int) -> Trai
     held = run.config if run.config.learns_positions else replace(run.config, seq_length=model.seq_length)
     check_same_model(run.path, held, model)
     if (done := run.state["step"]) >= steps:
-        raise UserError(f"{run.path} has already done {noun_counted(done, 'step')}; raise --steps to go on")
+        raise UserError(f"{run.path} has already done {console.counted(done, 'step')}; raise --steps to go on")
     return run
 
 
@@ -120,7 +120,7 @@ def take_over(run: TrainingSource, trainer: Trainer, sizes: BatchSizes) -> None:
         say(note, warning=True)
     load_foreign_training(run, trainer.shards, trainer.optimizer.adamw)
     trainer.restore(dict(run.state), sizes)
-    seen = noun_counted(run.state["consumed_samples"], "sample")
+    seen = console.counted(run.state["consumed_samples"], "sample")
     say(f"going on with {run.path} after step {run.state['step']} and {seen}")
 
 

@@ -18,8 +18,6 @@ from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import open_regular
 from dtgpt.util.unpickler import StandIn, read_pickle
 
-__all__ = ["StandIn", "open_bare_pickle", "open_embedded", "open_pickle", "read_pickle"]
-
 ZIP_MAGIC, LOCAL_HEADER = b"PK\x03\x04", 30  # with which an entry of an archive begins, and bytes before its name
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which files before torch 1.6 begin
 STORAGES = {
@@ -125,9 +123,8 @@ def _read_archive(path: Path, file: BinaryIO, begin: int, size: int) -> Any:
         header = window.read(LOCAL_HEADER)
         if not header.startswith(ZIP_MAGIC):
             raise ValueError(f"there is no entry at byte {entry.header_offset}")
-        first = window.tell() + sum(
-            int.from_bytes(header[at : at + 2], "little") for at in (26, 28)
-        )  # name, extra field
+        sizes = header[26:28], header[28:30]  # of the name and of the extra field
+        first = window.tell() + sum(int.from_bytes(size, "little") for size in sizes)
         if num_bytes > entry.file_size or first + num_bytes > size:
             raise ValueError(f"storage {shown(key)} has {entry.file_size} bytes, where {shown(num_bytes)} are due")
         return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin + first : begin + first + num_bytes])

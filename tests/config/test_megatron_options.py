@@ -11,6 +11,7 @@ from dtgpt.config.overrides import leaves, read_words, take
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
 from dtgpt.util.errors import UserError
+from tests.support.other_architecture import OtherConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "megatron.md"
 # Of examples/pretrain_gpt.sh and examples/gpt3/train_gpt3_175b_distributed.sh, those of 2023 and of 2026.
@@ -116,6 +117,12 @@ def test_a_recipe_of_a_llama_has_other_answers(of_architecture, words, told):
     with pytest.raises(UserError) as error:
         override(of_architecture, words.split())
     assert told in str(error.value)
+
+
+def test_a_recipe_of_any_other_architecture_has_the_answers_for_all(recipe):
+    other = OtherConfig(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257)
+    with pytest.raises(UserError, match=r"use --model\.num_layers 4"):
+        override(replace(recipe, model=other), ["--num-layers", "4"])
 
 
 def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):

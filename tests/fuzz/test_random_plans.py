@@ -1,4 +1,4 @@
-"""Random models under random plans against one process, for a minute; each week of the calendar has its own seed.
+"""Random models under random plans against one process, for half a minute; each week of the calendar has its own seed.
 
     dtgpt compare recipes/gpt2_tiny.py --random 1000 --seed YEAR_AND_WEEK
 
@@ -12,7 +12,7 @@ import pytest
 
 from dtgpt.cli import main
 
-MINUTES = 1.0
+MINUTES = 0.5
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 

@@ -21,48 +21,17 @@ from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.decoder import build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
 from dtgpt.ops.random.philox import root_key
 from dtgpt.ops.rotary import rotary
 from dtgpt.train.settle import model_values
-from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits, scatter
+from tests.interop.test_interop_huggingface import InMemory, edit, edit_weights, same_logits
 from tests.support.bodies_inference import weights_at_the_start
+from tests.support.huggingface_llamas import MODELS, our_model, their_model
+from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
 from tests.support.vocabularies import cut_by_pattern
-
-SIZES = {
-    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-LLAMA31 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-MODELS = {
-    "llama 2": ("Llama", {}),
-    "llama 3": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 5e5}}),
-    "llama 3.1": ("Llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA31}),
-    "llama 3.2": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA31, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
-    "odd width": ("Mistral", {"num_key_value_heads": 2, "head_dim": 10, "hidden_size": 42, "sliding_window": 64}),
-    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": {"rope_theta": 1e6}}),
-    "qwen3 tied": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True}),
-}
-
-
-def their_model(kind="llama 3.2", **settings):
-    name, own = MODELS[kind]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, **settings})
-    return scatter(getattr(transformers, f"{name}ForCausalLM")(config))
-
-
-def our_model(**settings):
-    sizes = {"num_layers": 2, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "seq_length": 24}
-    config = LlamaConfig(**{**sizes, "ffn_hidden_size": 40, "vocab_size": 131, "init_std": 0.3, **settings})
-    return scatter(build_model(config, torch.device("cpu"), torch.float32, root_key(3)))
 
 
 @pytest.fixture
@@ -130,150 +99,6 @@ def test_every_model_of_dtgpt_is_one_of_transformers(tmp_path, settings):
     for name, parameter in unique_parameters(ours).items():
         rows = 131 if name in (source.config.table_name, source.config.output_name) else None
         assert torch.equal(source.read(name)[:rows], parameter[:rows]), name
-
-
-def older(settings):
-    """config.json as transformers 4 wrote it."""
-    rope = dict(settings.pop("rope_parameters"))
-    settings |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": settings.pop("dtype")}
-    return settings | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
-
-
-def oldest(settings):
-    """The same with the first name of the kind of scaling, and without what early versions did not have."""
-    settings = older(settings)
-    if settings["rope_scaling"]:
-        settings["rope_scaling"]["type"] = settings["rope_scaling"].pop("rope_type")
-    return {k: v for k, v in settings.items() if k not in ("attention_bias", "mlp_bias", "layer_types")}
-
-
-def both(settings):
-    return older(dict(settings)) | settings
-
-
-@pytest.mark.parametrize("rewrite", [older, oldest, both])
-@pytest.mark.parametrize("kind", ["llama 3", "llama 3.1", "mistral", "qwen3"])
-def test_configurations_of_both_generations_are_one_model(tmp_path, kind, rewrite):
-    their_model(kind).save_pretrained(tmp_path / "new")
-    expected, path = HuggingFace(tmp_path / "new").config, tmp_path / "new" / "config.json"
-    path.write_text(json.dumps(rewrite(json.loads(path.read_text()))))
-    assert HuggingFace(tmp_path / "new").config == expected
-
-
-def test_the_written_configuration_has_the_keys_of_both_generations(tmp_path):
-    config = our_model(rope_factor=8.0, rope_theta=5e5).config
-    written = llama.write_config(config)
-    assert written["rope_theta"] == 5e5 and written["rope_scaling"]["rope_type"] == "llama3"
-    assert written["rope_parameters"] == {"rope_theta": 5e5, **written["rope_scaling"]}
-    plain = llama.write_config(replace(config, rope_factor=1.0))
-    assert plain["rope_scaling"] is None and plain["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
-    read = transformers.LlamaConfig(**written)
-    assert read.rope_parameters == written["rope_parameters"]
-
-
-@pytest.mark.parametrize(
-    ("name", "null"), [("Llama", False), ("Llama", True), ("Mistral", False), ("Qwen3", False), ("Qwen3", True)]
-)
-def test_what_is_missing_is_what_transformers_takes(tmp_path, name, null):
-    absent = {"num_key_value_heads": None, "rope_scaling": None, "rope_parameters": None} if null else {}
-    given = {"sliding_window": None, "num_attention_heads": 64} | absent
-    theirs = getattr(transformers, f"{name}Config")(**given)
-    ours = llama.read_config({"model_type": theirs.model_type, **given}, tmp_path)
-    assert ours == llama.read_config(theirs.to_dict(), tmp_path)
-    found = ours.num_heads, ours.num_kv_heads, ours.head_dim, ours.ffn_hidden_size, ours.seq_length, ours.vocab_size
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
-    assert found == tuple(getattr(theirs, key) for key in (*names, "vocab_size"))
-
-
-OTHER_MODELS = [
-    ("llama", {"model_type": "qwen2"}, "qwen2"), ("llama", {"model_type": "qwen3_moe"}, "qwen3_moe"),
-    ("llama", {"attention_bias": True}, "attention_bias=True"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"), ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
-    *(
-        ("llama", {place: {"rope_type": kind, "factor": 2.0}}, f"rope_type='{kind}'")
-        for kind in ("linear", "dynamic", "yarn", "longrope", "su", "mrope")
-        for place in ("rope_scaling", "rope_parameters")
-    ),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-    ("llama", {"rope_scaling": [8.0]}, "rope_scaling=[8.0]"), ("llama", {"rope_scaling": 8.0}, "rope_scaling=8.0"),
-    ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters={'full_attention'"),
-    ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "both rope_theta=10000.0 and"),
-    ("llama", {"rope_scaling": LLAMA31, "rope_parameters": LLAMA31 | {"factor": 4.0}}, "both factor=4.0 and factor=8"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "low_freq_factor"),
-    ("llama", {"rope_scaling": LLAMA31 | {"low_freq_factor": 4.0}}, "rope_low_frequency=4.0 is not below"),
-    ("llama", {"rope_scaling": LLAMA31 | {"factor": 0.5}}, "rope_factor=0.5"),
-    ("mistral", {"sliding_window": 63}, "sliding_window=63, and dtgpt's attention has no window"),
-    ("mistral", {"max_position_embeddings": 4097}, "sliding_window=4096, by default"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "sliding_window=32"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [llama.SLIDING] * 3}, "window=32"),
-    ("llama", dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 10**6), "is more than 1000000"),
-    ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
-    ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"), ("llama", {"layer_types": 3}, "layer_types=3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "settings", "words"), OTHER_MODELS)
-def test_a_model_that_dtgpt_does_not_have_is_refused_by_its_key(tmp_path, kind, settings, words):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SIZES | {"model_type": kind} | settings))
-    refused(lambda: HuggingFace(tmp_path), str(path), words)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("llama", {"hidden_act": "swish", "pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}),
-        ("llama", {"rope_scaling": {}, "rope_parameters": None, "partial_rotary_factor": 1.0, "rope_theta": 10000}),
-        ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}, "attention_bias": None}),
-        ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": None, "quantization_config": None}),
-        ("mistral", {"sliding_window": 64}), ("mistral", {}), ("mistral", {"layer_types": None}),
-        ("qwen3", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 3}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}),
-    ],
-)  # fmt: skip
-def test_settings_that_change_nothing_are_accepted(tmp_path, kind, settings):
-    plain = llama.read_config(SIZES | {"model_type": kind}, tmp_path)
-    assert llama.read_config(SIZES | {"model_type": kind} | settings, tmp_path) == plain
-
-
-NUMBERS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window",
-)  # fmt: skip
-HOSTILE = ["4", "", -1, 0, 2.5, True, [], [4], {}, {"a": 1}, 10**30, 10**400, float("nan"), float("inf"), -1e999]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_hostile_numbers_are_one_sentence(tmp_path, name):
-    path = tmp_path / "config.json"
-    for value in HOSTILE:
-        if (name, value) in (("rope_theta", 2.5), ("sliding_window", 10**30), ("sliding_window", 10**400)):
-            continue
-        path.write_text(json.dumps(SIZES | {"model_type": "mistral", name: value}))
-        refused(lambda: HuggingFace(tmp_path), str(path))
-
-
-@pytest.mark.parametrize("name", LLAMA31)
-def test_hostile_numbers_of_a_scaling_are_one_sentence(tmp_path, name):
-    path = tmp_path / "config.json"
-    for value in HOSTILE:
-        if value != 2.5 or name == "original_max_position_embeddings":
-            path.write_text(json.dumps(SIZES | {"model_type": "llama", "rope_scaling": LLAMA31 | {name: value}}))
-            refused(lambda: HuggingFace(tmp_path), str(path))
-
-
-def test_scaling_without_its_length_takes_that_of_the_model(tmp_path):
-    scaling = {k: v for k, v in LLAMA31.items() if k != "original_max_position_embeddings"}
-    config = llama.read_config(SIZES | {"model_type": "llama", "rope_scaling": scaling}, tmp_path)
-    assert config.rope_original_length == 64
-    theirs = transformers.LlamaConfig(**SIZES, rope_scaling=dict(scaling))
-    assert theirs.rope_parameters["original_max_position_embeddings"] == 64
 
 
 def test_a_part_of_a_packed_matrix_is_made_of_the_groups_that_it_touches():
@@ -392,3 +217,10 @@ def test_greedy_texts_of_transformers_and_dtgpt_agree(tmp_path, capsys):
     settings = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     ids = tokenizer_beside(tmp_path / "theirs")
     assert settings == {"bos_token_id": ids.begin_of_text, "eos_token_id": ids.end_of_text, "max_length": 64}
+
+
+def test_an_architecture_that_transformers_does_not_have_is_refused(tmp_path):
+    other = OtherConfig(num_layers=1, hidden_size=8, num_heads=2, seq_length=8, vocab_size=131)
+    model = build_model(other, torch.device("cpu"), torch.float32, root_key(3))
+    refused(lambda: save_huggingface(InMemory(model), tmp_path / "out"), "architecture other", "Hugging Face folder")
+    assert not list(tmp_path.iterdir())

@@ -19,9 +19,11 @@ from tests.support.megatron_llama_trees import CONFIG, D, F, H, make_weights, wr
 from tests.support.megatron_trees import InMemory, check
 from tests.support.megatron_trees import make_weights as gpt2_weights
 from tests.support.megatron_trees import write_tree as write_gpt2
+from tests.support.other_architecture import OtherConfig
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 QWEN3 = replace(CONFIG, tied=True, qk_norm=True)
+OTHER = OtherConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 FAMILIES = ("nested", "local", "transformer_engine")
 OWN = {
     "llama_tp2": LlamaConfig(
@@ -250,7 +252,7 @@ def test_a_model_that_is_not_llama_is_refused(tmp_path, changes, words):
         (note,) = Megatron(tree, true_vocab_size=131).notes
         assert "copy of the token table that differs" in note
         tree = write_tree(tmp_path / "nested", make_weights(), family="nested", **changes)
-        words = r"lm_head\.weight"
+        words = r"untie_embeddings_and_output_weights"
     with pytest.raises(UserError, match=words) as refusal:
         Megatron(tree)
     assert "\n" not in str(refusal.value)
@@ -287,6 +289,7 @@ def test_ranks_of_two_architectures_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "sizes", "words"),
     [
+        (OTHER, (1, 1), "of the architecture other, and a Megatron-LM tree holds one of gpt2, llama; keep"),
         (CONFIG, (3, 1), "num_heads=4 cannot be split over tensor_parallel_size=3"),
         (replace(CONFIG, ffn_hidden_size=22), (4, 1), "ffn_hidden_size=22 cannot be split"),
         (replace(CONFIG, num_heads=6, num_kv_heads=3), (2, 1), "num_kv_heads=3 cannot be split"),

@@ -18,7 +18,8 @@ from dtgpt.models.source import load_model
 from dtgpt.parallel.shards import Shards
 from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
-from dtgpt.util.pickles import StandIn, open_pickle
+from dtgpt.util.pickles import open_pickle
+from dtgpt.util.unpickler import StandIn
 from tests.commands.test_cli import in_process
 from tests.support.megatron_trees import check, make_weights, write_tree
 

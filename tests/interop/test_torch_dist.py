@@ -128,6 +128,16 @@ def test_commands_take_a_tree_that_megatron_wrote(own_trees, tmp_path, capsys):
         back = open_source(tmp_path / name, true_vocab_size=source.config.vocab_size if name == "torch" else None)
         for parameter in parameter_shapes(source.config):
             assert torch.equal(back.read(parameter), source.read(parameter)), (name, parameter)
+    code, _, err = in_process(["convert", tree, tmp_path / "fewer", "--true-vocab-size", "29"], capsys)
+    assert (code, err) == (0, "") and open_source(tmp_path / "fewer").config.vocab_size == 29
+
+
+def test_a_zero_keeps_its_sign(tmp_path):
+    config, weights = MODELS["llama"]
+    negative = {name: torch.full_like(tensor, -0.0) for name, tensor in weights.items()}
+    source = open_source(write(tmp_path / "dist", keys_of(negative, config), common_of(config)), true_vocab_size=131)
+    for name in parameter_shapes(config):
+        assert source.read(name)[:131].signbit().all(), name
 
 
 def refusal(path):

@@ -1,5 +1,6 @@
 """One attention, several back ends: what is chosen, and that they agree, masks included."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
@@ -179,6 +180,19 @@ def test_documents_and_groups_of_heads_together(backend):
     check([found, *gradients[0]], [expected, *gradients[1]], TOLERANCE[torch.float32])
 
 
+@contextmanager
+def kept_storages():
+    """Note the bytes of each storage that autograd keeps, by its address."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", ["explicit", "sdpa", "flash"])
 def test_the_plan_knows_what_a_back_end_keeps_for_groups_of_heads(recipe, backend, masked):
@@ -192,13 +206,7 @@ def test_the_plan_knows_what_a_back_end_keeps_for_groups_of_heads(recipe, backen
     settings = replace(recipe.settings(ResolvedPlan(dp=1), torch.device("cpu")), masks_documents=masked)
     inputs = [torch.randn(batch, length, n, size).bfloat16().requires_grad_() for n in (heads, groups, groups)]
     spans = document_bounds(torch.zeros(batch, length, dtype=torch.bool)) if masked else None
-    kept: dict[int, int] = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_storages() as kept:
         if backend == "flash":
             out = flash._forward(*inputs, None, 0.0, 0, spans)[0]
         else:
@@ -232,13 +240,7 @@ def test_back_ends_on_a_gpu_take_groups_of_heads_and_documents(backend, dtype, s
     inputs = [torch.randn(2, 320, n, size, device="cuda").to(dtype).requires_grad_() for n in (8, 2, 2)]
     grad = torch.randn_like(inputs[0])
     spans = document_bounds(torch.rand(2, 320, device="cuda") < 0.02) if masked else None
-    kept: dict[int, int] = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_storages() as kept:
         out = causal_attention(*inputs, spans=spans, backend=backend)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = flash.reference(*wide, None, 0.0, spans=spans)

@@ -107,16 +107,17 @@ def test_what_cannot_run_is_told_before_anything_starts(small, arguments, senten
 
 
 def test_the_floor_adds_up(small, monkeypatch, capsys):
+    import step_floor
     import train_step
 
-    parts = train_step.floor(GPT2_345M, samples=16)
+    parts = step_floor.floor(GPT2_345M, samples=16)
     assert sum(parts.values()) == pytest.approx(66.4e-3, rel=1e-3)
-    moved = [sum(passes["gpt2"](GPT2_345M).values()) for passes in (train_step.FORWARD, train_step.BACKWARD)]
+    moved = [sum(passes["gpt2"](GPT2_345M).values()) for passes in (step_floor.FORWARD, step_floor.BACKWARD)]
     assert moved == [17 * GPT2_345M.hidden_size, 27 * GPT2_345M.hidden_size]
-    twice = train_step.floor(GPT2_345M, samples=32)
+    twice = step_floor.floor(GPT2_345M, samples=32)
     assert [twice[name] / parts[name] for name in parts] == pytest.approx([2, 2, 2, 2, 1])
     weights = GPT2_124M.num_parameters - GPT2_124M.seq_length * GPT2_124M.hidden_size
-    products = train_step.floor(GPT2_124M, samples=1)["matrix products"] * train_step.MATRIX_RATE
+    products = step_floor.floor(GPT2_124M, samples=1)["matrix products"] * step_floor.MATRIX_RATE
     assert products == pytest.approx(6 * weights * GPT2_124M.seq_length, rel=2e-3)  # but for biases and LayerNorms
     arguments = ["--model", str(ROOT / "recipes" / "gpt2_345m.py"), "--floor"]
     assert call(train_step.main, "train_step.py", arguments, monkeypatch) == 0

@@ -37,12 +37,9 @@ def own_stream():
 
 
 @pytest.fixture
-def llama(recipe, tmp_path):
+def llama(recipe, documents):
     """Documents, dropout, norms of heads and accumulation on."""
-    path = tmp_path / "documents.jsonl"
-    lines = [f'{{"text": "{"so " * (i % 5)}{i} and {i + 1} make {2 * i + 1}."}}\n' for i in range(400)]
-    path.write_text("".join(lines))
-    data = DataConfig(path=str(path), tokenizer="bytes", reset_position_ids=True, reset_attention_mask=True)
+    data = DataConfig(path=str(documents), tokenizer="bytes", reset_position_ids=True, reset_attention_mask=True)
     optimizer = replace(recipe.optimizer, **constant(1e-3))
     return replace(recipe, model=MODEL, device="cuda", steps=40, data=data, optimizer=optimizer)
 

@@ -32,12 +32,9 @@ NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 
 
 @pytest.fixture
-def recipe(recipe, tmp_path) -> Recipe:
-    path = tmp_path / "documents.jsonl"
-    lines = [f'{{"text": "{"so " * (i % 5)}{i} and {i + 1} make {2 * i + 1}."}}\n' for i in range(400)]
-    path.write_text("".join(lines))
+def recipe(recipe, documents) -> Recipe:
     marks = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    data = DataConfig(path=str(path), tokenizer="bytes", **marks)
+    data = DataConfig(path=str(documents), tokenizer="bytes", **marks)
     return replace(recipe, data=data, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2)
 
 

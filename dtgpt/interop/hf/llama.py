@@ -146,9 +146,8 @@ def _check_window(settings: dict[str, Any], family: Family, positions: int, laye
         used = settings.get("use_sliding_window", False)
         if type(used) is not bool:
             raise UserError(f"{path} has use_sliding_window={shown(used)}; the key is true or false: correct it")
-        window = window if used else None
         slides = slides or (kinds is None and layers > whole_number(settings, ("max_window_layers",), 28, path))
-        window = window if slides else None
+        window = window if used and slides else None
     if window is None:
         return
     if type(window) is not int or window < positions:

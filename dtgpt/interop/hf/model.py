@@ -18,7 +18,15 @@ from torch import Tensor
 from dtgpt.checkpoint.shard_file import Piece, by_size
 from dtgpt.data.tokenizers.export import CLASS, first_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.foreign import as_parameter, cast, check_dtype, check_tensors, plain_names, untied
+from dtgpt.interop.foreign import (
+    as_parameter,
+    cast,
+    check_architecture,
+    check_dtype,
+    check_tensors,
+    plain_names,
+    untied,
+)
 from dtgpt.interop.hf import gpt2, llama
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.gpt2 import GPT2_124M
@@ -188,10 +196,11 @@ def save_huggingface(
     """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time, with the
     files that `transformers_files` made of its tokenizer.
 
-    Raises UserError where the folder exists (before anything is read), `dtype` is none of DTYPES, a weight leaves the
-    range of fp16, or writing fails. The folder appears when it is whole.
+    Raises UserError where the folder exists (before anything is read), `dtype` is none of DTYPES, transformers does not
+    have the architecture, a weight leaves the range of fp16, or writing fails. The folder appears when it is whole.
     """
     check_dtype(dtype)
+    check_architecture(source.config, ARCHITECTURES, "Hugging Face folder")
     with new_folder(folder) as partial:
         try:
             _save_weights(source, partial, dtype)

@@ -3,12 +3,17 @@
 from argparse import Namespace
 from pathlib import Path
 
+from torch import Tensor
+
 from dtgpt.interop.megatron import gpt2, llama
 from dtgpt.interop.megatron.architecture import Architecture, Values
 from dtgpt.interop.megatron.names import padded_rows
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.roles import Role, role_of
 from dtgpt.util.errors import UserError, shown_name
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
+NORMS = (Role.NORM, Role.HEAD_NORM)
 
 # What each rank's args must agree on with the first rank's.
 ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the name until 2026, and since
@@ -67,6 +72,22 @@ def _lacks(args: Namespace) -> dict[str, str]:
     if any(isinstance(n, int) and n > 1 for n in (experts if isinstance(experts, list) else [experts])):
         found["num_experts"] = "experts"
     return found
+
+
+def shift_norm(stored: Tensor, name: str, args: Namespace | None, config: ModelConfig) -> Tensor:
+    """Return the parameter `name` from what is stored: of the weights of norms, apply_layernorm_1p trains and stores
+    the distance from 1. All others keep their bits, the sign of a zero too."""
+    module, _, kind = name.rpartition(".")
+    zero_centered = any(getattr(args, option, None) for option in ZERO_CENTERED)
+    return stored + 1 if zero_centered and kind == "weight" and role_of(module, config.roles) in NORMS else stored
+
+
+def contradiction(path: Path) -> UserError:
+    """Return the error of a checkpoint with an output layer that its args do not announce."""
+    return UserError(
+        f"{path} has an output layer of its own (output_layer.weight), but no args that say so "
+        "(untie_embeddings_and_output_weights); give a model with tied embeddings, or with the args of its training"
+    )
 
 
 def true_vocabulary(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import cast, check_dtype
+from dtgpt.interop.foreign import cast, check_architecture, check_dtype
 from dtgpt.interop.megatron.architecture import Architecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
@@ -54,7 +54,7 @@ def save_megatron(
     fp16.
     """
     config = source.config
-    architecture = ARCHITECTURES[config.architecture]
+    architecture = _architecture_of(config)
     _check_sizes(architecture, config, tensor_parallel_size, pipeline_parallel_size)
     check_dtype(dtype)
     architecture.check_export(config)
@@ -76,7 +76,12 @@ def save_megatron(
 
 def export_notes(config: ModelConfig) -> list[str]:
     """Return what Megatron-LM computes otherwise than dtgpt. Raise UserError for a model that it cannot compute."""
-    return ARCHITECTURES[config.architecture].check_export(config)
+    return _architecture_of(config).check_export(config)
+
+
+def _architecture_of(config: ModelConfig) -> Architecture:
+    check_architecture(config, ARCHITECTURES, "Megatron-LM tree")
+    return ARCHITECTURES[config.architecture]
 
 
 def _check_sizes(

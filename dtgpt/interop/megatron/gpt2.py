@@ -11,7 +11,7 @@ from dtgpt.interop.megatron.architecture import Facts, Order, Values, check_agre
 from dtgpt.interop.megatron.names import Family, Modules
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.util.errors import UserError, shown_name
-from dtgpt.util.pickles import StandIn
+from dtgpt.util.unpickler import StandIn
 
 TITLE = "GPT-2"
 HAS = (
@@ -78,7 +78,7 @@ def read_config(args: Namespace | None, facts: Facts) -> tuple[GPT2Config, list[
         for name, size in (("ffn_hidden_size", 4 * hidden), ("kv_channels", hidden // max(heads, 1))):
             if getattr(args, name, None) not in (None, size):
                 raise UserError(
-                    f"{path} has {name}={shown_name(getattr(args, name))}, and dtgpt's model has {size}; give a GPT-2"
+                    f"{path} has {name}={shown_name(getattr(args, name))}, and dtgpt's GPT-2 has {size}; give a GPT-2"
                 )
         if getattr(args, "bias_gelu_fusion", None) is False and not getattr(args, "openai_gelu", False):
             notes.append(EXACT_GELU_NOTE)

@@ -9,18 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtgpt.interop.foreign import as_parameter, check_tensors, untied
+from dtgpt.interop.foreign import as_parameter, check_tensors
 from dtgpt.interop.megatron.architecture import Facts, check_agreement
-from dtgpt.interop.megatron.config import ZERO_CENTERED, true_vocabulary
+from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
 from dtgpt.interop.megatron.tree import expected_path, open_ranks
 from dtgpt.models.config import ModelConfig, Shape
-from dtgpt.models.roles import Role, role_of
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
 from dtgpt.util.errors import UserError, shown
 
 COMPARED = 4096  # rows of each copy of the token table
-NORMS = (Role.NORM, Role.HEAD_NORM)
 Where = tuple[int, int, str]  # pipeline stage, chunk in it, dtgpt's name with the layer's number there
 
 
@@ -38,7 +36,6 @@ class Megatron(Source):
         self.tensor_parallel_size, self.pipeline_parallel_size = (1 + n for n in max(self._ranks))
         first = self._ranks[0, 0]
         self.iteration, self._architecture = first.iteration, first.architecture
-        self._zero_centered = any(getattr(first.args, name, None) for name in ZERO_CENTERED)
         self._check_ranks()
         layers = self._locate_layers()
         full, self.notes = self._read_config(len(layers))
@@ -59,10 +56,7 @@ class Megatron(Source):
         dim = cut_dimension(name, self.config)
         pieces = [self._piece(t, name) for t in range(1 if dim is None else self.tensor_parallel_size)]
         out = as_parameter(torch.cat(pieces, dim or 0), name, self.config, part)
-        module, _, kind = name.rpartition(".")
-        if self._zero_centered and kind == "weight" and role_of(module, self.config.roles) in NORMS:
-            out += 1  # apply_layernorm_1p trains the weight's distance from 1
-        return out
+        return shift_norm(out, name, self._ranks[0, 0].args, self.config)
 
     def _tensor(self, tensor_rank: int, name: str) -> Tensor:
         stage, chunk, local = self._where[name]
@@ -146,7 +140,7 @@ class Megatron(Source):
             )
         for file in self._ranks.values():
             if config.tied and file.untied:
-                raise untied(file.path)
+                raise contradiction(file.path)
         return config, notes
 
     def _check_tensors(self, config: ModelConfig) -> None:

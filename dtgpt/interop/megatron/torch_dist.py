@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA, DistributedFolder
-from dtgpt.interop.foreign import DTYPES, check_tensors, untied
+from dtgpt.interop.foreign import DTYPES, check_tensors
 from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
-from dtgpt.interop.megatron.config import ZERO_CENTERED, choose_architecture, true_vocabulary
+from dtgpt.interop.megatron.config import choose_architecture, contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import ANGLES, our_name
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
 from dtgpt.models.config import ModelConfig, Shape
-from dtgpt.models.roles import Role, role_of
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import open_pickle
@@ -56,7 +55,6 @@ class TorchDist(Source):
         self.args = read_args(self.common.get("args"), folder)
         self._architecture = choose_architecture(self.args, folder)
         self._order = Order(rotary_interleaved=getattr(self.args, "rotary_interleaved", None) is True)
-        self._zero_centered = any(getattr(self.args, name, None) for name in ZERO_CENTERED)
         self._where = self._locate()
         full, self.notes = self._read_config()
         self.num_rows = full.vocab_size
@@ -71,13 +69,7 @@ class TorchDist(Source):
         return TorchDist, self._arguments
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        return self.read_as(name, part, "") + self.norm_offset(name)
-
-    def norm_offset(self, name: str) -> float:
-        """Return what is to be added to a parameter: apply_layernorm_1p trains the distance of norms from 1."""
-        module, _, kind = name.rpartition(".")
-        is_norm = role_of(module, self.config.roles) in (Role.NORM, Role.HEAD_NORM)
-        return 1.0 if self._zero_centered and kind == "weight" and is_norm else 0.0
+        return shift_norm(self.read_as(name, part, ""), name, self.args, self.config)
 
     def read_as(self, name: str, part: Part | None, prefix: str) -> Tensor:
         """Return what the file has under `prefix` for the parameter `name`, or the elements of it with dtgpt's global
@@ -195,7 +187,7 @@ class TorchDist(Source):
             check_agreement(self.args, found, self.path)
         config, notes = self._architecture.read_config(self.args, facts)
         if config.tied and is_untied:
-            raise untied(self.path)
+            raise contradiction(self.path)
         return config, notes
 
     def _check_tensors(self, config: ModelConfig) -> None:

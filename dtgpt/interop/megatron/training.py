@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.interop.foreign import DTYPES
+from dtgpt.interop.megatron.config import shift_norm
 from dtgpt.interop.megatron.flattened import check_shape
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.interop.megatron.torch_dist import TorchDist
@@ -67,7 +68,7 @@ class MegatronTraining(TrainingSource):
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         part = part or tuple(map(range, parameter_shapes(self.config)[name]))
-        return self._weights.read_as(name, part, self._master) + self._weights.norm_offset(name)
+        return shift_norm(self._weights.read_as(name, part, self._master), name, self._weights.args, self.config)
 
     def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
         return self._weights.read_as(name, part, f"{self._prefix}{moment}.")

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtgpt.interop.distcp import METADATA
 from dtgpt.interop.foreign import DTYPES
 from dtgpt.interop.megatron.architecture import Architecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
 from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import StandIn, open_pickle
+from dtgpt.util.pickles import open_pickle
 from dtgpt.util.storage import read_regular
+from dtgpt.util.unpickler import StandIn
 
-METADATA = ".metadata"  # of the format torch_dist
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
@@ -55,12 +56,10 @@ class RankFile:
     @property
     def common(self) -> dict[str, Any]:
         """What all ranks of one checkpoint agree on."""
-        own: dict[str, Any] = {
-            "checkpoint_version": self.version,
-            "iteration": self.iteration,
-            "chunks": len(self.chunks),
-        }
-        own |= {"architecture": self.architecture.TITLE}
+        own = {
+            "checkpoint_version": self.version, "iteration": self.iteration, "chunks": len(self.chunks),
+            "architecture": self.architecture.TITLE,
+        }  # fmt: skip
         return own | {name: getattr(self.args, name, None) for name in STRUCTURE}
 
     def layers(self, chunk: int) -> int:

@@ -117,12 +117,11 @@ class Spread(NamedTuple):
 
 
 def spread_splits(splits: int, rows: int, room: bool) -> Spread:
-    """Return how the splits of slots are spread over programs: of slots of up to 2048 positions as measured by
-    `benchmarks/op_decode.py` on an H200. Most splits of most sequences in longer slots are empty, and a program that
-    finds nothing takes time, too: such slots have fewer programs than splits.
+    """Return how the splits of each slot are spread over programs, as measured by `benchmarks/op_decode.py` on an H200
+    for slots of up to 2048 positions. Most splits of longer slots are empty, and a program that finds nothing takes
+    time, too: such slots have fewer programs than splits.
 
-    room: whether a program has memory for two splits at once, without which it cannot load one while it computes
-    another.
+    room: whether a program has memory for two splits, so that it loads one while it computes another.
     """
     each = 1 if rows < 16 or not room else 2 if rows < 256 else 4
     most = max(16, min(128, 1024 // rows))

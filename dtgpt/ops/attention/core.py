@@ -70,11 +70,13 @@ def causal_attention(
 
 
 def choose(dropping: bool, kernels: bool, head_dim: int) -> Backend:
-    """Return the fastest back end that gives the same bits in every run, or `sdpa`, with or without Triton kernels.
+    """Return the back end for a model: `flash` where its kernels serve, which gives the same bits in every run, else
+    `sdpa`, or `explicit` where something drops.
 
-    The choice depends on the model and its dropout, never on the plan. Measured by `benchmarks/op_flash.py` on an H200,
-    forward and backward of flash take 0.91 times as long as cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as
-    long at 128, where PyTorch has no kernel with reproducible gradients that is as fast.
+    dropping: whether there is dropout. kernels: whether Triton kernels can run, in 16 bits. Neither depends on the
+    plan. Measured by `benchmarks/op_flash.py` on an H200, forward and backward of flash take 0.91 times as long as
+    cuDNN's at head_dim 64 and 4096 tokens, and 1.10 times as long at 128, where PyTorch has no kernel with reproducible
+    gradients that is as fast.
     """
     if kernels and head_dim <= LARGEST_HEAD:
         return "flash"

@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(THREADS) exchange_parts(const __grid_constant_
             uint32_t made = bits_from<KIND>(c, 0, i, flag);
             for (int rank = 1; rank < e.ranks; ++rank) {
                 const uint32_t more = bits_from<KIND>(c, rank, i, flag);
-                if constexpr (KIND == SUM) made = __float_as_uint(__fadd_rn(__uint_as_float(made), __uint_as_float(more)));
+                if constexpr (KIND == SUM) {
+                    made = __float_as_uint(__fadd_rn(__uint_as_float(made), __uint_as_float(more)));
+                }
                 if constexpr (KIND == LOOK_UP) made |= more;  // one rank alone has the row
             }
             c.out[i] = made;

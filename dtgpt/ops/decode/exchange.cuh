@@ -1,8 +1,8 @@
 // Numbers that tensor-parallel ranks send each other through memory that every rank can write to.
 //
-// A word is an fp32 number, or other 32 bits, and a flag, written as 8 bytes at once: a rank that reads the flag has the
-// number, without a fence and without another signal (NCCL calls this protocol LL). Flags count the exchanges of the
-// ranks, which all make the same ones in the same order.
+// A word is an fp32 number, or other 32 bits, and a flag, written as 8 bytes at once: a rank that reads the flag has
+// the number, without a fence and without another signal (NCCL calls this protocol LL). Flags count the exchanges of
+// the ranks, which all make the same ones in the same order.
 //
 // A rank has two areas, for exchanges of odd and of even flags. No rank can overwrite what another one still reads: it
 // sends the words of exchange f + 2 when it has those of f + 1 from every rank, and each rank sent these when it had

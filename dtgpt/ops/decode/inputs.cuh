@@ -1,5 +1,5 @@
-// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, of the sum with a branch perhaps, merged from
-// attention's splits, or as they are.
+// The inputs of a product in shared memory, [ROWS][SIZE]: after LayerNorm, of the sum with a branch perhaps, merged
+// from attention's splits, or as they are.
 // WARPS / ROWS warps share a row; a thread has up to MOST chunks of 16 bytes.
 
 #pragma once

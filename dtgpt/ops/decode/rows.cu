@@ -1,7 +1,7 @@
 // The products of a transformer block for one token each of 1 to 4 sequences, with what comes before and after them:
 // LayerNorm or the merge of attention's splits before; the cache, GELU or the residual after. Built for one model: its
-// sizes are constants. Of several tensor-parallel ranks each sends its part of a branch to all, and the LayerNorm behind
-// begins with their sum.
+// sizes are constants. Of several tensor-parallel ranks each sends its part of a branch to all, and the LayerNorm
+// behind begins with their sum.
 //
 // Each CTA has a contiguous range of the weight's rows, and there is one for each multiprocessor. It copies them to
 // shared memory while the kernel before it still runs (programmatic dependent launch), since weights do not depend on it.

@@ -205,8 +205,8 @@ class Stream:
 
 
 class SharedStream:
-    """The residual stream of tensor-parallel ranks: a product sends its part of a branch, and who reads the stream next
-    adds the sum of the parts to it."""
+    """The residual stream of tensor-parallel ranks: a product sends its part of a branch, and the kernel that reads the
+    stream next adds the sum of the parts to it."""
 
     def __init__(self, kernels: RowKernels, x: Tensor, exchange: Exchange):
         self._kernels, self._x, self._exchange = kernels, x, exchange

@@ -1,0 +1,31 @@
+"""Models whose decode steps are measured, and the bytes that such a step reads."""
+
+import torch
+
+from dtgpt.inference.cache import core_sizes
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
+from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+
+TINY = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=128, vocab_size=257)
+TINY_LLAMA = LlamaConfig(
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, seq_length=128,
+    vocab_size=257,
+)  # fmt: skip
+MODELS: dict[str, ModelConfig] = {
+    "tiny": TINY, "124m": GPT2_124M, "345m": GPT2_345M, "774m": GPT2_774M, "1558m": GPT2_1558M,
+    "tiny_llama": TINY_LLAMA, "llama32_1b": LLAMA32_1B, "qwen3_0_6b": QWEN3_0_6B, "llama3_8b": LLAMA3_8B,
+}  # fmt: skip
+
+
+def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
+    """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
+    sequence."""
+    weights = (config.flops_per_token - 12 * config.num_layers * width(config) * config.seq_length) // 6
+    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 1))
+    return (weights + batch * position * kept) * dtype.itemsize
+
+
+def width(config: ModelConfig) -> int:
+    """Columns of the heads of q."""
+    return config.num_heads * config.head_dim
