@@ -222,6 +222,11 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
     specials = {token["content"]: token.get("id") for token in added}
     _check_ids(specials, path)
     model = saved["model"]
+    if model.get("dropout"):
+        raise UserError(
+            f"{path} leaves out merges at random (dropout={shown(model['dropout'])}), so that a text has new ids each "
+            'time; write "dropout": null there'
+        )
     if isinstance(model.get("vocab"), dict):
         _check_ids(model["vocab"], path)
         if isinstance(model.get("merges"), list):
@@ -264,7 +269,8 @@ def _adds_nothing(after: dict | None) -> bool:
         return True
     if after.get("type") == "Sequence":
         return all(map(_adds_nothing, after["processors"]))
-    return after.get("type") == "TemplateProcessing" and all("Sequence" in item for item in after["single"])
+    pieces = [item.get("Sequence", {}).get("id") for item in after["single"]]
+    return after.get("type") == "TemplateProcessing" and pieces == ["A"]  # the text, once
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
