@@ -274,6 +274,25 @@ def test_whole_words_that_merges_are_ignored_for_have_the_ids_of_the_library(tmp
     assert open_tokenizer(str(path)).encode("xyz") == [280]
 
 
+def test_a_post_processor_with_an_id_of_no_token_is_refused(tmp_path):
+    path = tokenizer_json(tmp_path, bos=True)
+    saved = json.loads(path.read_text())
+    saved["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="puts the id 999 around texts"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("content", ["<s>", "<new>"])
+def test_added_tokens_have_the_ids_of_the_library(tmp_path, content):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    saved["added_tokens"] = [{**saved["added_tokens"][0], "content": content, "id": 500}]
+    path.write_text(json.dumps(saved))
+    expected = tokenizers.Tokenizer.from_file(str(path)).encode(f"a{content}").ids
+    assert open_tokenizer(str(path)).encode(f"a{content}", special=True) == expected
+
+
 def test_merges_that_are_left_out_at_random_are_refused(tmp_path):
     path = tokenizer_json(tmp_path)
     saved = json.loads(path.read_text())
