@@ -197,7 +197,8 @@ OPTIONS = {
     },
     "Checkpoints": {
         "save DIR": "--runs {DIR}, in which each run creates its own folder",
-        "load DIR": "use --resume RUN to resume a run, or --init_from {DIR} to start from weights of Megatron-LM",
+        "load DIR": "use --resume RUN to resume a run, or --init_from {DIR} to start from weights of Megatron-LM, or "
+        "--resume {DIR} to go on with its run",
         "save-interval N": "--checkpoint.interval {N}",
         "save-retain-interval N": "--checkpoint.keep_every {N}",
         "finetune, no-load-optim": "--init_from MODEL, which starts a new run from the weights only",

@@ -67,7 +67,9 @@ class Recipe:
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
-        str | None, "run folder or checkpoint to resume; auto: the newest run of this name, or a new one", PATH
+        str | None,
+        "run folder or checkpoint to resume, also of Megatron-LM; auto: the newest run of this name, or a new one",
+        PATH,
     ] = None
     init_from: Annotated[
         str | None, "initial weights of a new run: a run, a checkpoint, or any model that dtgpt convert reads", PATH

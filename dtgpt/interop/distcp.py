@@ -26,6 +26,7 @@ from dtgpt.util.unpickler import StandIn
 
 METADATA = ".metadata"
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # within the folder
+MOST_READS = 50_000_000  # of .metadata, with which 400 billion parameters of 16 tensor-parallel ranks are described
 LARGEST = 1 << 62  # of sizes and positions
 LARGEST_RANK = 8
 
@@ -62,7 +63,7 @@ class DistributedFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / METADATA
-        metadata = open_bare_pickle(self.path)
+        metadata = open_bare_pickle(self.path, MOST_READS)
         with self._reading():
             fields = _fields(metadata, "Metadata")
             places = dict(map(_placed, _dictionary(fields["storage_data"]).items()))

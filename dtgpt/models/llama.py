@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtgpt.models.config import SIZE, ModelConfig
+from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
@@ -92,6 +92,11 @@ class LlamaConfig(ModelConfig):
             raise UserError(
                 f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of columns; use "
                 f"{self.head_dim - 1 or 2} or {self.head_dim + 1}"
+            )
+        if self.num_heads * self.head_dim > LARGEST_SIZE:
+            raise UserError(
+                f"model.num_heads={self.num_heads} times model.head_dim={self.head_dim} is more than {LARGEST_SIZE}; "
+                "use fewer or smaller heads"
             )
         if self.rope_low_frequency >= self.rope_high_frequency:
             raise UserError(

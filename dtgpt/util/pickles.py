@@ -53,11 +53,11 @@ def open_embedded(path: Path, begin: int, size: int) -> Any:
         return _read_archive(path, file, begin, size)
 
 
-def open_bare_pickle(path: Path) -> Any:
-    """Return the object in a file of `pickle.dump`, which has no tensors. Raise UserError for a file that is missing or
-    broken."""
+def open_bare_pickle(path: Path, most_reads: int | None = None) -> Any:
+    """Return the object in a file of `pickle.dump`, which has no tensors. `most_reads`: as in `read_pickle`. Raise
+    UserError for a file that is missing or broken."""
     with _opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return read_pickle(content)
+        return read_pickle(content, most_reads=most_reads)
 
 
 def file_size(file: IO[bytes]) -> int:

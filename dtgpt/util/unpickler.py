@@ -42,10 +42,14 @@ class StandIn:
         return f"<{shown_name(self.foreign)}>"
 
 
-def read_pickle(file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any] | None = None) -> Any:
+def read_pickle(
+    file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any] | None = None, most_reads: int | None = None
+) -> Any:
     """Return the object of the pickle at the position of `file`, and move that behind it. `find_storage`: from a
-    persistent id to the elements of a storage. Raise any Exception for a pickle that is broken or too large."""
-    return _Unpickler(file, find_storage or (lambda identity: StandIn("persistent id", (identity,)))).load()
+    persistent id to the elements of a storage. `most_reads`: in place of MOST_READS. Raise any Exception for a pickle
+    that is broken or too large."""
+    find = find_storage or (lambda identity: StandIn("persistent id", (identity,)))
+    return _Unpickler(file, find, MOST_READS if most_reads is None else most_reads).load()
 
 
 Base: Any = pickle._Unpickler  # typeshed does not know its stack
@@ -55,15 +59,15 @@ class _Unpickler(Base):
     """The unpickler that the standard library has in Python, with other steps wherever that one imports, calls or
     hashes what a file says. (The one in C hashes keys without asking.)"""
 
-    def __init__(self, file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any]):
+    def __init__(self, file: BytesIO | mmap.mmap, find_storage: Callable[[Any], Any], most_reads: int):
         super().__init__(file, encoding="latin-1")  # strings of Python 2
-        self._find_storage, self._file, self._left = find_storage, file, MOST_READS
+        self._find_storage, self._file, self._most, self._left = find_storage, file, most_reads, most_reads
         self._file_read = self._read
 
     def _read(self, size: int) -> bytes:
         self._left -= 1
         if self._left < 0:
-            raise ValueError(f"its pickle needs more than {MOST_READS} reads")
+            raise ValueError(f"its pickle needs more than {self._most} reads")
         return self._file.read(size)
 
     def find_class(self, module: str, name: str) -> Any:

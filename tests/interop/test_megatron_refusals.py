@@ -239,7 +239,7 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, weights):
         ("none", "is not a folder"),
         ("empty", "has no mp_rank_"),
         ("odd", "neither an iteration nor release"),
-        ("dist", "has no .metadata"),
+        ("dist", r"has no \.metadata, which says"),
     ]:
         with pytest.raises(UserError, match=words):
             Megatron(tmp_path / name)

@@ -12,10 +12,10 @@ from dtgpt.ops.decode import rows
 from dtgpt.ops.fused_softmax import softmax_kernels
 
 SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M
-    rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024),
-    rows.Sizes("__half", 1024, 4096, 3072, 1024, 64, 16, 2048),
-    rows.Sizes("__nv_bfloat16", 1024, 2048, 1536, 1024, 128, 2, 1024),
-    rows.Sizes("__nv_bfloat16", 1600, 6400, 4800, 1600, 64, 25, 1024),
+    rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024, 1),
+    rows.Sizes("__half", 1024, 4096, 3072, 1024, 64, 16, 2048, 1),
+    rows.Sizes("__nv_bfloat16", 1024, 2048, 1536, 1024, 128, 2, 1024, 2),
+    rows.Sizes("__nv_bfloat16", 1600, 6400, 4800, 1600, 64, 25, 1024, 1),
 ]
 HOPPER = ["-c", "-gencode=arch=compute_90,code=sm_90", "-Xptxas", "-v"]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

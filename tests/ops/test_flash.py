@@ -180,9 +180,9 @@ def test_the_kernels_in_the_interpreter():
     cases += ", ((2, 70, 4, 16), f, 0.3, 3, 'cpu', 0.0, 2), ((1, 40, 2, 16), f, 0.3, 0, 'cpu', 0.0, 1, 150)"
     cases += ", ((1, 64, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 128), ((2, 1, 2, 16), f, 0.0, 0, 'cpu', 0.0, 0, 77)"
     cases += ", ((1, 100, 4, 16), f, 0.3, 0, 'cpu', 0.05, 2), ((1, 70, 2, 16), f, 0.0, 0, 'cpu', 0.0, 2)"
-    # 16 bits without dropout: descriptors
-    cases += ", ((2, 70, 4, 16), h, 0.0, 0, 'cpu', 0.0, 2), ((2, 150, 4, 24), h, 0.0, 0, 'cpu', 0.02, 1)"
-    cases += ", ((1, 40, 2, 16), h, 0.0, 0, 'cpu', 0.0, 1, 150), ((1, 256, 2, 72), h, 0.0)"
+    # Read by descriptors: 16 bits, no dropout, whole tiles; then not, for lack of whole tiles
+    cases += ", ((1, 128, 2, 64), h, 0.0, 0, 'cpu', 0.0, 1), ((1, 256, 2, 64), h, 0.0, 0, 'cpu', 0.03, 1)"
+    cases += ", ((1, 128, 2, 128), h, 0.0, 0, 'cpu', 0.03, 2), ((1, 70, 4, 64), h, 0.0, 0, 'cpu', 0.02, 2)"
     code = "from torch import float16 as h, float32 as f; from tests.support.bodies_flash import interpret; "
     code += f"interpret({cases})"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -219,13 +219,8 @@ def test_the_kernels_serve_groups_of_heads_and_earlier_columns(length, width, p,
     check((2, length, 4, width), BF16, p, 3, "cuda", kv_heads=kv_heads, columns=columns)
 
 
-GROUPED = [((2, 1024, 8, 64), BF16, 2), ((1, 4095, 4, 64), FP16, 1), ((1, 4096, 4, 128), BF16, 1)]
-GROUPED += [
-    ((2, 1000, 4, 128), FP16, 2),
-    ((1, 300, 6, 72), BF16, 3),
-    ((2, 200, 4, 24), BF16, 2),
-    ((1, 77, 2, 20), BF16, 1),
-]
+GROUPED = [((2, 1024, 8, 64), BF16, 2), ((1, 4096, 4, 64), FP16, 1), ((1, 4096, 4, 128), BF16, 1)]
+GROUPED += [((2, 1024, 2, 128), FP16, 2), ((1, 4095, 4, 64), BF16, 1), ((1, 300, 6, 72), BF16, 3)]
 
 
 @pytest.mark.cuda
@@ -240,8 +235,8 @@ def test_the_kernels_serve_groups_of_heads_with_documents(shape, dtype, kv_heads
 @pytest.mark.parametrize("offset", [0, 1])
 def test_the_kernels_read_views_of_any_strides(offset):
     """Keys and values in one tensor with the queries, and an address that is no multiple of 16 bytes."""
-    memory = torch.randn(2 * 200 * 2 * 6 * 64 + offset, device="cuda").to(BF16)
-    packed = memory[offset:].view(2, 200, 2, 6, 64)  # [B, T, G, R + 2, D]
+    memory = torch.randn(2 * 256 * 2 * 6 * 64 + offset, device="cuda").to(BF16)
+    packed = memory[offset:].view(2, 256, 2, 6, 64)  # [B, T, G, R + 2, D]
     views = packed[..., :4, :].flatten(2, 3), packed[..., 4, :], packed[..., 5, :]
     grad, found = torch.randn_like(views[0]), []
     for qkv in (views, [x.clone(memory_format=torch.contiguous_format) for x in views]):
@@ -334,5 +329,23 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
     monkeypatch.setattr(layers, "causal_attention", attend)
     with torch.device("meta"):
         block = model.make_block().bfloat16()
-        block(torch.empty(2, 64, model.hidden_size, dtype=torch.bfloat16), layers.Context())
+        block(torch.empty(2, 128, model.hidden_size, dtype=torch.bfloat16), layers.Context())
     assert seen == [(expected, False)]
+
+
+@pytest.mark.parametrize(
+    "length, columns, size, kv_heads, dtype, expected",
+    [
+        (4096, 4096, 64, 2, BF16, True), (4096, 4096, 128, 4, FP16, True), (128, 128, 128, 1, BF16, True),
+        (4096, 4096, 64, 4, BF16, False), (4096, 4096, 64, 2, FP32, False), (4000, 4000, 64, 2, BF16, False),
+        (128, 256, 64, 2, BF16, False), (4096, 4096, 96, 2, BF16, False), (4096, 4096, 32, 2, BF16, False),
+    ],
+)  # fmt: skip
+def test_descriptors_serve_whole_tiles_only(length, columns, size, kv_heads, dtype, expected, monkeypatch):
+    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: True)
+    for batch, shards in ((1, 1), (3, 1), (1, 2)):  # the same for each micro-batch and each part of the heads
+        heads = (4 // shards, max(1, kv_heads // shards)) if kv_heads > 1 else (4, 1)
+        q, k = (torch.empty(batch, n, h, size, dtype=dtype) for n, h in zip((length, columns), heads, strict=True))
+        assert flash_launch.takes_tiles(q, k) == expected
+    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: False)
+    assert not flash_launch.takes_tiles(q, k)

@@ -1,8 +1,8 @@
 """How the kernels of `dtgpt.ops.attention.flash` are launched: which, with which tiles, and on what memory.
 
-16-bit heads without dropout are read through tensor descriptors where the GPU copies whole tiles, by
-`descriptor_kernels`; not so heads of up to 64 that share no keys, which `flash_kernels` serves as fast. The choice
-depends on the model, its dropout and the GPU, never on the length or on the number of samples and heads.
+`descriptor_kernels` serve training without dropout where the GPU copies whole tiles: 16-bit heads of 64 that share keys
+and heads of 128, and lengths that tiles divide. `flash_kernels` serve all else, heads of 64 that share no keys as fast.
+The choice depends on the model and the GPU, never on the number of samples and heads.
 """
 
 import math
@@ -15,6 +15,7 @@ from dtgpt.ops.fast import copies_tiles
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
+LARGEST_TILE = 128  # rows
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
@@ -29,7 +30,7 @@ class Launch(NamedTuple):
 
 Launches = dict[str, Launch]
 NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 3)}  # D <= 64
-WIDE = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(128, 64, 8, 3)}
+WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
 SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
 NARROW_TILES = {"forward": Launch(64, 128, 4, 2), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}
 WIDE_TILES = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 2)}
@@ -83,23 +84,26 @@ class Call:
         q, k, v = _readable(self.q, self.k, self.v)
         strided = (q, k) if made is None else (q, k, made)
         grid, places, constants = self._tiles(name)
+        largest = max(self.launches[name].BLOCK_M, self.launches[name].BLOCK_N)
+        bound = self.length % largest + self.columns % largest != 0
         getattr(self.kernels, f"{name}_kernel")[grid](
             q, k, v, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
             *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, places,
-            LOG2_E / math.sqrt(self.size), self.rescale, *scale, **constants, DROP=self.words is not None,
+            LOG2_E / math.sqrt(self.size), self.rescale, *scale, **self.shape, **constants, BOUND=bound,
+            DROP=self.words is not None,
         )  # fmt: skip
 
     def _run_tiles(
         self, name: str, read: tuple[Tensor, ...], *tensors: Tensor, made: Tensor, scale: tuple[float, ...] = ()
     ) -> None:
         """Launch a kernel of `descriptor_kernels`. read: what it reads beside q, k and v, in tiles of queries."""
-        how, width = self.launches[name], self.shape["WIDTH"]
+        how = self.launches[name]
         rows = (how.BLOCK_M, how.BLOCK_N, how.BLOCK_N, *(how.BLOCK_M for _ in read))
-        described = (_describe(t, r, width) for t, r in zip((self.q, self.k, self.v, *read), rows, strict=True))
+        described = (_describe(t, r) for t, r in zip((self.q, self.k, self.v, *read), rows, strict=True))
         grid, places, constants = self._tiles(name)
         getattr(self.descriptor_kernels, f"{name}_by_tiles")[grid](
-            *described, *tensors, self.spans, *made.stride()[:3], *self.sizes, places,
-            LOG2_E / math.sqrt(self.size), *scale, **constants,
+            *described, *tensors, self.spans, *made.stride()[:3], self.length, self.heads, places,
+            LOG2_E / math.sqrt(self.size), *scale, D=self.size, **constants,
         )  # fmt: skip
 
     def _tiles(self, name: str) -> tuple[tuple[int], int, dict[str, Any]]:
@@ -107,27 +111,27 @@ class Call:
         how, of_keys = self.launches[name], name == "keys"
         tiles = math.ceil(self.columns / how.BLOCK_N) if of_keys else math.ceil(self.length / how.BLOCK_M)
         places = self.batch * self.kv_heads if of_keys else self.places
-        largest = max(how.BLOCK_M, how.BLOCK_N)
-        bound = self.length % largest + self.columns % largest != 0
-        constants = {**self.shape, **how._asdict(), "GROUP": self.heads // self.kv_heads, "BAND": BAND}
-        return (tiles * places,), places, constants | {"BOUND": bound, "SPANS": self.spans is not None}
+        constants = {**how._asdict(), "GROUP": self.heads // self.kv_heads, "BAND": BAND}
+        return (tiles * places,), places, constants | {"SPANS": self.spans is not None}
 
 
 def takes_tiles(q: Tensor, k: Tensor) -> bool:
-    """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k without dropout. Rows are then multiples of 16
-    bytes."""
-    serves = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and (q.shape[-1] > 64 or q.shape[2] != k.shape[2])
-    return serves and copies_tiles(q.device)
+    """Return whether `descriptor_kernels` serve q `[B, T, N, D]` and k `[B, S, N_kv, D]` without dropout."""
+    (_, length, heads, size), (_, columns, kv_heads, _) = q.shape, k.shape
+    whole = length == columns and length % LARGEST_TILE == 0
+    gains = size == 128 or (size == 64 and kv_heads < heads)
+    return q.dtype.itemsize == 2 and whole and gains and copies_tiles(q.device)
 
 
-def _describe(x: Tensor, rows: int, width: int) -> Any:
-    """Return a descriptor of x `[B, T, N, D]` as `[B, N, T, D]`, read in tiles `[rows, width]`."""
+def _describe(x: Tensor, rows: int) -> Any:
+    """Return a descriptor of x `[B, T, N, D]` as `[B, N, T, D]`, read in tiles `[rows, D]`. Rows start at multiples of
+    16 bytes, as the copy engine needs."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:3]):
         x = x.contiguous()
     x = x.transpose(1, 2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]])
 
 
 def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
