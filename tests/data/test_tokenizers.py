@@ -247,6 +247,9 @@ def test_a_tokenizer_json_is_encoded_with_what_its_post_processor_adds(tmp_path)
     ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
       "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
       "special_tokens": {}}, True),
+    ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+      "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+      "special_tokens": {}}, False),
     ({"type": "RobertaProcessing", "sep": ["<|endoftext|>", 1], "cls": ["<s>", 0], "trim_offsets": True,
       "add_prefix_space": False}, False),
 ])  # fmt: skip
@@ -269,6 +272,34 @@ def test_whole_words_that_merges_are_ignored_for_have_the_ids_of_the_library(tmp
     saved["model"]["ignore_merges"] = True
     path.write_text(json.dumps(saved))
     assert open_tokenizer(str(path)).encode("xyz") == [280]
+
+
+def test_a_post_processor_with_an_id_of_no_token_is_refused(tmp_path):
+    path = tokenizer_json(tmp_path, bos=True)
+    saved = json.loads(path.read_text())
+    saved["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="puts the id 999 around texts"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("content", ["<s>", "<new>"])
+def test_added_tokens_have_the_ids_of_the_library(tmp_path, content):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    saved["added_tokens"] = [{**saved["added_tokens"][0], "content": content, "id": 500}]
+    path.write_text(json.dumps(saved))
+    expected = tokenizers.Tokenizer.from_file(str(path)).encode(f"a{content}").ids
+    assert open_tokenizer(str(path)).encode(f"a{content}", special=True) == expected
+
+
+def test_merges_that_are_left_out_at_random_are_refused(tmp_path):
+    path = tokenizer_json(tmp_path)
+    saved = json.loads(path.read_text())
+    saved["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"at random \(dropout=0\.1\)"):
+        open_tokenizer(str(path))
 
 
 def test_a_tokenizer_json_that_truncates_takes_texts_whole(tmp_path):

@@ -1,6 +1,7 @@
 """config.json of Hugging Face's LLaMA, Mistral and Qwen3: of transformers 4 and 5, of other models, hostile."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -83,10 +84,18 @@ OTHER_MODELS = [
     ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters={'full_attention'"),
     ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "both rope_theta=10000.0 and"),
     ("llama", {"rope_scaling": LLAMA31, "rope_parameters": LLAMA31 | {"factor": 4.0}}, "both factor=4.0 and factor=8"),
+    ("llama", {"rope_scaling": LLAMA31 | {"rope_theta": None}, "rope_parameters": LLAMA31}, "no rope_theta in rope"),
+    ("llama", {"rope_scaling": {"factor": 8.0}, "rope_parameters": LLAMA31}, "both rope_type='llama3' and rope_type='"),
+    ("llama", {"rope_scaling": LLAMA31, "original_max_position_embeddings": 5}, "both original_max_position_embed"),
+    (
+        "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}, "rope_parameters": {"rope_type": "default"}},
+        "both rope_type='default' and rope_type='llama3'",
+    ),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": LLAMA31 | {"low_freq_factor": 4.0}}, "rope_low_frequency=4.0 is not below"),
     ("llama", {"rope_scaling": LLAMA31 | {"factor": 0.5}}, "rope_factor=0.5"),
     ("mistral", {"sliding_window": 63}, "sliding_window=63, and dtgpt's attention has no window"),
+    ("mistral", {"sliding_window": math.nan}, "sliding_window=nan, which is not a whole number"),
     ("mistral", {"max_position_embeddings": 4097}, "sliding_window=4096, by default"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "sliding_window=32"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "layer_types": [llama.SLIDING] * 3}, "window=32"),

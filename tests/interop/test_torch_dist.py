@@ -293,6 +293,8 @@ def test_nothing_in_the_pickles_is_run(tree, tmp_path, monkeypatch):
         ({"hidden_size": 64}, "hidden_size=64"),
         ({"num_experts": 8}, "experts"),
         ({"swiglu": True}, "SwiGLU"),
+        ({"softmax_scale": 3.0}, "another scale of scores"),
+        ({"rotary_interleaved": 1}, "rotary_interleaved=1, which is neither True nor False"),
     ],
 )
 def test_args_of_another_model(tmp_path, changes, message):

@@ -194,6 +194,9 @@ def test_counters_scales_and_blocks(state, tmp_path):
     check_state(written(tmp_path / "fp16", state, nested, masters="param"), state, loss_scale=scale)
     run = check_state(written(tmp_path / "blocks", state, edit=flattened, train_iters=9, global_batch_size=8), state)
     assert run.order_samples == 72 and run.values == {"global_batch_size": 8} and not run.notes
+    strange = {"lr": "1\n2", "min_lr": float("nan"), "seed": 10**400, "lr_decay_style": "cosine", "clip_grad": 1.0}
+    run = check_state(written(tmp_path / "strange", state, **strange), state)
+    assert run.values == {"optimizer.schedule": "cosine", "optimizer.clip": 1.0}
     chained = {"edit": lambda ts: {k.replace("optimizer.", "chained_0.optimizer."): t for k, t in ts.items()}}
     check_state(written(tmp_path / "chained", state, **chained), state)
 

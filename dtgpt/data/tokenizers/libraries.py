@@ -37,6 +37,11 @@ class HuggingFace(Tokenizer):
         self.end_name = next(iter(ends), None)
         self.end_of_text = ids.get(self.end_name)
         self.begin_of_text = next((ids[token] for token in BEGINS if token in named), None)
+        around = max(self.encode(""), default=0)  # the post-processor's ids are checked by nobody else
+        if around >= max(self.vocab_size, 1):
+            raise UserError(
+                f"{name} puts the id {around} around texts, but its tokens end at {self.vocab_size - 1}; fetch it again"
+            )
 
     @cached_property
     def _parsed(self) -> Any:

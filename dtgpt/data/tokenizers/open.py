@@ -222,6 +222,11 @@ def _check_tokenizer_json(saved: dict, path: Path) -> None:
     specials = {token["content"]: token.get("id") for token in added}
     _check_ids(specials, path)
     model = saved["model"]
+    if model.get("dropout"):
+        raise UserError(
+            f"{path} leaves out merges at random (dropout={shown(model['dropout'])}), so that a text has new ids each "
+            'time; write "dropout": null there'
+        )
     if isinstance(model.get("vocab"), dict):
         _check_ids(model["vocab"], path)
         if isinstance(model.get("merges"), list):
@@ -250,12 +255,23 @@ def _plain_byte_pairs(saved: dict) -> BytePairs | None:
         )  # fmt: skip
         added = saved.get("added_tokens") or []
         loose = any(not t.get("special") or t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in added)
-        if not plain or loose:
+        if not plain or loose or not _numbered_by_the_library(model["vocab"], added):
             return None
         pairs = [_pair(merge) for merge in model["merges"]]
         return from_merges(model["vocab"], pairs, {token["content"]: token["id"] for token in added})
     except (KeyError, TypeError, AttributeError):
         return None
+
+
+def _numbered_by_the_library(vocab: dict[str, int], added: list[dict]) -> bool:
+    """Return whether added tokens have the ids that Hugging Face's library gives them, whatever the file says: those in
+    the vocabulary, else those behind it."""
+    following = len(vocab)
+    for token in added:
+        if token["id"] != vocab.get(token["content"], following):
+            return False
+        following = max(following, token["id"] + 1)
+    return True
 
 
 def _adds_nothing(after: dict | None) -> bool:
@@ -264,7 +280,8 @@ def _adds_nothing(after: dict | None) -> bool:
         return True
     if after.get("type") == "Sequence":
         return all(map(_adds_nothing, after["processors"]))
-    return after.get("type") == "TemplateProcessing" and all("Sequence" in item for item in after["single"])
+    pieces = [item.get("Sequence", {}).get("id") for item in after["single"]]
+    return after.get("type") == "TemplateProcessing" and pieces == ["A"]  # the text, once
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -150,7 +150,7 @@ def _check_window(settings: dict[str, Any], family: Family, positions: int, laye
         window = window if used and slides else None
     if window is None:
         return
-    if type(window) is not int or window < positions:
+    if whole_number({"sliding_window": window}, ("sliding_window",), None, path) < positions:
         absent = "" if "sliding_window" in settings else ", by default"
         raise UserError(
             f"{path} has sliding_window={shown(window)}{absent}, and dtgpt's attention has no window; write "

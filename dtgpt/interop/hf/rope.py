@@ -7,6 +7,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.util.errors import UserError, shown
 
 PLACES = ("rope_scaling", "rope_parameters")  # transformers 5 takes the first of these that is there
+OUTER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # beside these objects
 LLAMA3 = {  # keys of Llama 3.1's scaling -> fields
     "factor": "rope_factor", "low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency",
     "original_max_position_embeddings": "rope_original_length",
@@ -18,18 +19,24 @@ LARGEST = 1e12  # of any of these numbers
 def read_rope(settings: dict[str, Any], positions: int, path: Path) -> dict[str, Any]:
     """Return the fields of `LlamaConfig` for rotary positions. Raise UserError for a kind of scaling that dtgpt does
     not have, and for values that are missing, impossible or contradict each other."""
-    found = [_collect(settings.get(place), place, path) for place in PLACES]
-    rope = {**found[1], **found[0]}
-    outer = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if settings.get(name) is not None}
-    for given in (found[1], outer):
+    first, second = (_collect(settings.get(place), place, path) for place in PLACES)
+    rope = {**second, **first}
+    outer = {name: settings[name] for name in OUTER if settings.get(name) is not None}
+    for given in (second, outer):
         for name in given.keys() & rope.keys():
             if given[name] != rope[name]:
                 raise UserError(
                     f"{path} has both {name}={shown(given[name])} and {name}={shown(rope[name])}; leave out the one "
                     "that is not the model's"
                 )
+    alone = min(second.keys() - first.keys() - outer.keys(), default=None) if first else None
+    if alone is not None:
+        raise UserError(
+            f"{path} has {alone}={shown(second[alone])} in {PLACES[1]} and no {alone} in {PLACES[0]}, which "
+            f"transformers takes alone; leave out the one of the two that is not the model's"
+        )
     rope = {**outer, **rope}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind not in KINDS:
         raise UserError(f"{path} has rope_type={shown(kind)}; dtgpt has {' and '.join(KINDS)}: give another model")
     share = rope.get("partial_rotary_factor", 1)
@@ -68,7 +75,8 @@ def write_rope(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _collect(value: Any, place: str, path: Path) -> dict[str, Any]:
-    """Return what an object of config.json says, without nulls."""
+    """Return what an object of config.json says, without nulls. The kind has two names, of which transformers looks at
+    `rope_type` first."""
     if value is None:
         return {}
     if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
@@ -76,7 +84,9 @@ def _collect(value: Any, place: str, path: Path) -> dict[str, Any]:
             f"{path} has {place}={shown(value)}; dtgpt has one rotation for all layers, which is one object of names "
             "and numbers: give another model"
         )
-    return {name: inner for name, inner in value.items() if inner is not None}
+    said = {name: inner for name, inner in value.items() if inner is not None}
+    kind = said.pop("type", "default")
+    return {"rope_type": kind, **said} if value else {}
 
 
 def _number(rope: dict[str, Any], name: str, path: Path) -> float:

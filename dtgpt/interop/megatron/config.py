@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from types import NoneType
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from dtgpt.interop.megatron.architecture import Architecture, Values
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.roles import Role, role_of
-from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.errors import UserError, shown, shown_name
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
 NORMS = (Role.NORM, Role.HEAD_NORM)
@@ -34,6 +35,7 @@ VALUES: Values = {
     "enable_mhc_connections": ((None, False), "several residual streams"),
     "multi_latent_attention": ((None, False), "latent attention"),
     "qk_l2_norm": ((None, False), "norms of queries and keys"),
+    "softmax_scale": ((None,), "another scale of scores"),
     "softmax_type": ((None, "vanilla"), "another softmax"),
     "attention_output_gate": ((None, False), "gated attention"),
     "experimental_attention_variant": ((None,), "another attention"),
@@ -49,11 +51,24 @@ VALUES: Values = {
 }
 
 
+# Arguments that are on or off, and change what a model computes without a trace in the shapes of its tensors.
+FLAGS = (
+    "rotary_interleaved", "use_rope_scaling", "group_query_attention", "qk_layernorm",
+    "untie_embeddings_and_output_weights", *ZERO_CENTERED,
+)  # fmt: skip
+
+
 def choose_architecture(args: Namespace | None, path: Path) -> Architecture:
     """Return the architecture that has all that args say; GPT-2 without args, which old releases lack. Raise UserError
     for another model, with what the closest architecture lacks for it."""
     if args is None:
         return gpt2
+    unclear = next((name for name in FLAGS if type(getattr(args, name, None)) not in (bool, NoneType)), None)
+    if unclear is not None:
+        raise UserError(
+            f"{path} has {unclear}={shown(getattr(args, unclear))}, which is neither True nor False; give the file as "
+            "Megatron-LM wrote it"
+        )
     shared = _lacks(args)
     lacks = [(architecture, architecture.lacks(args) | shared) for architecture in ARCHITECTURES.values()]
     closest, missing = min(lacks, key=lambda pair: len(pair[1]))

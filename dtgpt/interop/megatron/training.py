@@ -142,8 +142,10 @@ class MegatronTraining(TrainingSource):
 
     def _read_values(self) -> dict[str, Any]:
         found = {field: self._args.get(name) for field, name in VALUES.items()}
-        found["optimizer.schedule"] = SCHEDULES.get(str(self._args.get("lr_decay_style")))
-        return {field: value for field, value in found.items() if isinstance(value, bool | int | float | str)}
+        numbers = {field: value for field, value in found.items() if isinstance(value, int | float)}
+        known = {field: value for field, value in numbers.items() if abs(value) < LARGEST_COUNT}  # no NaN either
+        schedule = SCHEDULES.get(str(self._args.get("lr_decay_style")))
+        return known if schedule is None else known | {"optimizer.schedule": schedule}
 
 
 def _open(folder: Path, vocab_size: int) -> TorchDist:
