@@ -1,11 +1,13 @@
 """`dtgpt compare`: the same steps under several plans and on one process."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.config.overrides import Options, as_words
+from dtgpt.config.overrides import Options, as_words, take
+from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.train.settle import load_recipe, settle
 from dtgpt.util.errors import UserError
@@ -17,15 +19,32 @@ class CompareOptions:
     """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The exit code
     is 1 if a plan differs by more than the tolerance.
 
-    Options of the recipe can be added.
+    Options of the recipe can be added. With --random, random small models run under random plans instead, each against
+    one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
+    command that repeats it is printed.
     """
 
     plans: Annotated[tuple[str, ...], "plans to compare with one process"] = ()
     steps: Annotated[int, "number of optimizer steps under each plan", Bounds(1)] = 5
     tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
+    random: Annotated[int | None, "number of random models and plans to run in place of the recipe's", Bounds(1)] = None
+    case: Annotated[str | None, "first random case, by its number, or the text of a case to repeat"] = None
+    minutes: Annotated[float | None, "minutes after which no other random case begins", Bounds(above=0)] = None
 
 
 def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Path) -> int:
+    if own.random is not None or own.case is not None:
+        from dtgpt.fuzz.case import Setting, plain, write_text
+        from dtgpt.fuzz.run import run_random
+
+        for name in own.plans:
+            parse_plan(name)
+        with tempfile.TemporaryDirectory(prefix="dtgpt-compare-") as folder:
+            base = plain(take(recipe, dict(given)))
+            setting = Setting(base, given, write_text(Path(folder) / "documents.jsonl"))
+            return run_random(setting, path, own.random or 1, own.case, own.plans, own.minutes, own.tolerance)
+    if own.minutes is not None:
+        raise UserError(f"--minutes {own.minutes:g} limits random cases; add --random 100, or leave it out")
     if not own.plans:
         raise UserError("dtgpt compare needs plans, such as --plans tp2 pp2 tp2_pp2")
     words = as_words(given)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ def open_mesh(settings: Settings, timeout: float, process: Process, values: dict
             end_process_group()
 
 
-def start_process_group(device: torch.device, timeout: float) -> None:
-    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`. Small messages between CPUs go through gloo, on GPUs
+def start_process_group(device: torch.device, timeout: float, **meeting: Any) -> None:
+    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`, or as the arguments `meeting` of
+    `init_process_group` say (store, rank, world_size). Small messages between CPUs go through gloo, on GPUs
     in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
-    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout)}
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **meeting}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
             os.environ.setdefault(name, value)
@@ -100,6 +102,7 @@ def agree_on_run(values: dict[str, str], plan: Plan, device: torch.device) -> No
     )
 
 
+@cache
 def code_digests() -> dict[str, str]:
     """Return a short digest of each source file of dtgpt."""
     root = Path(__file__).parents[1]

@@ -30,6 +30,17 @@ def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) ->
     gather(output, part, group=group)
 
 
+def forget_meshes() -> None:
+    """Clear the caches of DTensor, which take meshes of the same ranks for equal, also when the groups of the first are
+    gone. To be called after the end of a process group, where the process goes on to another one."""
+    from torch.distributed.tensor import _redistribute, debug  # slow to import
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    if clear := getattr(_redistribute, "clear_redistribute_planner_cache", None):
+        clear()
+
+
 class SharedMemory(NamedTuple):
     """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
 

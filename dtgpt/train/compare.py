@@ -120,17 +120,28 @@ def read_record(file: Path) -> Record:
     return Record(**values, tensors=tensors)
 
 
-def difference(record: Record, reference: Record) -> Difference:
+def difference(record: Record, reference: Record, least: float = 0.0) -> Difference:
+    """Return the largest differences; `least` as of `tensor_differences`."""
     worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
-    for name, ours in reference.tensors.items():
+    for name, value in tensor_differences(record, reference, least).items():
         kind, _, parameter = name.partition("/")
         kind = kind.split()[-1]
-        least = reference.travel * math.sqrt(ours.numel()) if kind == "weight" else 0.0
-        found = (relative(record.tensors[name], ours, least), parameter)
-        worst[kind] = max(worst[kind], found, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+        worst[kind] = max(worst[kind], (value, parameter), key=lambda pair: (math.isnan(pair[0]), pair[0]))
     losses = [abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True)]
     loss = max(losses, key=lambda value: (math.isnan(value), value))
     return Difference(loss, *worst["gradient"], *worst["weight"], record.initial == reference.initial)
+
+
+def tensor_differences(record: Record, reference: Record, least: float = 0.0) -> dict[str, float]:
+    """Return the relative difference of each tensor of the reference, by its key in `Record.tensors`. That of a
+    gradient is held against `least` of the norm of all gradients where that is more than its own norm."""
+    found = {}
+    for name, theirs in reference.tensors.items():
+        kind, floor = name.partition("/")[0], reference.travel * math.sqrt(theirs.numel())
+        if kind != "weight":
+            floor = least * reference.norms[0 if kind == "first gradient" else -1]
+        found[name] = relative(record.tensors[name], theirs, floor)
+    return found
 
 
 def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
     ["util"], ["ops"], ["models"], ["config"], ["data", "parallel"], ["optim", "planning"], ["checkpoint"],
-    ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"], ["commands"], ["cli"],
+    ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"], ["fuzz"], ["commands"], ["cli"],
     ["__main__", "__init__"],
 )  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

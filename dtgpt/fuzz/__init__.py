@@ -1,0 +1,1 @@
+"""Random models under random plans, each held against one process: `dtgpt compare RECIPE --random N`."""

@@ -1,0 +1,184 @@
+"""A case: one model, one plan and one way to train, small enough to run in a second, as one line of text."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from dtgpt.config.overrides import Options, leaves, read_words, replace_values, take, value_text
+from dtgpt.config.plan import Plan
+from dtgpt.config.plan_names import SINGLE, parse_plan
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.models.roles import Role, patterns_of
+from dtgpt.parallel.tensor import make_table
+from dtgpt.train.settle import check_run
+from dtgpt.util.errors import UserError, shown
+
+MODELS: dict[str, ModelConfig] = {  # what a case's values change
+    "gpt2": GPT2Config(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=257),
+    "llama": LlamaConfig(
+        num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=4, ffn_hidden_size=8, seq_length=8,
+        vocab_size=257,
+    ),
+}  # fmt: skip
+CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
+TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
+DOCUMENTS = 400
+PLAN = "case"  # its name in the recipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """What differs from the smallest model of the architecture and from the recipe's defaults."""
+
+    architecture: str
+    plan: str  # the name of a standard plan
+    values: Mapping[str, Any] = field(default_factory=dict)  # by the names of recipe fields
+    blocks_per_stage: tuple[int, ...] | None = None
+    table: str | None = None  # one of TABLES: how tp ranks share a pair of matrices in every block
+
+    def __str__(self) -> str:
+        """Return the case as `parse` reads it."""
+        words = [self.architecture, self.plan]
+        if self.blocks_per_stage:
+            words.append(f"blocks_per_stage={','.join(map(str, self.blocks_per_stage))}")
+        if self.table:
+            words.append(f"table={self.table}")
+        return shlex.join([*words, *(f"{name}={value_text(value)}" for name, value in self.values.items())])
+
+    def parallel_plan(self) -> Plan:
+        """Return the plan with one replica where its name says nothing of them. Raises UserError."""
+        plan = parse_plan(self.plan)
+        table = styles(self.table, MODELS[self.architecture]) if self.table else {}
+        return replace(plan, dp=plan.dp or 1, blocks_per_stage=self.blocks_per_stage, table=table)
+
+
+def styles(table: str, model: ModelConfig) -> dict[str, ParallelStyle | None]:
+    """Return the table of a plan that gives pairs of matrices other styles: `whole` on every rank, columns of the first
+    one `gathered`, or the first one cut by `rows`."""
+    first, _, kind = table.partition(":")
+    own: dict[str, ParallelStyle | None] = {}
+    for pattern in patterns_of(CUT[first], model.roles):
+        parent = pattern.rpartition(".")[0]
+        behind = [name for name in patterns_of(Role.ROW, model.roles) if name.rpartition(".")[0] == parent]
+        own[pattern] = {
+            "whole": None,
+            "gathered": ColwiseParallel(output_layouts=Replicate()),
+            "rows": RowwiseParallel(input_layouts=Replicate()),
+        }[kind]
+        own |= dict.fromkeys(behind)
+    return own
+
+
+def parse(text: str) -> Case:
+    """Return the case of a text that `str(case)` made. Raises UserError."""
+    example = "gpt2 tp2 model.num_heads=2"
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        words = []
+    if len(words) < 2 or words[0] not in MODELS:
+        raise UserError(f"--case {shown(text)} is not a case; give a number, or a text such as '{example}'")
+    blank = _blank(words[0])
+    options: dict[str, str] = {}
+    for word in words[2:]:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"--case has the word {shown(word)} without a value; write words such as model.num_heads=2")
+        options[name] = value
+    cut, table = options.pop("blocks_per_stage", None), options.pop("table", None)
+    if table is not None and table not in TABLES:
+        raise UserError(f"--case has table={shown(table)}, which is not a choice; use one of {', '.join(TABLES)}")
+    if cut is not None and not all(part.isdecimal() for part in cut.split(",")):
+        raise UserError(f"--case has blocks_per_stage={shown(cut)}; give whole numbers such as 3,1")
+    given = take(blank, read_words([f"--{name}={value}" for name, value in options.items()], blank)[1])
+    values = {name: attrgetter(name)(given) for name in options}
+    blocks = tuple(map(int, cut.split(","))) if cut else None
+    return Case(words[0], words[1], values, blocks, table)
+
+
+def _blank(architecture: str) -> Recipe:
+    """Return a recipe of the smallest model, to read the values of a case with."""
+    optimizer = OptimizerConfig(lr=1e-3)
+    return Recipe(
+        name="random", model=MODELS[architecture], optimizer=optimizer, micro_batch_size=1, global_batch_size=1, steps=1
+    )
+
+
+def plain(recipe: Recipe) -> Recipe:
+    """Return a recipe without what belongs to its own model, plan and data, and to the length of its run: what cases
+    change. Its optimizer, device and timeout stay."""
+    optimizer = replace(
+        recipe.optimizer, min_lr=0.0, decay_steps=None, decay_samples=None, warmup=0, warmup_samples=None
+    )
+    return replace(
+        recipe, name="random", model=MODELS["gpt2"], optimizer=optimizer, plan=SINGLE, plans={}, steps=1,
+        micro_batch_size=1, global_batch_size=1, train_samples=None, rampup_batch_size=None, compile="off",
+        init_from=None, resume=None, data=DataConfig(), log=LogConfig(sample_tokens=0), checkpoint=CheckpointConfig(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases share."""
+
+    base: Recipe  # as `plain` returns it
+    given: Options  # values of recipe fields that hold in every case, by name
+    text: Path  # of which all are trained
+
+    def pin(self, case: Case) -> Case:
+        """Return the case with the options that hold in every one, as far as its architecture has them."""
+        blank = _blank(case.architecture)
+        known = (self.given.keys() - {"seed"}) & {name for name, *_ in leaves(blank)}
+        given = take(blank, {name: self.given[name] for name in known})
+        return replace(case, values={**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}})
+
+    def recipe_of(self, case: Case) -> Recipe:
+        """Return the recipe of a case under its plan. Raises UserError."""
+        data = DataConfig(path=str(self.text), tokenizer="bytes")
+        plan = case.parallel_plan()
+        recipe = replace(self.base, model=MODELS[case.architecture], data=data)
+        return replace(replace_values(recipe, case.values), plan=PLAN, plans={PLAN: plan})
+
+    def reference_of(self, case: Case) -> Recipe:
+        """Return the recipe of a case on one process, in the plainest way: nothing is recomputed or captured, and in
+        fp32 each step is one micro-batch through the reference implementation of attention. 16-bit rounding depends on
+        both, so that they stay as they are there."""
+        recipe = self.recipe_of(case)
+        recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off", compile="off")
+        if recipe.precision != "fp32":
+            return recipe
+        whole = recipe.global_batch_size if recipe.rampup_batch_size is None else 1
+        return replace(recipe, micro_batch_size=whole, attention="explicit")
+
+    def exact_of(self, case: Case) -> Recipe | None:
+        """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""
+        recipe = self.reference_of(case)
+        return None if recipe.precision == "fp32" else replace(recipe, precision="fp32")
+
+    def check(self, case: Case) -> Plan:
+        """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""
+        recipe = self.recipe_of(case)
+        check_run(recipe)
+        plan = recipe.plan_for(recipe.plans[PLAN].world)
+        if plan.tp > 1:
+            make_table(recipe.model, plan)
+        return plan
+
+
+def write_text(path: Path) -> Path:
+    """Write short documents of many lengths, so that most samples have several, and return their path."""
+    lines = [json.dumps({"text": f"{'so ' * (i % 7)}{i} and {i + 1} make {2 * i + 1}."[: 4 + i * 5 % 37]})
+             for i in range(DOCUMENTS)]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n")
+    return path

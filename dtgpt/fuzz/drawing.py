@@ -1,0 +1,140 @@
+"""Which models, plans and options the cases have. A few are drawn without regard to what fits together, so that the
+rules that refuse them are tried as well."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dtgpt.config.plan import SCHEDULES, Plan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.fuzz.case import MODELS, TABLES, Case
+from dtgpt.fuzz.draws import Draws
+
+NARROWEST = 9  # a norm of fewer numbers multiplies rounding
+FIRST_VOCABULARY = 257  # bytes and the end of text
+
+
+def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> Case:
+    """Return case `index`: a function of the arguments alone. ranks: the most processes of a plan; plans: names of
+    plans to choose from, none: all that dtgpt has."""
+    draws = Draws(seed, index)
+    careless = draws.chance("careless", 12)
+    plan = parse_plan(draws.pick("plan", plans)) if plans else draw_plan(draws, ranks)
+    if plan.dp is None and plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as there are processes
+        plan = replace(plan, dp=draws.between("replicas", 2, max(2, ranks)))
+    architecture = draws.pick("architecture", list(MODELS))
+    layers = draws.between("layers", 1, 4) if careless else plan.num_stages + draws.below("more layers", 3)
+    model = _model(draws, architecture, plan, careless)
+    values = {"model.num_layers": layers, **model, **_batch(draws, plan, careless), **_training(draws, careless)}
+    cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
+    table = None
+    if plan.tp > 1 and (careless or not plan.sequence_parallel) and draws.chance("own table", 2):
+        table = draws.pick("table", TABLES)
+    return Case(architecture, plan.name, values, cut, table)
+
+
+def draw_plan(draws: Draws, ranks: int) -> Plan:
+    """Return a plan of 2 to `ranks` processes; now and then one process, for what else a case has."""
+    sizes = range(1, ranks + 1)
+    degrees = [(dp, tp, pp) for dp in sizes for tp in sizes for pp in sizes if 2 <= dp * tp * pp <= ranks]
+    if not degrees or draws.chance("one process", 25):
+        return Plan(dp=1)
+    dp, tp, pp = draws.pick("degrees", degrees)
+    zero = draws.pick("zero", (0, 0, 1, 2, 3)) if dp > 1 else 0
+    sequence = tp > 1 and draws.chance("sequence parallel", 2)
+    options: dict[str, Any] = {}
+    if pp > 1:
+        word = draws.pick("schedule", list(SCHEDULES))
+        stages = draws.pick("stages per rank", (2, 2, 3)) if word == "interleaved" else None
+        options = {"schedule": SCHEDULES[word], "stages_per_rank": stages}
+    return Plan(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
+
+
+def _model(draws: Draws, architecture: str, plan: Plan, careless: bool) -> dict[str, Any]:
+    tp = 1 if careless else plan.tp
+    length = draws.between("length", 1, 27)
+    if plan.sequence_parallel and not careless:
+        length = plan.tp * draws.between("length of a rank", 1, 8)
+    sizes = _gpt2(draws, tp) if architecture == "gpt2" else _llama(draws, tp)
+    sizes |= {
+        "seq_length": length,
+        "vocab_size": FIRST_VOCABULARY + draws.below("vocabulary", 270),
+        "dropout": draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)),
+        "init_std": draws.pick("initial weights", (0.02, 0.05, 0.1)),
+    }
+    return {f"model.{name}": value for name, value in sizes.items()}
+
+
+def _gpt2(draws: Draws, tp: int) -> dict[str, Any]:
+    heads = tp * draws.between("heads of a rank", 1, 3)
+    size = draws.pick("size of a head", (3, 4, 5, 7, 8, 11, 16))
+    while heads * size < NARROWEST:
+        size += 3
+    return {"num_heads": heads, "hidden_size": heads * size}
+
+
+def _llama(draws: Draws, tp: int) -> dict[str, Any]:
+    groups = tp * draws.between("groups of a rank", 1, 2)
+    sizes: dict[str, Any] = {
+        "num_kv_heads": groups,
+        "num_heads": groups * draws.between("queries of a group", 1, 3),
+        "head_dim": draws.pick("size of a head", (2, 4, 6, 10, 14, 16)),
+        "hidden_size": draws.between("width", 9, 47),
+        "ffn_hidden_size": tp * draws.between("width of a rank's MLP", 3, 30),
+        "tied": draws.chance("tied", 2),
+        "qk_norm": draws.chance("norms of heads", 2),
+        "norm_eps": draws.pick("epsilon", (1e-5, 1e-6)),
+        "rope_theta": draws.pick("theta", (100.0, 10000.0, 500000.0)),
+    }
+    if draws.chance("scaled positions", 2):
+        sizes["rope_factor"] = draws.pick("factor", (2.0, 8.0))
+        sizes["rope_original_length"] = draws.pick("original length", (4, 16, 64))
+    return sizes
+
+
+def _batch(draws: Draws, plan: Plan, careless: bool) -> dict[str, Any]:
+    micro = draws.pick("micro-batch", (1, 1, 2, 3))
+    fewest = plan.pp if plan.pp > 1 and plan.schedule in ("1F1B", "Interleaved1F1B") else 1
+    share, more = micro * (plan.dp or 1), draws.between("micro-batches", 1, 3)
+    if careless:
+        return {"micro_batch_size": micro, "global_batch_size": draws.between("batch", 1, 12)}
+    count = fewest * more if plan.schedule == "Interleaved1F1B" else fewest + more - 1
+    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": share * count}
+    if draws.chance("ramp", 6):
+        start, steps = share * fewest, draws.between("sizes of the ramp", 1, 2)
+        values["global_batch_size"] = start * (steps + 1)
+        values["rampup_batch_size"] = f"{start},{start},{start * steps * draws.between('length of the ramp', 1, 2)}"
+    return values
+
+
+def _training(draws: Draws, careless: bool) -> dict[str, Any]:
+    back_ends = ["auto", "explicit", "fused_softmax", "flash"]
+    if careless or draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)) == 0:
+        back_ends.append("sdpa")
+    return {
+        "steps": draws.between("steps", 2, 5),
+        "seed": draws.below("seed of the run", 1 << 20),
+        "precision": "bf16" if draws.chance("16 bits", 8) else "fp32",
+        "attention": draws.pick("attention", back_ends),
+        "recompute": draws.pick("recompute", ("none", "none", "selective", "full")),
+        "graph": draws.pick("graph", ("auto", "off")),
+        "optimizer.lr": draws.pick("learning rate", (1e-3, 3e-3, 1e-2)),
+        # Of AdamW's usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
+        "optimizer.eps": draws.pick("smallest root", (1e-3, 1e-2)),
+        "optimizer.schedule": draws.pick("learning rates", ("cosine", "linear", "constant", "wsd")),
+        "optimizer.clip": draws.pick("clip", (0.0, 0.1, 1.0)),
+        "data.reset_position_ids": draws.chance("positions of documents", 3),
+        "data.reset_attention_mask": draws.chance("attention within documents", 3),
+        "data.eod_mask_loss": draws.chance("loss of ends", 3),
+        "log.eval_samples": draws.between("held-out samples", 1, 9),
+    }
+
+
+def _cut(draws: Draws, layers: int, stages: int) -> tuple[int, ...] | None:
+    """Return blocks of each stage, in some cases; None: as dtgpt balances them."""
+    if not draws.chance("own cut", 4):
+        return None
+    cut = [1] * stages
+    for block in range(layers - stages):
+        cut[draws.below(f"stage of block {block}", stages)] += 1
+    return tuple(cut)

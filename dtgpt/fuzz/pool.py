@@ -1,0 +1,209 @@
+"""Processes that stay alive between cases, since a start of Python and PyTorch takes longer than a small case.
+
+Each case gets a process group of its own, which ends with it, so that nothing of a case can reach the next one. After a
+failure the processes of the case are ended and started anew: they may wait for each other for ever.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dtgpt.config.execution import choose_device
+from dtgpt.parallel.launch import end_process_group, start_process_group
+from dtgpt.parallel.process import VARIABLES
+from dtgpt.parallel.torch_private import forget_meshes
+from dtgpt.util.errors import UserError
+
+# Imported once by the process from which the others are forked; none of them starts a thread.
+IMPORTS = [
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+    "dtgpt.fuzz.measure",
+]  # fmt: skip
+COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
+LEAVE = 20.0  # seconds in which a process group must end
+LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
+
+
+class Answer(NamedTuple):
+    """What one process says of its work."""
+
+    value: Any = None
+    refusal: str = ""  # the sentence of a UserError
+    failure: str = ""  # the last line of any other exception, and where it was raised
+    kind: str = ""  # the exception's type
+    when: float = 0.0  # of a failure
+
+
+class Job(NamedTuple):
+    """Work for `world` processes: `function(*arguments)` in each of them, which must be importable by name."""
+
+    world: int
+    function: Callable[..., Any]
+    arguments: tuple
+
+
+class Pool:
+    """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe."""
+
+    def __init__(self, device: str):
+        self.device = device
+        on_gpus = choose_device(device).type == "cuda"
+        # A process that has asked for CUDA devices cannot be forked.
+        self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
+        if not on_gpus:
+            self._context.set_forkserver_preload(IMPORTS)
+        self._folder = tempfile.TemporaryDirectory(prefix="dtgpt-ranks-", ignore_cleanup_errors=True)
+        self._ranks: dict[tuple[int, int], _Process] = {}  # by place among the jobs, and rank
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end(list(self._ranks))
+        self._folder.cleanup()
+
+    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer] | None]:
+        """Run the jobs at the same time and return for each what its ranks answered, or None where a rank did not
+        answer within `timeout` seconds."""
+        try:
+            for place, job in enumerate(jobs):
+                self._begin(place, job, timeout)
+            deadline, results = time.monotonic() + timeout, []
+            for place, job in enumerate(jobs):
+                keys = [(place, rank) for rank in range(job.world)]
+                results.append(self._collect(keys, deadline))
+            return results
+        except BaseException:  # Ctrl-C too: a rank in the middle of a job is of no use to the next one
+            self._end(list(self._ranks))
+            raise
+
+    def _begin(self, place: int, job: Job, timeout: float) -> None:
+        store = f"{self._folder.name}/store-{time.monotonic_ns()}"
+        for rank in range(job.world):
+            if (place, rank) not in self._ranks:
+                self._ranks[place, rank] = _Process(self._context, f"{self._folder.name}/{place}-{rank}.log")
+            message = job.function, job.arguments, rank, job.world, store, timeout + LATE, self.device
+            self._ranks[place, rank].send(message)
+
+    def _collect(self, keys: list[tuple[int, int]], deadline: float) -> list[Answer] | None:
+        answers: dict[tuple[int, int], Answer] = {}
+        self._gather(keys, deadline, answers)
+        fine = len(answers) == len(keys) and not any(a.failure for a in answers.values())
+        if fine:
+            for key in keys:  # no rank leaves the group before all have answered
+                self._ranks[key].send("leave")
+            left: dict[tuple[int, int], Answer] = {}
+            self._gather(keys, time.monotonic() + LEAVE, left)
+            fine = len(left) == len(keys) and not any(a.failure for a in left.values())
+        if not fine:
+            self._end(keys)
+        known = [answers[key] for key in keys if key in answers]
+        spoke = len(known) == len(keys) or any(a.failure or a.refusal for a in known)
+        return known if spoke else None
+
+    def _gather(self, keys: list[tuple[int, int]], deadline: float, answers: dict[tuple[int, int], Answer]) -> None:
+        waiting = {self._ranks[key].connection: key for key in keys}
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                key = waiting.pop(connection)  # type: ignore[arg-type]
+                answers[key] = answer = self._ranks[key].answer()
+                if answer.failure or answer.refusal:
+                    deadline = min(deadline, time.monotonic() + COLLECT)
+
+    def _end(self, keys: list[tuple[int, int]]) -> None:
+        for key in keys:
+            self._ranks.pop(key).end()
+
+
+class _Process:
+    """The parent's end of one process."""
+
+    def __init__(self, context: Any, log: str):
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
+        self.process.start()
+        theirs.close()  # else its death would not close the connection
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it just died: `answer` says so
+            self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
+
+    def answer(self) -> Answer:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(5)
+            code = self.process.exitcode
+            return Answer(failure=f"a process died with exit code {code}", kind=f"exit code {code}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+        self.connection.close()
+
+
+def serve(connection: Any, log: str) -> None:
+    """Work as a rank: do one job after the other until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            body = connection.recv_bytes()
+            os.ftruncate(output, 0)
+            connection.send_bytes(_attempt(_work, body))
+            connection.recv_bytes()
+            connection.send_bytes(_attempt(_leave))
+
+
+def _attempt(function: Callable, *arguments: Any) -> bytes:
+    try:
+        return pickle.dumps(Answer(function(*arguments)))
+    except UserError as error:
+        return pickle.dumps(Answer(refusal=str(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames[1:] if "dtgpt" in Path(frame.filename).parts and frame.filename != __file__]
+        frame = (own or frames)[-1]
+        where = f" ({Path(frame.filename).name}:{frame.lineno})"
+        said = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
+        return pickle.dumps(Answer(failure=f"{said}{where}", kind=type(error).__name__, when=time.monotonic()))
+
+
+def _work(body: bytes) -> Any:
+    function, arguments, rank, world, store, timeout, device = pickle.loads(body)
+    values = {"rank": rank, "world": world, "local_rank": rank, "local_world": world}
+    os.environ.update({VARIABLES[name]: str(value) for name, value in values.items()})
+    if world > 1:
+        where = choose_device(device, rank)
+        start_process_group(where, timeout, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    return function(*arguments)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        end_process_group()
+    forget_meshes()
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,214 @@
+"""Random cases: what is drawn, which bugs are found, how a failure is shrunk and repeated."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtgpt.config.overrides import leaves
+from dtgpt.config.recipe_file import call_recipe, load_module
+from dtgpt.fuzz.case import TABLES, Case, Setting, parse, plain, write_text
+from dtgpt.fuzz.drawing import draw_case
+from dtgpt.fuzz.judge import BAD, Outcome, judge
+from dtgpt.fuzz.measure import Seen
+from dtgpt.fuzz.pool import Job, Pool
+from dtgpt.fuzz.run import Runner, kinds, table
+from dtgpt.fuzz.shrink import candidates, shrink
+from dtgpt.train.compare import Record
+from dtgpt.util.errors import UserError
+from tests.support.bodies_fuzz import BUGS, hang, with_bug
+
+TINY = Path("recipes/gpt2_tiny.py")
+PINNED = (
+    "llama tp4 model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 model.hidden_size=9 "
+    "model.ffn_hidden_size=76 model.tied=off model.qk_norm=off model.norm_eps=1e-05 model.rope_theta=100.0 "
+    "model.rope_factor=8.0 model.rope_original_length=64 model.seq_length=5 model.vocab_size=358 "
+    "model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 steps=4 seed=111193 "
+    "precision=fp32 attention=flash recompute=none graph=off optimizer.lr=0.003 optimizer.eps=0.001 "
+    "optimizer.schedule=linear optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off "
+    "data.eod_mask_loss=off log.eval_samples=4"
+)
+MOST = 50  # cases in which a bug must be found
+PLANS = {  # that could show a bug
+    "gradient not summed over sp": ["tp2_sp", "dp2_tp2_sp"],
+    "mask offset": ["tp2", "tp2_sp"],
+    "wrong share of the loss": ["dp2", "dp2_zero2"],
+    "tied table summed twice": ["pp2", "pp2_gpipe"],
+    "stale buffer": ["dp2"],
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool("cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def setting(tmp_path) -> Setting:
+    return Setting(plain(call_recipe(load_module(TINY).recipe)), {}, write_text(tmp_path / "documents.jsonl"))
+
+
+def test_a_case_is_a_function_of_seed_and_index():
+    drawn = [str(draw_case(7, index, 4)) for index in range(30)]
+    assert drawn == [str(draw_case(7, index, 4)) for index in range(30)] and len(set(drawn)) == 30
+    assert drawn != [str(draw_case(8, index, 4)) for index in range(30)]
+    # Pinned: another machine, Python or version of dtgpt draws the same.
+    assert str(draw_case(7, 0, 4)) == PINNED
+
+
+def test_200_cases_have_every_kind_of_plan_and_option(setting):
+    cases = [draw_case(1, index, 4) for index in range(200)]
+    found = Counter(kind for case in cases for kind in kinds(case))
+    expected = {"gpt2", "llama", "fp32", "bf16", "one process", "tp", "tp sp", "own cut", "own table"}
+    expected |= {f"dp zero{level}" for level in range(4)}
+    expected |= {f"pp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")}
+    assert found.keys() == expected and min(found.values()) >= 3, found
+    assert {case.table for case in cases} == {None, *TABLES}
+    several = {
+        name: {case.values[name] for case in cases if name in case.values} for case in cases for name in case.values
+    }
+    assert {name for name, values in several.items() if len(values) < 2} == set()
+    assert several["attention"] == {"auto", "explicit", "fused_softmax", "flash", "sdpa"}
+    assert several["recompute"] == {"none", "selective", "full"} and 0.0 in several["model.dropout"]
+    refused = sum(is_refused(setting, case) for case in cases)
+    assert 5 <= refused <= 30, refused
+
+
+def is_refused(setting: Setting, case: Case) -> bool:
+    try:
+        setting.check(case)
+    except UserError:
+        return True
+    return False
+
+
+def test_the_text_of_a_case_gives_the_case(setting):
+    for index in range(60):
+        case = draw_case(3, index, 4)
+        again = parse(str(case))
+        assert again == case and str(again) == str(case)
+        assert setting.recipe_of(again).model == setting.recipe_of(case).model
+        known = {name for name, *_ in leaves(setting.recipe_of(case))}
+        assert case.values.keys() <= known
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["bert tp2", "gpt2", "gpt2 tp2 layers", "gpt2 tp2 model.layers=2", "gpt2 tp2 table=none", "gpt2 pp2 steps=x"],
+)
+def test_a_text_that_is_not_a_case_is_refused(text):
+    with pytest.raises(UserError):
+        parse(text)
+
+
+def test_options_hold_in_every_case_as_far_as_its_architecture_has_them(tmp_path):
+    recipe = call_recipe(load_module(TINY).recipe)
+    given = {"model.num_layers": ["2"], "model.layer_norm_eps": ["0.01"], "data.split": ["9,1 ,0"], "seed": ["3"]}
+    setting = Setting(plain(recipe), given, write_text(tmp_path / "documents.jsonl"))
+    for case in (setting.pin(draw_case(1, index, 4)) for index in range(20)):
+        made = setting.recipe_of(parse(str(case)))
+        assert made.model.num_layers == 2 and made.data.split == "9,1 ,0" and made.seed == case.values["seed"] != 3
+        assert getattr(made.model, "layer_norm_eps", 0.01) == 0.01
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found(bug, setting, pool):
+    runner, plans = Runner(setting, pool, partial(with_bug, bug)), PLANS[bug]
+    for index in range(MOST):
+        case = draw_case(0, index, 4, plans)
+        outcome = runner.run(case)
+        assert outcome.verdict in ("right", "refused", "differs"), outcome
+        if outcome.is_bad:
+            break
+    else:
+        pytest.fail(f"{bug} was not found")
+    assert Runner(setting, pool).run(case).verdict == "right"
+    assert outcome.sentence and "repeat" not in outcome.sentence
+
+
+def test_a_failure_is_shrunk_to_a_small_case(setting, pool):
+    """A mask that is not the global one needs dropout and tensor parallelism, and nothing else."""
+    runner = Runner(setting, pool, partial(with_bug, "mask offset"))
+    values = {
+        "model.num_layers": 1, "model.num_heads": 2, "model.hidden_size": 6, "model.seq_length": 6, "seed": 5,
+        "model.dropout": 0.25, "recompute": "full", "attention": "explicit", "steps": 2,
+    }  # fmt: skip
+    smallest = runner.shrink(runner.run(Case("gpt2", "tp2_sp", values)), tries=9)
+    assert smallest.verdict == "differs" and smallest.case.plan == "tp2"
+    assert smallest.case.values["model.dropout"] == 0.25 and smallest.case.values["recompute"] == "none"
+    assert smallest.case.values["steps"] == 1
+    assert runner.run(parse(str(smallest.case))).verdict == "differs"
+
+
+def test_shrinking_ends_with_the_smallest_case_or_its_tries():
+    case = draw_case(1, 0, 4)
+    asked: list[Case] = []
+
+    def fails(candidate: Case) -> bool:
+        asked.append(candidate)
+        return candidate.values["model.num_layers"] >= 2
+
+    smallest = shrink(case, fails, 500)
+    assert smallest.values["model.num_layers"] == 2 and smallest.values["model.seq_length"] == 1
+    assert len(set(map(str, asked))) == len(asked) < 500
+    assert not [
+        c for c in candidates(smallest) if c.values["model.num_layers"] >= 2 and str(c) not in set(map(str, asked))
+    ]
+    asked.clear()
+    shrink(case, fails, 5)
+    assert len(asked) == 5
+
+
+def test_a_hang_and_a_crash_are_failures_and_the_next_case_runs(setting, pool):
+    case = Case("gpt2", "dp2", {"global_batch_size": 2})
+    runner = Runner(setting, pool, partial(hang, "wait"), timeout=8)
+    assert runner.run(case).verdict == "hangs"
+    runner = Runner(setting, pool, partial(hang, "raise"))
+    found = runner.run(case)
+    assert found.verdict == "fails" and "ZeroDivisionError: division by zero (bodies_fuzz.py:" in found.sentence
+    found = Runner(setting, pool, partial(hang, "die")).run(case)
+    assert found.verdict == "fails" and "exit code 3" in found.sentence
+    assert Runner(setting, pool).run(case).verdict == "right"
+
+
+def test_ranks_are_the_same_processes_in_every_case(pool):
+    first, second = (pool.run([Job(2, process_id, ())], 60)[0] for _ in range(2))
+    assert [a.value for a in first] == [a.value for a in second] and first[0].value != first[1].value
+
+
+def process_id() -> int:
+    import os
+
+    return os.getpid()
+
+
+def test_what_is_not_equal_is_said(setting):
+    """Bits of copies and samples, where every number is within tolerance."""
+    case = Case("gpt2", "dp2", {})
+    record = Record("torch.float32", [5.0], [1.0], [0.0], None, "same", 1e-3, {"weight/a": torch.ones(3)})
+    one = Seen(record, 5.0, 0, [[(0, "a"), (1, "b")]], [("a [(0, 3)]", "x")])
+    first, second = (one._replace(dp=dp, samples=[[one.samples[0][dp]]]) for dp in (0, 1))
+    assert judge(case, [first, second], one).verdict == "right"
+    assert "step 1 has other samples" in judge(case, [second._replace(dp=0), first._replace(dp=1)], one).sentence
+    other = second._replace(copies=[("a [(0, 3)]", "y")])
+    assert "copies of a [(0, 3)] differ" in judge(case, [first, other], one).sentence
+    assert "held-out" in judge(case, [first, second._replace(held_out=5.001)], one).sentence
+    assert "held-out" in judge(case, [first, second._replace(held_out=None)], one).sentence
+    drawn = replace(record, initial="other")
+    assert "initial weights differ" in judge(case, [first._replace(record=drawn), second], one).sentence
+    moved = replace(record, tensors={"weight/a": torch.tensor([1.0, 1.0, math.nan])})
+    assert "weight of a" in judge(case, [first._replace(record=moved), second], one).sentence
+
+
+def test_the_table_counts_cases_by_kind():
+    case = Case("gpt2", "dp2_zero3", {"precision": "fp32"})
+    outcomes = [Outcome(case, "refused", "no"), *(Outcome(case, verdict, "x", None, "x") for verdict in BAD)]
+    text = table(outcomes)
+    assert "0 cases right, 1 refused, 3 wrong" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("dp zero3")]
+    assert row.split()[2:5] == ["4", "1", "3"]
