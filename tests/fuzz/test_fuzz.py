@@ -116,6 +116,7 @@ def test_options_hold_in_every_case_as_far_as_its_architecture_has_them(tmp_path
         assert getattr(made.model, "layer_norm_eps", 0.01) == 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug, setting, pool):
     runner, plans = Runner(setting, pool, partial(with_bug, bug)), PLANS[bug]
@@ -131,6 +132,7 @@ def test_a_bug_is_found(bug, setting, pool):
     assert outcome.sentence and "repeat" not in outcome.sentence
 
 
+@pytest.mark.long
 def test_a_failure_is_shrunk_to_a_small_case(setting, pool):
     """A mask that is not the global one needs dropout and tensor parallelism, and nothing else."""
     runner = Runner(setting, pool, partial(with_bug, "mask offset"))
@@ -164,6 +166,7 @@ def test_shrinking_ends_with_the_smallest_case_or_its_tries():
     assert len(asked) == 5
 
 
+@pytest.mark.long
 def test_a_hang_and_a_crash_are_failures_and_the_next_case_runs(setting, pool):
     case = Case("gpt2", "dp2", {"global_batch_size": 2})
     runner = Runner(setting, pool, partial(hang, "wait"), timeout=8)

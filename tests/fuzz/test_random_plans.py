@@ -1,4 +1,4 @@
-"""Random models under random plans against one process, for half a minute; each week of the calendar has its own seed.
+"""Random models under random plans against one process, for a minute; each week of the calendar has its own seed.
 
     dtgpt compare recipes/gpt2_tiny.py --random 1000 --seed YEAR_AND_WEEK
 
@@ -12,10 +12,11 @@ import pytest
 
 from dtgpt.cli import main
 
-MINUTES = 0.5
+MINUTES = 1.0
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 
+@pytest.mark.long
 def test_random_cases_of_the_week_are_right_or_refused(capsys):
     year, week, _ = date.today().isocalendar()
     seed = f"{year}{week:02}"

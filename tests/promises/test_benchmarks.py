@@ -59,6 +59,7 @@ def call(main, name: str, arguments: list[str], monkeypatch) -> int:
     return main()
 
 
+@pytest.mark.long
 def test_one_command_compares_plans(small, tmp_path, monkeypatch, capfd):
     import train_step
 
@@ -145,6 +146,7 @@ def tensor_parallel(arguments: list[str]) -> int:
     return main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 def test_tensor_parallelism_by_hand_has_the_gradients_of_dtensor(small, dropout):
     assert pool().run(2, tensor_parallel, [*small, "--dropout", dropout]) == [0, 0]
