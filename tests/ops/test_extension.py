@@ -29,6 +29,7 @@ def compile_all(commands: list[list[str]]) -> list[str]:
     return said
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_the_softmax_compiles_without_a_gpu(tmp_path):
     """For the oldest architecture of this nvcc, and for Hopper, whose kernels must keep their rows in registers."""
@@ -40,6 +41,7 @@ def test_the_softmax_compiles_without_a_gpu(tmp_path):
     assert len(spills) == 48 and set(spills) == {"0"}
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_the_products_of_few_rows_compile_without_a_gpu(tmp_path):
     """Two kernels must fit on a multiprocessor: 128 registers a thread, few of them spilled."""

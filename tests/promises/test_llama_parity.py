@@ -78,6 +78,7 @@ def test_the_plan_follows_one_process(recipe, plan, tied):
         assert rank.sample == expected.sample and rank.held == rank.planned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", NARROW)
 def test_a_plan_in_16_bits_follows_one_process_in_16_bits(recipe, plan, precision):
