@@ -73,14 +73,6 @@ def has_vocabulary(name: str, config: ModelConfig) -> bool:
     return name in (config.table_name, config.output_name)
 
 
-def pad_rows(table: Tensor, config: ModelConfig) -> Tensor:
-    """Return a token table with the rows of the model: the true vocabulary of `table`, then zeros, which never enter a
-    softmax."""
-    padded = table.new_zeros(config.padded_vocab_size, table.shape[1])
-    padded[: config.vocab_size] = table[: config.vocab_size]
-    return padded
-
-
 @torch.no_grad()
 def load_model(source: Source, device: torch.device, dtype: torch.dtype = torch.float32) -> Decoder:
     """Build a whole model on one device with the weights of `source`."""

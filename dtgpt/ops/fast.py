@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 TRITON = importlib.util.find_spec("triton") is not None
-HOPPER = (9, 0)  # its compute capability
 _apart = False
 
 
@@ -25,15 +24,10 @@ def has_triton(x: Tensor) -> bool:
 
 
 @functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a kernel may start before its predecessor has ended (compute capability 9.0 and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
-
-
-@functools.cache
-def copies_tiles(device: torch.device) -> bool:
-    """Return whether a GPU copies whole tiles to shared memory by itself (TMA; compute capability 9.0 and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+def has_hopper(device: torch.device) -> bool:
+    """Return whether a GPU has what came with Hopper, compute capability 9.0: a kernel may start before its predecessor
+    has ended (dependent launch), and whole tiles are copied to shared memory (TMA)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -8,10 +8,22 @@ import torch
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import pad_rows, parameter_shapes
+from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
-from tests.support.megatron_trees import CONFIG, LAYERS, PLANS, H, InMemory, check, make_weights, padded, write_tree
+from tests.support.megatron_trees import (
+    CONFIG,
+    LAYERS,
+    PLANS,
+    H,
+    InMemory,
+    assert_same,
+    check,
+    make_weights,
+    pad_rows,
+    padded,
+    write_tree,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +75,6 @@ def test_what_is_exported_is_what_megatron_writes(tmp_path, weights, tp, pp):
             vars(ours).items()
             >= {k: v for k, v in vars(open_pickle(path)["args"]).items() if "consumed" not in k}.items()
         )
-
-
-def assert_same(ours, theirs):
-    assert type(ours) is type(theirs)
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_same(ours[key], theirs[key])
-    else:
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

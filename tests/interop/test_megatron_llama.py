@@ -16,7 +16,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from tests.commands.test_cli import in_process
 from tests.support.megatron_llama_trees import CONFIG, D, F, H, make_weights, write_tree
-from tests.support.megatron_trees import InMemory, check
+from tests.support.megatron_trees import InMemory, assert_same, check
 from tests.support.megatron_trees import make_weights as gpt2_weights
 from tests.support.megatron_trees import write_tree as write_gpt2
 from tests.support.other_architecture import OtherConfig
@@ -67,16 +67,6 @@ def test_what_megatrons_code_wrote_is_written_again_bitwise(own, tmp_path):
         known = vars(theirs["args"])
         differ = {name for name, value in vars(ours["args"]).items() if name in known and known[name] != value}
         assert differ <= {"vocab_size"} and ours["checkpoint_version"] == theirs["checkpoint_version"]
-
-
-def assert_same(ours, theirs):
-    assert type(ours) is type(theirs)
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_same(ours[key], theirs[key])
-    else:
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
 def test_every_command_takes_the_tree(own, tmp_path, capsys):

@@ -16,11 +16,12 @@ from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, Optim
 from dtgpt.interop.open import open_training
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.source import pad_rows, parameter_shapes
+from dtgpt.models.source import parameter_shapes
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override as settle
 from dtgpt.util.errors import UserError
+from tests.support.megatron_trees import pad_rows
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 from tests.support.torch_dist import common_of, training, write

@@ -318,7 +318,7 @@ def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_ke
 )
 def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeypatch):
     """By the shapes and strides that a block passes, none of which has to be copied first."""
-    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: True)
+    monkeypatch.setattr(flash_launch, "has_hopper", lambda device: True)
     seen = []
 
     def attend(q, k, v, key, p, *_, **__):
@@ -342,10 +342,10 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
     ],
 )  # fmt: skip
 def test_descriptors_serve_whole_tiles_only(length, columns, size, kv_heads, dtype, expected, monkeypatch):
-    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: True)
+    monkeypatch.setattr(flash_launch, "has_hopper", lambda device: True)
     for batch, shards in ((1, 1), (3, 1), (1, 2)):  # the same for each micro-batch and each part of the heads
         heads = (4 // shards, max(1, kv_heads // shards)) if kv_heads > 1 else (4, 1)
         q, k = (torch.empty(batch, n, h, size, dtype=dtype) for n, h in zip((length, columns), heads, strict=True))
         assert flash_launch.takes_tiles(q, k) == expected
-    monkeypatch.setattr(flash_launch, "copies_tiles", lambda device: False)
+    monkeypatch.setattr(flash_launch, "has_hopper", lambda device: False)
     assert not flash_launch.takes_tiles(q, k)

@@ -6,7 +6,8 @@ from argparse import Namespace
 import torch
 
 from dtgpt.models.llama import LlamaConfig
-from dtgpt.models.source import pad_rows, parameter_shapes
+from dtgpt.models.source import parameter_shapes
+from tests.support.megatron_trees import pad_rows
 
 LAYERS, H, D, F, V = 4, 32, 16, 24, 131
 CONFIG = LlamaConfig(

@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 
 from dtgpt.models.gpt2 import TABLE, GPT2Config
-from dtgpt.models.source import Source, cut, pad_rows, parameter_shapes
+from dtgpt.models.source import Source, cut, parameter_shapes
 
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=131)
 H, N, D, LAYERS = 32, 4, 8, 4
@@ -47,6 +47,24 @@ def make_weights():
     tensors = {n: 0.3 * torch.randn(s, generator=generator) for n, s in parameter_shapes(CONFIG).items()}
     tensors[TABLE] = pad_rows(tensors[TABLE], CONFIG)
     return tensors
+
+
+def pad_rows(table, config):
+    """A token table with the rows of the model: the true vocabulary of `table`, then zeros."""
+    rows = torch.zeros(config.padded_vocab_size, table.shape[1])
+    rows[: config.vocab_size] = table[: config.vocab_size]
+    return rows
+
+
+def assert_same(ours, theirs):
+    """Two trees of dictionaries have the same keys and tensors, bit by bit."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_same(ours[key], theirs[key])
+    else:
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
 def padded(vocab, tp):

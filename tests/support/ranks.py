@@ -184,15 +184,12 @@ def run(body: bytes, rank: int, world: int, store: str, timeout: float, environm
 
 def leave(connection: Any) -> None:
     """Ends the group when every rank has returned: a slower one may still be making a subgroup with this one."""
-    from torch.distributed.tensor import _redistribute, debug  # slow to import; preloaded here
+    from dtgpt.parallel.torch_private import forget_meshes
 
     connection.poll(LINGER)  # not for ever: who waits for this rank in a collective then fails, with a traceback
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor's caches take meshes of the same ranks for equal, also when the groups of the first are gone.
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
+    forget_meshes()
     torch.compiler.reset()
     gc.collect()
     connection.recv_bytes()

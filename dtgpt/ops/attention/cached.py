@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.ops.decode.weights import Rotary
-from dtgpt.ops.fast import has_dependent_launch, has_triton, shared_memory
+from dtgpt.ops.fast import has_hopper, has_triton, shared_memory
 
 SPLIT = 128  # positions that a kernel takes at once, as in `cached_kernels`
 HEAD_SIZES = (16, 32, 64, 128)  # D that the kernels take
@@ -91,7 +91,7 @@ def decode_attention(
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     room = q.dtype != torch.float32 and 2 * stage_bytes(keys) <= shared_memory(q.device)  # for two splits at once
     spread = spread_splits(splits, rows, room)
-    pdl = has_dependent_launch(q.device)
+    pdl = has_hopper(q.device)
     table, q_norm, k_norm, eps = rotary or (None, None, None, 0.0)
     kernels.split_kernel[(spread.programs, kv_heads, rows)](
         q, keys, values, slots, positions, partial, state, math.log2(math.e) / math.sqrt(size), *q.stride()[:2],

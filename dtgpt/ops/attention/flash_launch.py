@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import copies_tiles
+from dtgpt.ops.fast import has_hopper
 from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
@@ -55,7 +55,7 @@ class Call:
         self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
         self.rescale = 1.0 if key is None else keep_scale(p)
         self.start = (head_start, threshold(p))
-        self.simd = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        self.simd = has_hopper(q.device)
         self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
         self.spans = None if spans is None else spans.contiguous()
         self.by_tiles = key is None and takes_tiles(q, k)
@@ -120,7 +120,7 @@ def takes_tiles(q: Tensor, k: Tensor) -> bool:
     (_, length, heads, size), (_, columns, kv_heads, _) = q.shape, k.shape
     whole = length == columns and length % LARGEST_TILE == 0
     gains = size == 128 or (size == 64 and kv_heads < heads)
-    return q.dtype.itemsize == 2 and whole and gains and copies_tiles(q.device)
+    return q.dtype.itemsize == 2 and whole and gains and has_hopper(q.device)
 
 
 def _describe(x: Tensor, rows: int) -> Any:

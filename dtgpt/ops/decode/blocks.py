@@ -18,7 +18,7 @@ from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.exchange import Exchange
 from dtgpt.ops.decode.rows import MOST_ROWS, RowKernels, kernels_for, serves, sizes_of
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
-from dtgpt.ops.fast import has_dependent_launch, shared_memory
+from dtgpt.ops.fast import has_hopper, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
 AllReduce = Callable[[Tensor], Tensor]  # fp32 `[1, M, H]`: the sum of `[G, M, H]` over groups and tensor-parallel ranks
@@ -100,7 +100,7 @@ def residual_norm(stream: Residual, weight: Tensor, bias: Tensor | None, eps: fl
     x, branch, branch_bias = stream
     rows, size = x.shape
     out, total = torch.empty_like(x), x if branch is None else torch.empty_like(x)
-    pdl = has_dependent_launch(x.device)
+    pdl = has_hopper(x.device)
     kernels().norm_kernel[(rows,)](
         x, branch, branch_bias, weight, bias, total, out, rows, size, eps,
         GROUPS=0 if branch is None else len(branch), BLOCK=1 << (size - 1).bit_length(), PDL=pdl,
@@ -130,7 +130,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     out = torch.empty(shape, dtype=dtype, device=x.device)
     keys, values, slots, positions = write or (None, None, None, None)
     kv_heads, length, head_dim = (1, 1, 128) if keys is None else keys.shape[1:]
-    tile, pdl = choose_tile(rows, columns, groups, size, head_dim), has_dependent_launch(x.device)
+    tile, pdl = choose_tile(rows, columns, groups, size, head_dim), has_hopper(x.device)
     stage = (tile.BM + tile.BN) * tile.BK * x.itemsize  # bytes; smaller GPUs have room for fewer stages
     kernels().product_kernel[(math.ceil(rows / tile.BM), math.ceil(columns / tile.BN), groups)](
         x, weight, bias, out, keys, values, slots, positions, rows, columns, size,

@@ -18,7 +18,7 @@ from torch import Tensor
 from dtgpt.ops.decode.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.ops.extension import library
-from dtgpt.ops.fast import has_dependent_launch, multiprocessors
+from dtgpt.ops.fast import has_hopper, multiprocessors
 
 SOURCE = Path(__file__).with_name("rows.cu")
 MOST_ROWS, MOST_ROWS_OF_LARGE = 4, 2  # beyond, the kernels of `kernels.py` are as fast; large: not all weights are kept
@@ -117,7 +117,7 @@ def kernels_for(sizes: Sizes, device: torch.device) -> "RowKernels | None":
     properties = torch.cuda.get_device_properties(device)
     per_multiprocessor = getattr(properties, "shared_memory_per_multiprocessor", 0)
     gpu = Gpu(multiprocessors(device), per_multiprocessor // 3)
-    if not has_dependent_launch(device) or gpu.room < 76_000 or not most_rows(sizes, gpu.multiprocessors):
+    if not has_hopper(device) or gpu.room < 76_000 or not most_rows(sizes, gpu.multiprocessors):
         return None
     built = library(SOURCE, device, flags(sizes, gpu), "Triton")
     return None if built is None else RowKernels(built, sizes, most_rows(sizes, gpu.multiprocessors))
