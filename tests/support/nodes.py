@@ -46,15 +46,16 @@ class Namespace:
         words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--pid", "--mount", "--mount-proc"]
         words += ["--fork", "--kill-child", "sh", "-c", f"hostname {name} && echo ready && exec sleep infinity"]
         self.name = name
-        self._holder = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+        self._holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if self._holder.stdout.readline() != b"ready\n":
             raise RuntimeError(f"the namespaces of {name} cannot be made: {why_no_nodes()}")
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text()
         self.pid = int(children)
 
-    def inside(self, *words: str) -> list[str]:
-        """Return the command line that runs `words` in these namespaces."""
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--pid", "--mount", "--", *words]
+    def inside(self, *words: str, folder: Path = Path("/")) -> list[str]:
+        """Return the command line that runs `words` in these namespaces, in this folder."""
+        entered = ["--net", "--uts", "--pid", "--mount", f"--wd={folder}"]
+        return ["nsenter", "--target", str(self.pid), *entered, "--", *words]
 
     def sh(self, script: str) -> None:
         """Run a short script to its end. Raises RuntimeError where it fails."""
@@ -111,8 +112,8 @@ class Node:
         given |= self._environment | environment
         with open(self.log, "ab") as log:
             command = subprocess.Popen(
-                self.namespace.inside(*map(str, words)),
-                cwd=cwd, env=given, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                self.namespace.inside(*map(str, words), folder=cwd),
+                env=given, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.commands.append(command)
         return command
