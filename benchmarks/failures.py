@@ -25,9 +25,12 @@ the curve.
 
 import argparse
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -43,9 +46,9 @@ from tests.support.nodes import Node, Nodes, why_no_nodes
 FAILURES = ("worker", "agent", "node", "link", "partition")
 PER_RUN = 5  # failures that a run meets
 STEP = 0.5  # seconds
-GAP = 16  # steps after which the next failure has happened, at most
-STEPS = 20 + PER_RUN * GAP
+STEPS = 120
 INTERVAL = 10  # steps from one checkpoint to the next
+IMPATIENT = 0.3  # how often the next failure does not wait until the run has gone on
 LIMIT = 300.0  # seconds for a run to go on, or to end
 TOLERANCE = 1e-5
 
@@ -75,12 +78,39 @@ def strike(kind: str, run: NodeRun, node: Node, chance: random.Random) -> float:
 
 
 def kill(processes: Callable[[], list[int]], chance: random.Random) -> None:
-    import os
-    import signal
-
     while not (found := processes()):  # it is just being started
         time.sleep(0.05)
     os.kill(chance.choice(found), signal.SIGKILL)
+
+
+class Progress:
+    """What is seen of a run from outside: when it took a step that it had not taken before, and what it did again."""
+
+    def __init__(self, run: NodeRun):
+        self._run, self._ended = run, threading.Event()
+        self.step, self.again, self._starts = 0, 0, 0
+        self.times = [time.monotonic()]
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.1):
+            if (step := self._run.step()) > self.step:
+                self.step = step
+                self.times.append(time.monotonic())
+            starts = self._run.resumed()
+            if len(starts) > self._starts:
+                self.again = max(self.again, *(self.step - start for start in starts[self._starts :]))
+                self._starts = len(starts)
+
+    def longest_pause(self, since: float) -> float:
+        """Return the longest time, in seconds, without a new step from `since` on."""
+        marks = [since, *(moment for moment in self.times if moment > since), time.monotonic()]
+        return max(after - before for before, after in zip(marks, marks[1:], strict=False))
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 @contextmanager
@@ -96,34 +126,45 @@ def attempt(kind: str, number: int, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": kind, "number": number, "elastic": elastic, "failures": [], "ended": False}
     with folder() as place, Nodes(count, place) as nodes:
         run = NodeRun(nodes, f"1:{count}" if elastic else str(count), "--steps", str(STEPS), step_seconds=STEP)
+        run.start()
+        progress = Progress(run)
         try:
-            run.start()
-            run.wait_for_step(INTERVAL + chance.randrange(10), LIMIT)  # work before it would begin again from step 0
+            nodes.wait_until(lambda: progress.step > INTERVAL, LIMIT, "the first checkpoint")
             for index in range(PER_RUN):
                 node = nodes[0 if (index + number) % 2 == 0 else chance.randrange(1, count)]
-                time.sleep(chance.uniform(0, STEP * GAP / 2))
-                found["failures"].append(one_failure(kind, run, node, chance))
-            nodes.wait_until(lambda: run.step() == STEPS, LIMIT, "the last step")
+                found["failures"].append(one_failure(kind, run, progress, node, chance))
+            nodes.wait_until(lambda: progress.step == STEPS, LIMIT, "the last step")
             nodes.wait_until(run.ended, LIMIT, "the end")
             found["ended"] = True
         except TimeoutError as error:
-            found["error"] = str(error)
-        found["losses"] = run.losses()
+            found["error"] = str(error)[:200]
+        progress.end()
+        found |= {"losses": run.losses(), "again": progress.again, "starts": len(run.resumed())}
         if not found["ended"]:
-            Path(f"failures-{kind}-{number}.log").write_text("\n".join(n.output() for n in nodes))
+            Path(f"failures-{kind}-{number}.log").write_text("\n".join(f"--- {n.name}\n{n.output()}" for n in nodes))
     return found
 
 
-def one_failure(kind: str, run: NodeRun, node: Node, chance: random.Random) -> dict[str, Any]:
-    began, starts = run.step(), len(run.resumed())
-    started = time.monotonic()
+def one_failure(kind: str, run: NodeRun, progress: Progress, node: Node, chance: random.Random) -> dict[str, Any]:
+    """Let one failure happen, and wait until the run has gone on, or now and then not, so that the next failure finds
+    it while it starts again."""
+    time.sleep(chance.uniform(0, STEP * INTERVAL))
+    began, step = time.monotonic(), progress.step
     outage = strike(kind, run, node, chance)
-    done = max(began, run.step())
-    run.nodes.wait_until(lambda: run.step() > done, LIMIT, f"a step after {done}")
-    seconds = time.monotonic() - started
-    after = run.resumed()[starts:] if kind != "node" else run.resumed()
-    again = max((began - step for step in after if step <= began), default=0)
-    return {"node": node.name, "step": began, "out": outage, "seconds": seconds, "again": again}
+    after = time.monotonic()
+    if chance.random() < IMPATIENT:
+        time.sleep(chance.uniform(0, 15))
+    else:
+        starts = len(run.resumed())
+        # A worker's or an agent's end stops the run for certain; a short outage perhaps does not.
+        run.nodes.wait_until(
+            lambda: progress.step > step and (outage or len(run.resumed()) > starts or progress.step > step + INTERVAL),
+            LIMIT, f"a step after {step}",
+        )  # fmt: skip
+        step = progress.step
+        run.nodes.wait_until(lambda: progress.step > step, LIMIT, f"a step after {step}")
+    pause = progress.longest_pause(began)
+    return {"node": node.name, "step": step, "out": round(after - began, 1), "pause": round(pause, 1)}
 
 
 def main() -> int:
@@ -147,7 +188,6 @@ def main() -> int:
             complete = losses.keys() == expected.keys()
             result["difference"] = max((abs(losses[s] / expected[s] - 1) for s in losses), default=1.0)
             result["good"] = result["ended"] and complete and result["difference"] < TOLERANCE
-            result["again"] = max((f["again"] for f in result["failures"]), default=0)
             good &= result["good"] and result["again"] <= INTERVAL + 60 / STEP
             found.append(result)
             print(json.dumps(result), flush=True)
@@ -162,7 +202,7 @@ def main() -> int:
 def row(kind: str, results: list[dict[str, Any]]) -> str:
     failures = [failure for result in results for failure in result["failures"]]
     ended = sum(result["good"] for result in results)
-    longest = max((f["seconds"] - f["out"] for f in failures), default=0)
+    longest = max((failure["pause"] - failure["out"] for failure in failures), default=0)
     most = max((result["again"] for result in results), default=0)
     difference = max((result["difference"] for result in results), default=0)
     return (

@@ -18,6 +18,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
+from dtgpt.parallel.network import cannot_connect, check_interfaces
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
 from dtgpt.util.console import say
@@ -69,6 +70,7 @@ def start_process_group(device: torch.device, timeout: float, **meeting: Any) ->
     """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`, or as the arguments `meeting` of
     `init_process_group` say (store, rank, world_size). Small messages between CPUs go through gloo, on GPUs
     in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
+    check_interfaces(device.type)
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **meeting}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
@@ -86,6 +88,8 @@ def start_process_group(device: torch.device, timeout: float, **meeting: Any) ->
         raise UserError(
             f"the processes did not find each other ({reason}); start all of them with torchrun, at the same time"
         ) from None
+    except RuntimeError as error:
+        raise cannot_connect(error) or error from None
 
 
 def end_process_group() -> None:
