@@ -27,7 +27,9 @@ class Link:
         self._listener = socket.create_server(("", 0), family=family, backlog=MOST, dualstack_ipv6=dual)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._bell = socket.socketpair()
+        for end in (self._listener, self._bell[0]):
+            self._selector.register(end, selectors.EVENT_READ)
         self._followers: list[socket.socket] = []
         self._target: tuple[str, int, str] | None = None
         self._connection: socket.socket | None = None
@@ -44,20 +46,24 @@ class Link:
 
     def turn(self, seconds: float) -> bool:
         """Handle for `seconds` what comes in, or less where something does; return whether the process that this one
-        follows is gone for certain."""
-        gone = False
-        if self._target and self._connection is None and time.monotonic() >= self._next_try:
-            gone = self._connect()
-        for key, _ in [] if gone else self._selector.select(seconds):
+        follows is gone for certain: nobody, or another process, has its port, where there was a connection before."""
+        if self._target and self._connection is None and time.monotonic() >= self._next_try and self._connect():
+            return True
+        for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
-            else:
-                gone = self._is_closed() and self._connect()
-        return gone
+            elif key.fileobj is self._connection and self._receive():
+                return True
+        return False
+
+    def wake(self) -> None:
+        """Let a `turn` in another thread return soon."""
+        with suppress(OSError):
+            self._bell[1].send(b"0")
 
     def close(self) -> None:
         self._selector.close()
-        for end in (self._listener, self._connection, *self._followers):
+        for end in (self._listener, self._connection, *self._bell, *self._followers):
             if end is not None:
                 end.close()
 
@@ -70,41 +76,39 @@ class Link:
         while len(self._followers) > MOST:  # the one that is needed connects again
             self._followers.pop(0).close()
 
-    def _is_closed(self) -> bool:
+    def _receive(self) -> bool:
+        """Read the nonce of the process at the other end, or meet the end of the connection; return as `turn`."""
         try:
-            if self._connection is None or self._connection.recv(NONCE):
-                return False
+            nonce = self._connection.recv(NONCE) if self._connection else b""
         except BlockingIOError:
             return False
         except OSError:
-            pass
-        self._selector.unregister(self._connection)
-        self._connection.close()
-        self._connection = None
-        return True
+            nonce = b""
+        if self._target and nonce.hex() == self._target[2]:
+            self._was_connected = True
+            return False
+        self._drop()
+        return (self._was_connected and bool(nonce)) or self._connect()
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
 
     def _connect(self) -> bool:
-        """Try to connect; return whether a process to which there was a connection is gone: nobody, or another
-        process, has its port."""
+        """Try to connect; return as `turn`."""
         self._next_try = time.monotonic() + AGAIN
         if self._target is None:
             return False
-        *place, expected = self._target
-        connection = None
         try:
-            connection = socket.create_connection((place[0], place[1]), timeout=WAIT)
-            nonce = connection.recv(NONCE)
+            connection = socket.create_connection(self._target[:2], timeout=WAIT)
         except ConnectionRefusedError:
             return self._was_connected
         except OSError:  # perhaps a slow network: heartbeats decide
-            if connection is not None:
-                connection.close()
             return False
-        if nonce.hex() != expected:
-            connection.close()
-            return self._was_connected
         connection.setblocking(False)
-        self._connection, self._was_connected = connection, True
+        self._connection = connection
         self._selector.register(connection, selectors.EVENT_READ)
         return False
 

@@ -55,7 +55,8 @@ class Watch:
         self._link, self._lost_after = link, lost_after
         self._next = (process.rank + 1) % process.world
         self._peer = Peer(**json.loads(meeting.store.get(f"place/{self._next}")))
-        self._leaving = self._stopped = False  # this process ends by itself; has ended
+        self._leaving = False  # this process ends by itself
+        self._stopped = threading.Event()
         self._news = threading.Event()  # wakes the heartbeat
         self._gone = self._ending = False  # the next process; this one, by a verdict
         self._alone = 0.0  # seconds since the store answered
@@ -97,8 +98,11 @@ class Watch:
 
     def finish(self) -> None:
         """End the watch of this process, which may end now without being missed."""
-        self._leaving = self._stopped = True
+        self._leaving = True
+        self._stopped.set()
         self._news.set()
+        if self._link:
+            self._link.wake()
         for thread in self._threads:
             thread.join(LEAVE)
         store, end = self.meeting.store, time.monotonic() + LEAVE
@@ -117,7 +121,7 @@ class Watch:
         store, count, heard, silent, last = None, 0, b"", 0.0, time.monotonic()
         keys = ["verdict", f"beat/{self._next}"]
         known = False  # whether the keys are there
-        while not self._stopped:
+        while not self._stopped.is_set():
             now = time.monotonic()
             passed, last = min(now - last, 2 * BEAT), now  # a process that was suspended accuses nobody of it
             count += 1
@@ -157,13 +161,13 @@ class Watch:
         if self._link and self._peer.port:
             self._link.follow(*self._peer[1:])
         last, ending = time.monotonic(), 0.0
-        while not self._stopped:
+        while not self._stopped.is_set():
             if self._link is None:
-                time.sleep(TICK)
+                self._stopped.wait(TICK)
             elif self._link.turn(TICK):
                 self._gone = True
                 self._news.set()
-                time.sleep(TICK)
+                self._stopped.wait(TICK)
             now = time.monotonic()
             passed, last = min(now - last, 2 * TICK), now
             self._alone += passed
