@@ -24,6 +24,7 @@ the curve.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -106,7 +107,7 @@ class Progress:
     def longest_pause(self, since: float) -> float:
         """Return the longest time, in seconds, without a new step from `since` on."""
         marks = [since, *(moment for moment in self.times if moment > since), time.monotonic()]
-        return max(after - before for before, after in zip(marks, marks[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(marks))
 
     def end(self) -> None:
         self._ended.set()

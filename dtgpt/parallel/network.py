@@ -24,10 +24,7 @@ def check_interfaces(device_type: str) -> None:
 def _nccl_takes(wanted: str, name: str) -> bool:
     kind = wanted[0] if wanted[0] in "^=" else ""
     listed = wanted.removeprefix("^").removeprefix("=").split(",")
-    if "=" in wanted[:2]:
-        found = name in listed
-    else:
-        found = any(name.startswith(word) for word in listed)
+    found = name in listed if "=" in wanted[:2] else any(name.startswith(word) for word in listed)
     return found != (kind == "^")
 
 

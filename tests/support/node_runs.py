@@ -47,10 +47,11 @@ class NodeRun:
     ):  # fmt: skip
         self.nodes, self.runs = nodes, nodes.shared / "runs"
         write_text(nodes.shared)
+        self.words = [str(RECIPE), "--resume", "auto", *options]
         command = torchrun(
             "--nnodes", wanted, "--nproc-per-node", str(per_node), "--max-restarts", str(restarts),
             "--rdzv-backend", "c10d", "--rdzv-id", "17", "--rdzv-endpoint", f"{host}:{PORT}",
-            "--rdzv-conf", settings, str(RECIPE), "--resume", "auto", *options,
+            "--rdzv-conf", settings, *self.words,
         )  # fmt: skip
         self.loop = f"until {shlex.join(command)}; do echo 'starting torchrun again'; sleep {PAUSE}; done"
         self.environment = {"STEP_SECONDS": str(step_seconds), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

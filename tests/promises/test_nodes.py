@@ -1,0 +1,61 @@
+"""Runs over several nodes that come late, leave and come back, and what a wrong network says."""
+
+import sys
+
+import pytest
+
+from tests.support.node_runs import NodeRun, reference
+from tests.support.nodes import Nodes, why_no_nodes
+
+TOLERANCE = 1e-5  # between plans, in fp32
+
+
+@pytest.fixture(autouse=True)
+def needs_nodes():
+    if why := why_no_nodes():
+        pytest.skip(why)
+
+
+def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> None:
+    assert list(found) == list(expected)
+    for step, loss in expected.items():
+        assert abs(found[step] - loss) < TOLERANCE * loss, step
+
+
+def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path):
+    options = "--steps", "60"
+    with Nodes(2, tmp_path) as nodes:
+        run = NodeRun(nodes, "1:2", *options, step_seconds=0.4)
+        run.start(nodes[0])
+        run.wait_for_step(2, 120)
+        run.start(nodes[1])
+        nodes.wait_until(lambda: "plan    dp2" in nodes[0].output(), 120, "two nodes")
+        joined = run.step()
+        run.wait_for_step(max(joined + 4, 11), 120)
+        nodes[1].kill()
+        nodes.wait_until(lambda: nodes[0].output().count("plan    single") == 2, 120, "one node again")
+        nodes.wait_until(lambda: nodes[0].commands[-1].poll() == 0, 120, "the end")
+        found, again = run.losses(), run.resumed()
+    assert_same_curve(found, reference(tmp_path, *options))
+    assert len(again) == 2 and joined <= again[0] + 10, again
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        ("eth9", "GLOO_SOCKET_IFNAME=eth9: node0 has no network interface eth9; name one of"),
+        ("lo", "GLOO_SOCKET_IFNAME"),  # which connects to no other node
+    ],
+)
+def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):
+    with Nodes(2, tmp_path, GLOO_SOCKET_IFNAME=interface) as nodes:
+        run = NodeRun(nodes, "2")
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node0"}
+        for node in nodes:  # as torchrun starts it, without the time that torchrun takes
+            more = place | {"MASTER_PORT": "29500", "RANK": str(node.index)}
+            node.start(sys.executable, *run.words, cwd=nodes.shared, **run.environment, **more)
+        nodes.wait_until(lambda: all(node.commands[-1].poll() is not None for node in nodes), 90, "the end")
+        assert [node.commands[-1].returncode for node in nodes] == [2, 2], nodes.outputs()
+        last = nodes[0].output().splitlines()[-1]
+        assert last.startswith("dtgpt: ") and words in last, nodes.outputs()
+        assert "Traceback" not in nodes.outputs()
