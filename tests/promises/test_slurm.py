@@ -24,11 +24,11 @@ def test_a_job_survives_a_killed_process_and_a_preemption(tmp_path):
         write_text(nodes.shared)
         runs = nodes.shared / "runs" / JOB
         slurm.sbatch(SCRIPT, RECIPE, *options)
-        nodes.wait_until(lambda: max(losses(runs), default=0) >= 7, 120, "step 7")
+        slurm.wait_until(lambda: max(losses(runs), default=0) >= 7, 120, "step 7")
         os.kill(nodes[1].workers()[0], signal.SIGKILL)
-        nodes.wait_until(lambda: "run " in nodes[0].output().partition("starting again")[2], 120, "the next start")
+        slurm.wait_until(lambda: "run " in nodes[0].output().partition("starting again")[2], 120, "the next start")
         step = max(losses(runs))
-        nodes.wait_until(lambda: max(losses(runs)) >= step + 3, 120, "three more steps")
+        slurm.wait_until(lambda: max(losses(runs)) >= step + 3, 120, "three more steps")
         slurm.signal_tasks(signal.SIGTERM)
         assert slurm.wait(120) == 0, nodes.outputs()
         assert slurm.starts == 2

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -69,6 +70,13 @@ class Slurm:
     def _start(self) -> None:
         self.starts += 1
         self._batch = self.nodes[0].start("bash", *self._words, cwd=self.nodes.shared, **self.environment)
+
+    def wait_until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        """Wait until `condition()` is true. Raises TimeoutError after so many seconds, and where the job has ended."""
+        nodes = self.nodes
+        nodes.wait_until(lambda: self._batch.poll() is not None or condition(), seconds, what)
+        if not condition():
+            raise TimeoutError(f"{what}: the job ended before\n{nodes.outputs()}")
 
     def wait(self, seconds: float) -> int:
         """Return the exit code of the job, after all of its requeues."""
