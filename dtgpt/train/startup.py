@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
@@ -23,6 +25,7 @@ from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.watch import Watch, watch_peers
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.sinks import check_wandb
@@ -44,6 +47,7 @@ class Started(NamedTuple):
     settings: Settings
     mesh: Mesh
     process: Process
+    watch: Watch | None  # over the other processes
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
@@ -64,10 +68,13 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     settings = recipe.settings(plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    watch = None
+    if process.world > 1 and not dist.is_initialized():
+        watch = stack.enter_context(watch_peers(process, recipe.timeout, recipe.lost_after))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
-    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
-    return Started(recipe, settings, mesh, process)
+    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values, watch))
+    return Started(recipe, settings, mesh, process, watch)
 
 
 @contextmanager
