@@ -53,15 +53,15 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     check_run(recipe)
     recipe = counted(recipe)
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
-    plan = recipe.plan_for(process.world)
+    choice = recipe.choose_plan(process.world)
     check_wandb(recipe.log.wandb)
     if recipe.log.tensorboard:
         import_tensorboard()
     tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
-    for note in recipe.notes(plan.dp, device.type):
+    for note in recipe.notes(choice, device.type):
         say(note, warning=True)
-    settings = recipe.settings(plan, device)
+    settings = recipe.settings(choice.plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
