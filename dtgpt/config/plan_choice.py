@@ -25,9 +25,9 @@ class PlanChoice:
     plan: ResolvedPlan
     named: Plan  # the alternative, with dp and ZeRO as its name says
     name: str  # of the alternative, as written
-    names: tuple[str, ...]  # of all alternatives
     world: int  # processes that are there
-    refused: Mapping[str, str]  # alternatives before this one: why they do not fit `plan.world` processes
+    fits: Mapping[str, int]  # every alternative: the largest number of these processes that it fits, or 0
+    refused: Mapping[str, str]  # alternatives that do not fit as many as make whole replicas: the reason
 
     @property
     def waiting(self) -> int:
@@ -36,24 +36,26 @@ class PlanChoice:
 
     def describe(self) -> list[str]:
         """Return what the log says of the choice; nothing for a plan without alternatives."""
-        if len(self.names) == 1:
+        if len(self.fits) == 1:
             return []
-        place, processes = _ordinal(self.names.index(self.name) + 1), counted(self.plan.world, "process", "processes")
-        lines = [f"plan: {self.name} ({place} of {len(self.names)}) on {processes}: {self.plan.name}"]
+        place = f"{_ordinal(list(self.fits).index(self.name) + 1)} of {len(self.fits)}"
+        lines = [f"plan: {self.name} ({place}) on {_processes(self.plan.world)}: {self.plan.name}"]
         if self.waiting:
             waits = "waits" if self.waiting == 1 else "wait"
-            there = counted(self.world, "process", "processes")
-            lines.append(
-                f"{self.waiting:,} of {there} {waits}: no alternative fits more than {self.plan.world:,} of them"
-            )
+            most = f"no alternative fits more than {self.plan.world:,} of them"
+            lines.append(f"{self.waiting:,} of {_processes(self.world)} {waits}: {most}")
         return lines
 
     def explain(self) -> list[str]:
         """Return why each of the other alternatives was not chosen."""
-        rest = self.names[self.names.index(self.name) + 1 :]
-        return [f"{name}: {reason}" for name, reason in self.refused.items()] + [
-            f"{name}: not needed, since {self.name} before it fits" for name in rest
-        ]
+        lines = []
+        for name, count in self.fits.items():
+            if count == self.plan.world and name != self.name:
+                lines.append(f"{name} fits {count:,} of {_processes(self.world)}, too, but comes after {self.name}")
+            elif name != self.name:
+                reason = f": {self.refused[name]}" if name in self.refused else ""
+                lines.append(f"{name} fits {f'{count:,}' if count else 'none'} of {_processes(self.world)}{reason}")
+        return lines
 
 
 def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
@@ -88,29 +90,25 @@ def choose_plan(
     share: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
     Raises UserError, one sentence, where nothing fits.
     """
-    names = tuple(alternatives)
-    if len(names) == 1:
-        named = alternatives[names[0]]
+    if len(alternatives) == 1:
+        ((name, named),) = alternatives.items()
         plan = resolve(named, world, check, started)
-        return PlanChoice(plan=plan, named=named, name=names[0], names=names, world=world, refused={})
+        return PlanChoice(plan=plan, named=named, name=name, world=world, fits={name: world}, refused={})
     fits = {name: largest_fit(plan, world, share, check) for name, plan in alternatives.items()}
+    refused = {name: _refusal(plan, world, check, started) for name, plan in alternatives.items()}
     most = max(fits.values())
     if not most:
-        first = names[0]
-        reason = _refusal(alternatives[first], nearest_world(alternatives[first], world), check, started)
-        there = counted(world, "process", "processes")
-        raise UserError(
-            f"no alternative of the plan '{f' {OR} '.join(names)}' fits {there} or fewer; {first}: {reason}"
-        )
-    chosen = next(name for name in names if fits[name] == most)
-    before = names[: names.index(chosen)]
+        name, reason = next(iter(refused.items()))
+        names = f" {OR} ".join(alternatives)
+        raise UserError(f"no alternative of the plan '{names}' fits {_processes(world)} or fewer; {name}: {reason}")
+    name = next(name for name, count in fits.items() if count == most)
     return PlanChoice(
-        plan=resolve(alternatives[chosen], most, check),
-        named=alternatives[chosen],
-        name=chosen,
-        names=names,
+        plan=resolve(alternatives[name], most, check),
+        named=alternatives[name],
+        name=name,
         world=world,
-        refused={name: _refusal(alternatives[name], most, check, started) for name in before},
+        fits=fits,
+        refused={name: reason for name, reason in refused.items() if reason},
     )
 
 
@@ -132,14 +130,6 @@ def largest_fit(plan: Plan, world: int, share: int, check: Check) -> int:
     return 0
 
 
-def nearest_world(plan: Plan, world: int) -> int:
-    """Return the largest number of processes up to `world` that makes whole replicas of the plan; `world` where there
-    is none."""
-    one = plan.tp * plan.pp
-    nearest = plan.world if plan.dp is not None else world // one * one
-    return nearest if 0 < nearest <= world else world
-
-
 def _counts(plan: Plan, world: int, share: int) -> Iterator[int]:
     """Yield the numbers of processes up to `world` that make whole replicas which divide the batch, largest first."""
     one = plan.tp * plan.pp
@@ -148,11 +138,18 @@ def _counts(plan: Plan, world: int, share: int) -> Iterator[int]:
 
 
 def _refusal(plan: Plan, world: int, check: Check, started: bool) -> str:
+    """Return why the plan does not fit as many of the processes as make whole replicas, or ""."""
+    one = plan.tp * plan.pp
+    nearest = plan.world if plan.dp is not None else world // one * one
     try:
-        resolve(plan, world, check, started)
+        resolve(plan, nearest if 0 < nearest <= world else world, check, started)
     except UserError as error:
         return str(error)
-    raise AssertionError("a plan that fits was not chosen")
+    return ""
+
+
+def _processes(count: int) -> str:
+    return counted(count, "process", "processes")
 
 
 def _ordinal(number: int) -> str:

@@ -86,11 +86,23 @@ def test_the_log_names_the_choice_and_those_that_wait(recipe):
         "plan: tp2 (2nd of 2) on 6 processes: dp3_tp2",
         "1 of 7 processes waits: no alternative fits more than 6 of them",
     ]
-    assert choice.explain() == [
-        "tp4_zero1: the plan tp4_zero1 needs tp=4 = 4 processes for each replica, but 6 were started, which is not a "
-        "multiple; start 4 or 8 (torchrun --nproc-per-node)"
-    ]
-    assert replace(recipe, plan="tp2 | dp").choose_plan(2).explain() == ["dp: not needed, since tp2 before it fits"]
+    assert choice.explain() == ["tp4_zero1 fits 4 of 7 processes"]
+
+
+def test_each_alternative_that_is_not_chosen_has_its_reason(recipe):
+    choice = replace(recipe, plan="tp3 | tp8 | dp | dp5_tp2 | tp4 | dp1").choose_plan(7, started=False)
+    first, second, *rest = choice.explain()
+    assert (choice.name, choice.plan.world) == ("dp", 6)
+    assert first.startswith("tp3 fits none of 7 processes: model.num_heads=4 cannot be split over tp=3")
+    assert second.startswith("tp8 fits none of 7 processes: the plan tp8 needs tp=8 ") and "use --world 8" in second
+    assert rest[0].startswith("dp5_tp2 fits none of 7 processes: ") and rest[1:] == [
+        "tp4 fits 4 of 7 processes", "dp1 fits 1 of 7 processes"
+    ]  # fmt: skip
+    batch = replace(recipe, plan="tp2 | dp4", global_batch_size=8).choose_plan(6)
+    assert batch.name == "tp2" and batch.plan.world == 4
+    assert batch.explain() == ["dp4 fits 4 of 6 processes, too, but comes after tp2"]
+    batch = replace(recipe, plan="tp2 | dp", global_batch_size=10).choose_plan(6)
+    assert batch.explain()[0].startswith("tp2 fits 2 of 6 processes: global_batch_size=10 cannot be split")
 
 
 @pytest.mark.parametrize(
