@@ -10,6 +10,7 @@ from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreig
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings, choose_device
+from dtgpt.config.plan_choice import PlanChoice
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
@@ -46,7 +47,7 @@ class Started(NamedTuple):
     settings: Settings
     mesh: Mesh
     process: Process  # among those that the plan uses
-    watch: Watch | None  # over all processes, where some wait for the end of the run
+    watch: Watch | None  # over all processes, those that wait too; None for a plan without alternatives
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
@@ -74,7 +75,7 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
-    watch = stack.enter_context(watch_peers(everyone, recipe.timeout)) if choice.waiting else None
+    watch = stack.enter_context(watch_over(everyone, choice, recipe.timeout)) if len(choice.fits) > 1 else None
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
     return Started(recipe, settings, mesh, process, watch)
 
@@ -83,9 +84,10 @@ def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
     """Return the exit code that `work` returns in the processes of the plan. Those that the plan leaves over wait for
     it, without memory of a GPU, and end like the others where a process is lost."""
     process = Process.from_environment()
-    if process.rank >= recipe.plan_for(process.world).world:
+    choice = recipe.choose_plan(process.world)
+    if process.rank >= choice.plan.world:
         stop = StopRequest()
-        with stop, watch_peers(process, recipe.timeout) as watch:
+        with watch_over(process, choice, recipe.timeout) as watch, stop:
             return watch.wait_for_end(lambda: stop.requested)
     with ExitStack() as stack:
         begun = start(recipe, stack)
@@ -93,6 +95,22 @@ def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
         if begun.watch is not None and process.rank == 0:
             begun.watch.end_run(code)
         return code
+
+
+@contextmanager
+def watch_over(process: Process, choice: PlanChoice, timeout: float) -> Iterator[Watch]:
+    """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
+    Raises UserError where they do not meet within `timeout` seconds, or this one differs from rank 0."""
+    with watch_peers(process, timeout) as watch:
+        store, plan = watch.meeting.store, choice.plan.name
+        if process.rank == 0:
+            store.set("plan", plan)
+        if (theirs := store.get("plan").decode()) != plan:
+            raise UserError(
+                f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
+                "rank with the same command on the same code"
+            )
+        yield watch
 
 
 @contextmanager
