@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dtgpt.parallel.link import Link
-from dtgpt.parallel.meeting import Meeting, is_torchruns, meet
+from dtgpt.parallel.meeting import Meeting, is_refused, is_torchruns, meet
 from dtgpt.parallel.process import Process
 from dtgpt.util.console import close_streams, say_error
 
@@ -75,7 +75,10 @@ class Watch:
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
         it; return if there is none."""
-        time.sleep(seconds)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._news.set()
+            time.sleep(BEAT / 10)
 
     def end_run(self, code: int) -> None:
         """Tell the processes that wait for the end of the run, on rank 0, that it has come, with this exit code."""
@@ -146,6 +149,9 @@ class Watch:
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
+                if not is_torchruns() and is_refused():
+                    text = f"rank 0 (last step {self.step}) is lost: its process, which had the store of the run, has ended"
+                    self._end(json.dumps({"text": text, "by": 0}))
             self._news.wait(BEAT)
             self._news.clear()
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
@@ -47,7 +49,7 @@ class Started(NamedTuple):
     settings: Settings
     mesh: Mesh
     process: Process  # among those that the plan uses
-    watch: Watch | None  # over all processes, those that wait too; None for a plan without alternatives
+    watch: Watch | None  # over the other processes, those that wait too
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
@@ -73,10 +75,12 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     settings = recipe.settings(choice.plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    watch = None
+    if everyone.world > 1 and not dist.is_initialized():
+        watch = stack.enter_context(watch_over(everyone, choice, recipe.timeout, recipe.lost_after))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
-    watch = stack.enter_context(watch_over(everyone, choice, recipe.timeout)) if len(choice.fits) > 1 else None
-    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
+    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values, watch))
     return Started(recipe, settings, mesh, process, watch)
 
 
@@ -87,7 +91,7 @@ def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
     choice = recipe.choose_plan(process.world)
     if process.rank >= choice.plan.world:
         stop = StopRequest()
-        with watch_over(process, choice, recipe.timeout) as watch, stop:
+        with watch_over(process, choice, recipe.timeout, recipe.lost_after) as watch, stop:
             return watch.wait_for_end(lambda: stop.requested)
     with ExitStack() as stack:
         begun = start(recipe, stack)
@@ -98,14 +102,15 @@ def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
 
 
 @contextmanager
-def watch_over(process: Process, choice: PlanChoice, timeout: float) -> Iterator[Watch]:
+def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after: float) -> Iterator[Watch]:
     """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
-    Raises UserError where they do not meet within `timeout` seconds, or this one differs from rank 0."""
-    with watch_peers(process, timeout) as watch:
+    `lost_after`: as of `watch_peers`. Raises UserError where they do not meet within `timeout` seconds, or this one
+    differs from rank 0."""
+    with watch_peers(process, timeout, lost_after) as watch:
         store, plan = watch.meeting.store, choice.plan.name
         if process.rank == 0:
             store.set("plan", plan)
-        if (theirs := store.get("plan").decode()) != plan:
+        if len(choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:
             raise UserError(
                 f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
                 "rank with the same command on the same code"
