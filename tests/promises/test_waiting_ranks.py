@@ -100,10 +100,10 @@ def outcome(case: Case) -> dict:
     pids = [rank(index, case, port) for index in range(case.world)]
     end = time.monotonic() + 60
     if case.act:
-        while "step 2/" not in Path("log-0").read_text() and time.monotonic() < end:
+        while not re.search(r"step +2/", Path("log-0").read_text()) and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.5)
         case.act(pids)
+        end = time.monotonic() + 60
     begin, codes, used = time.monotonic(), [None] * case.world, [0.0] * case.world
     while None in codes and time.monotonic() < end:
         pid, status, usage = os.wait3(os.WNOHANG)
