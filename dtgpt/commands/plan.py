@@ -36,8 +36,10 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
 
     recipe = settle(recipe, given)
     check_run(recipe)
-    settings = recipe.planned(own.world)
-    notes = recipe.notes(settings.plan.dp, settings.device.type)
+    choice, settings = recipe.planned_choice(own.world), recipe.planned(own.world)
+    for line in [*choice.describe(), *choice.explain()]:
+        say(line)
+    notes = recipe.notes(choice, settings.device.type)
     say(describe_plan(settings, recipe.name, notes, own.gpu))
     if own.inference_slots:
         say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
