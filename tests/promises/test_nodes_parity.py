@@ -3,6 +3,7 @@
 import pickle
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_plans_over_nodes_follow_one_process(recipe, tmp_path, count, per_node):
         assert all(command.returncode == 0 for node in nodes for command in node.commands), nodes.outputs()
     differences = {}
     for (file, job), name in zip(jobs, plans, strict=True):
-        found = difference(pickle.loads(open(file, "rb").read()), reference(job))
+        found = difference(pickle.loads(Path(file).read_bytes()), reference(job))
         differences[name] = found.loss
         assert found.within(TOLERANCE, TOLERANCE), (name, found)
     print(f"{len(plans)} plans over {count} nodes of {per_node}: largest difference {max(differences.values()):.1e}")
