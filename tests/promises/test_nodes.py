@@ -1,12 +1,14 @@
 """Runs over several nodes that come late, leave and come back, and what a wrong network says."""
 
+import subprocess
 import sys
 
 import pytest
 
 from tests.support.node_runs import NodeRun, reference
-from tests.support.nodes import Nodes, why_no_nodes
+from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
+FAILURES = ("worker", "agent", "node", "link", "partition")
 TOLERANCE = 1e-5  # between plans, in fp32
 
 
@@ -44,7 +46,7 @@ def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path)
     ("interface", "words"),
     [
         ("eth9", "GLOO_SOCKET_IFNAME=eth9: node0 has no network interface eth9; name one of"),
-        ("lo", "GLOO_SOCKET_IFNAME"),  # which connects to no other node
+        pytest.param("lo", "GLOO_SOCKET_IFNAME", marks=pytest.mark.long),  # which connects to no other node
     ],
 )
 def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):
@@ -59,3 +61,26 @@ def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):
         last = nodes[0].output().splitlines()[-1]
         assert last.startswith("dtgpt: ") and words in last, nodes.outputs()
         assert "Traceback" not in nodes.outputs()
+
+
+@pytest.mark.long
+def test_a_slow_link_slows_a_run_down_and_is_taken_for_no_loss(tmp_path):
+    options = "--steps", "12"
+    with Nodes(2, tmp_path) as nodes:
+        nodes[1].slow(0.3)  # the gradients of a step take longer than the heartbeats' interval
+        run = NodeRun(nodes, "2", *options)
+        run.start()
+        run.wait_for_end(300)
+        assert not run.resumed() and "dtgpt: rank" not in nodes.outputs(), nodes.outputs()
+        found = run.losses()
+    assert_same_curve(found, reference(tmp_path, *options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_run_ends_at_its_last_step_whatever_fails(tmp_path, kind):
+    """Ten failures at random moments, of two runs. The table of docs/cluster.md is what this prints."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "failures.py"), "--failures", kind, "--times", "10"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=3600)
+    print(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -92,7 +92,6 @@ class Slurm:
 
     def lose(self, node: Node) -> None:
         """End a node: Slurm ends the job and requeues it; the node is back at once."""
-        self.requeued += 1
         for other in self.nodes:
             if other is node:
                 other.kill()
@@ -102,6 +101,7 @@ class Slurm:
         if node is not self.nodes[0]:
             end_children(self._batch)
         node.boot()
+        self.requeued += 1  # only now: the other thread starts the job again
 
     def _serve(self) -> None:
         """Answer calls, and start a job again that was requeued."""
