@@ -46,12 +46,14 @@ class Watch:
     meeting: the store of the run.
     step: the last step that this process has finished; the training loop sets it.
     remedy: what a user should do after a loss; the training loop sets it.
+    on_stop: called once on rank 0 with the number of a signal that a waiting process got; the training loop sets it.
     """
 
     def __init__(self, process: Process, meeting: Meeting, link: Link | None, lost_after: float):
         self.process, self.meeting, self.step = process, meeting, 0
         self.host = socket.gethostname()
         self.remedy: Callable[[], str] = lambda: "start the run again"
+        self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
         self._link, self._lost_after = link, lost_after
         self._next = (process.rank + 1) % process.world
         self._peer = Peer(**json.loads(meeting.store.get(f"place/{self._next}")))
@@ -141,7 +143,7 @@ class Watch:
                 self._alone = 0.0
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
-                    os.kill(os.getpid(), int(stop))
+                    self.on_stop(int(stop))
                 if verdict:
                     self._end(verdict.decode())
                 silent, heard = silent + passed if beat == heard else 0.0, beat
