@@ -78,9 +78,7 @@ def open_mesh(
             end_process_group()
 
 
-def start_process_group(
-    device: torch.device, timeout: float, meeting: Meeting | None = None, **arguments: Any
-) -> None:
+def start_process_group(device: torch.device, timeout: float, meeting: Meeting | None = None, **arguments: Any) -> None:
     """Join the other processes in the store of `meeting`, None: of a new one, or as the `arguments` of
     `init_process_group` say (store, rank, world_size). Small messages between CPUs go through gloo, on GPUs
     in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
