@@ -14,6 +14,8 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.ops.collectives.peers import Peers
+from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
@@ -33,7 +35,8 @@ def build_stages(
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
     shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
     `table`: styles of tensor parallelism; None: those of the plan."""
-    stages = [lay_out_stage(settings, mesh, stage, masters, table) for stage in mesh.place.stages]
+    peers = make_peers(settings, mesh) if masters else None
+    stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     for stage in stages:
         stage.allocate(mesh.device)
     shards = Shards(stages, mesh, masters)
@@ -43,15 +46,16 @@ def build_stages(
 
 
 def lay_out_stage(
-    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None
-) -> Decoder:
-    """Return one stage on the meta device, cut as the plan says."""
+    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
+    peers: Peers | None = None,
+) -> Decoder:  # fmt: skip
+    """Return one stage on the meta device, cut as the plan says. `peers`: as of `apply_table`."""
     plan, config = settings.plan, settings.model
     dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table)
+        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table, peers)
     set_execution(part, settings)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
