@@ -16,6 +16,7 @@ GPUS = [Device(HERE, "GPU-0", True), Device(HERE, "GPU-1", True)]
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with three GPUs, of which the last one has no link to the others."""
+    monkeypatch.setattr(symmetric, "may_share", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one != other and 2 not in (one, other))
