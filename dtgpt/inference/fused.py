@@ -88,7 +88,7 @@ class FusedStage:
 def make_exchange(mesh: Mesh) -> Exchange | None:
     """Return the exchange of this rank's tensor-parallel group; None on all ranks where any group cannot have one."""
     built = exchange_library(mesh.device)
-    shared = symmetric_memory(mesh, bytes_for(mesh.plan.tp), usable=built is not None)
+    shared = symmetric_memory(mesh, mesh.tp_group, bytes_for(mesh.plan.tp), usable=built is not None)
     if shared is None or built is None:
         return None
     return Exchange(built, shared.addresses, mesh.place.tp, shared.own)

@@ -14,24 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtgpt.config.execution import Settings
-from dtgpt.ops.collectives.peers import WORD, Peers, bytes_for
-from dtgpt.ops.fast import TRITON
+from dtgpt.ops.collectives.peers import Peers
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import symmetric_memory
+from dtgpt.parallel.symmetric import share_peers
+
+PROGRAMS = 64  # of a kernel, while nothing else runs
 
 
 def make_peers(settings: Settings, mesh: Mesh) -> Peers | None:
     """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
     ranks take part."""
-    plan, config = settings.plan, settings.model
-    if plan.tp == 1:
-        return None
+    config = settings.model
     whole = settings.micro_batch_size * config.seq_length * config.hidden_size * settings.dtype.itemsize
-    part = -(-whole // (plan.tp * WORD)) * WORD
-    shared = symmetric_memory(mesh, bytes_for(part, plan.tp), usable=TRITON)
-    if shared is None:
-        return None
-    return Peers(shared.addresses, dist.get_rank(mesh.tp_group), shared.own, part)
+    return share_peers(mesh, mesh.tp_group, whole, PROGRAMS)
 
 
 def takes(peers: Peers | None, whole: Sequence[int], itemsize: int, placement: Placement) -> bool:

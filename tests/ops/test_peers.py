@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.ops.collectives.peers import PROGRAMS, Peers, bytes_for
+from dtgpt.ops.collectives.peers import Peers, bytes_for
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
-from dtgpt.parallel.symmetric import symmetric_memory
+from dtgpt.parallel.symmetric import share_peers
 from tests.ops.test_exchange import delay
 
-PART = 1 << 20  # bytes
+PART, PROGRAMS = 1 << 20, 48  # bytes
 PROGRAM = "from tests.ops.test_peers import check; check()"
 SHAPES = [
     (torch.bfloat16, (3, 128, 96)), (torch.bfloat16, (1, 2, 8)), (torch.float16, (5, 2, 1000)),
@@ -27,8 +27,8 @@ SHAPES = [
 
 
 def peers(ranks: int = 2) -> Peers:
-    memory = torch.zeros(bytes_for(PART, ranks), dtype=torch.uint8)
-    return Peers([memory.data_ptr()] * ranks, 0, memory, PART)
+    memory = torch.zeros(bytes_for(PART, ranks, PROGRAMS), dtype=torch.uint8)
+    return Peers([memory.data_ptr()] * ranks, 0, memory, PART, PROGRAMS)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_parts_that_fit_in_whole_words_are_taken(part, dim, fits):
 
 
 def test_the_memory_of_areas_and_flags():
-    assert bytes_for(PART, 4) == 8 * PART + 4 * PROGRAMS * 4
+    assert bytes_for(PART, 4, PROGRAMS) == 8 * PART + 4 * PROGRAMS * 4
 
 
 @pytest.mark.cuda
@@ -67,9 +67,8 @@ def check() -> None:
     start_process_group(device, 120.0)
     ranks = process.world
     mesh = Mesh(parse_plan(f"tp{ranks}", {}).for_world(ranks), device)
-    shared = symmetric_memory(mesh, bytes_for(PART, ranks), usable=True)
-    assert shared is not None and mesh.tp_group is not None
-    made = Peers(shared.addresses, mesh.rank, shared.own, PART)
+    made = share_peers(mesh, mesh.tp_group, ranks * PART, PROGRAMS)
+    assert made is not None and mesh.tp_group is not None
     for turn in range(200):
         dtype, shape = SHAPES[turn % len(SHAPES)]
         whole = torch.randn(shape, device=device).to(dtype)
@@ -91,6 +90,9 @@ def check_turn(made: Peers, whole: Tensor, dim: int, group: dist.ProcessGroup) -
         assert torch.equal(found, part) and found.is_contiguous()
     if whole.numel() // made.ranks * whole.itemsize % 16 == 0:
         assert torch.equal(made.sum(whole), expected)
+        flat = whole.repeat(9, 1, 1).flatten()
+        made.sum_in_place(flat)
+        assert torch.equal(flat, expected.repeat(9, 1, 1).flatten())
 
 
 def check_replays(made: Peers, mesh: Mesh) -> None:

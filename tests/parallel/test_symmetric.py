@@ -71,7 +71,7 @@ def test_all_ranks_get_memory_or_none(monkeypatch, capsys, fails, usable, error,
 
     monkeypatch.setattr(symmetric, "share_memory", share)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
-    found = symmetric_memory(Ranks(fails), 64, usable)
+    found = symmetric_memory(Ranks(fails), Ranks.tp_group, 64, usable)
     assert found == ("64 bytes" if shared else None)
     printed = capsys.readouterr()
     assert ("no handle): NCCL" in printed.out + printed.err) is (error is not None)

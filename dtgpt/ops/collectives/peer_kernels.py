@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from dtgpt.ops.collectives.peers import PROGRAMS
-
 BLOCK = 8192  # elements that a program moves at once
+TURNS = 4  # a program reads what came in one turn while the next one is on its way
 WARPS = 16
 PATIENCE = tl.constexpr(600 * 1000**3)  # nanoseconds until a rank whose peer has ended fails, too
 
@@ -36,80 +35,99 @@ def _flag(addresses, target, source, program, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _meet(addresses, program, call, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell the same program of the other ranks that this one has written, and wait until they have."""
+def _tell(addresses, program, mark, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the same program of the other ranks that this one has written what belongs to `mark`."""
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.atomic_xchg(_flag(addresses, peer, RANK, program, RANKS), call, sem="release", scope="sys")
+            tl.atomic_xchg(_flag(addresses, peer, RANK, program, RANKS), mark, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(addresses, program, mark, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until the same program of the other ranks has told `mark`, or a later one."""
     first = globaltimer()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = _flag(addresses, RANK, peer, program, RANKS)
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0:
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - mark < 0:
                 if globaltimer() - first > PATIENCE:
-                    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [call], tl.int32, is_pure=False, pack=1)
+                    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [mark], tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
 
 @triton.jit
 def _gather_kernel(
-    part, whole, addresses, calls, rows, inner, capacity, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    program = tl.program_id(0)
+    part, whole, addresses, calls, rows, inner, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + program) + 1
-    tiles = tl.cdiv(inner, BLOCK)
+    per_row = tl.cdiv(inner, BLOCK)
+    tiles = rows * per_row
+    turn_size = tl.cdiv(tl.cdiv(tiles, programs), TURNS) * programs
     columns = tl.arange(0, BLOCK)
-    for tile in range(program, rows * tiles, tl.num_programs(0)):
-        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
-        inside = column < inner
-        x = tl.load(part + row * inner + column, inside)
-        tl.store(whole + (row * RANKS + RANK) * inner + column, x, inside)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
-                tl.store(place + row * inner + column, x, inside)
-    _meet(addresses, program, call, RANK, RANKS)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            place = _place(addresses, RANK, peer, call, capacity, part, RANKS)
-            for tile in range(program, rows * tiles, tl.num_programs(0)):
-                row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
+    for turn in range(TURNS + 1):
+        if turn < TURNS:
+            for tile in range(turn * turn_size + program, min((turn + 1) * turn_size, tiles), programs):
+                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
                 inside = column < inner
-                x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
-                tl.store(whole + (row * RANKS + peer) * inner + column, x, inside)
+                x = tl.load(part + row * inner + column, inside)
+                for peer in tl.static_range(RANKS):
+                    if peer != RANK:
+                        place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
+                        tl.store(place + row * inner + column, x, inside)
+                tl.store(whole + (row * RANKS + RANK) * inner + column, x, inside)
+            _tell(addresses, program, call * TURNS + turn, RANK, RANKS)
+        if turn > 0:
+            _await(addresses, program, call * TURNS + turn - 1, RANK, RANKS)
+            for tile in range((turn - 1) * turn_size + program, min(turn * turn_size, tiles), programs):
+                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
+                inside = column < inner
+                for peer in tl.static_range(RANKS):
+                    if peer != RANK:
+                        place = _place(addresses, RANK, peer, call, capacity, part, RANKS)
+                        x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
+                        tl.store(whole + (row * RANKS + peer) * inner + column, x, inside)
     tl.store(calls + program, call)
 
 
 @triton.jit
 def _sum_kernel(
-    whole, part, addresses, calls, rows, inner, capacity, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    program = tl.program_id(0)
+    whole, part, addresses, calls, rows, inner, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls + program) + 1
-    tiles = tl.cdiv(inner, BLOCK)
+    per_row = tl.cdiv(inner, BLOCK)
+    tiles = rows * per_row
+    turn_size = tl.cdiv(tl.cdiv(tiles, programs), TURNS) * programs
     columns = tl.arange(0, BLOCK)
-    for tile in range(program, rows * tiles, tl.num_programs(0)):
-        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
-        inside = column < inner
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                x = tl.load(whole + (row * RANKS + peer) * inner + column, inside)
-                place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
-                tl.store(place + row * inner + column, x, inside)
-    _meet(addresses, program, call, RANK, RANKS)
-    for tile in range(program, rows * tiles, tl.num_programs(0)):
-        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
-        inside = column < inner
-        total = tl.zeros([BLOCK], tl.float32)
-        for source in tl.static_range(RANKS):  # in the order of the ranks, on every rank
-            if source == RANK:
-                x = tl.load(whole + (row * RANKS + RANK) * inner + column, inside)
-            else:
-                place = _place(addresses, RANK, source, call, capacity, part, RANKS)
-                x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
-            total = x.to(tl.float32) if source == 0 else total + x.to(tl.float32)
-        tl.store(part + row * inner + column, total.to(x.dtype), inside)
+    for turn in range(TURNS + 1):
+        if turn < TURNS:
+            for tile in range(turn * turn_size + program, min((turn + 1) * turn_size, tiles), programs):
+                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
+                inside = column < inner
+                for peer in tl.static_range(RANKS):
+                    if peer != RANK:
+                        x = tl.load(whole + (row * RANKS + peer) * inner + column, inside)
+                        place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
+                        tl.store(place + row * inner + column, x, inside)
+            _tell(addresses, program, call * TURNS + turn, RANK, RANKS)
+        if turn > 0:
+            _await(addresses, program, call * TURNS + turn - 1, RANK, RANKS)
+            for tile in range((turn - 1) * turn_size + program, min(turn * turn_size, tiles), programs):
+                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
+                inside = column < inner
+                total = tl.zeros([BLOCK], tl.float32)
+                for source in tl.static_range(RANKS):  # in the order of the ranks, on every rank
+                    if source == RANK:
+                        x = tl.load(whole + (row * RANKS + RANK) * inner + column, inside)
+                    else:
+                        place = _place(addresses, RANK, source, call, capacity, part, RANKS)
+                        x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
+                    total = x.to(tl.float32) if source == 0 else total + x.to(tl.float32)
+                tl.store(part + row * inner + column, total.to(part.dtype.element_ty), inside)
     tl.store(calls + program, call)
 
 
@@ -117,11 +135,12 @@ def launch_gather(
     part: Tensor, whole: Tensor, addresses: Tensor, calls: Tensor, rows: int, capacity: int, rank: int, ranks: int
 ) -> None:
     """Fill `whole [rows, ranks, inner]` with the contiguous `part [rows, inner]` of each rank. addresses: int64 `[2,
-    ranks]` of areas and flags. capacity: elements of a place. calls: int32 `[PROGRAMS]`, calls that were made."""
+    ranks]` of areas and flags. capacity: elements of a place. calls: int32 `[programs]`, calls that
+    were made."""
     with torch.cuda.device(part.device):
-        _gather_kernel[(PROGRAMS,)](
+        _gather_kernel[(len(calls),)](
             part, whole, addresses, calls, rows, part.numel() // rows, capacity, RANK=rank, RANKS=ranks, BLOCK=BLOCK,
-            num_warps=WARPS,
+            TURNS=TURNS, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -131,7 +150,7 @@ def launch_sum(
     """Fill `part [rows, inner]` with this rank's part of the sum over the ranks, in fp32, of the contiguous `whole
     [rows, ranks, inner]`. Other arguments as in `launch_gather`."""
     with torch.cuda.device(part.device):
-        _sum_kernel[(PROGRAMS,)](
+        _sum_kernel[(len(calls),)](
             whole, part, addresses, calls, rows, part.numel() // rows, capacity, RANK=rank, RANKS=ranks, BLOCK=BLOCK,
-            num_warps=WARPS,
+            TURNS=TURNS, num_warps=WARPS,
         )  # fmt: skip
