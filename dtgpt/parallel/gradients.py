@@ -50,7 +50,7 @@ class NarrowSum(Sum):
     """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
     piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, peers: Peers | None):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, peers: Peers | None = None):
         super().__init__(flat, group)
         self._peers = peers
         self._pieces = torch.empty_like(flat) if peers is None else flat
