@@ -30,7 +30,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
 
 SUMMED = 1 << 25  # bytes of gradients that replicas sum at once
-PROGRAMS = 16  # of a kernel that sums, beside backward
+PROGRAMS = 32  # of a kernel that sums, beside backward
 
 
 def build_stages(

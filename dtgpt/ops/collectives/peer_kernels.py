@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 BLOCK = 8192  # elements that a program moves at once
-TURNS = 4  # a program reads what came in one turn while the next one is on its way
 WARPS = 16
 PATIENCE = tl.constexpr(600 * 1000**3)  # nanoseconds until a rank whose peer has ended fails, too
 
@@ -35,99 +34,80 @@ def _flag(addresses, target, source, program, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _tell(addresses, program, mark, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell the same program of the other ranks that this one has written what belongs to `mark`."""
+def _meet(addresses, program, call, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the same program of the other ranks that this one has written, and wait until they have."""
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.atomic_xchg(_flag(addresses, peer, RANK, program, RANKS), mark, sem="release", scope="sys")
-
-
-@triton.jit
-def _await(addresses, program, mark, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Wait until the same program of the other ranks has told `mark`, or a later one."""
+            tl.atomic_xchg(_flag(addresses, peer, RANK, program, RANKS), call, sem="release", scope="sys")
     first = globaltimer()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = _flag(addresses, RANK, peer, program, RANKS)
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - mark < 0:
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0:
                 if globaltimer() - first > PATIENCE:
-                    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [mark], tl.int32, is_pure=False, pack=1)
+                    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [call], tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
 
 @triton.jit
 def _gather_kernel(
-    part, whole, addresses, calls, rows, inner, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    part, whole, addresses, calls, rows, inner, capacity, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
     call = tl.load(calls + program) + 1
-    per_row = tl.cdiv(inner, BLOCK)
-    tiles = rows * per_row
-    turn_size = tl.cdiv(tl.cdiv(tiles, programs), TURNS) * programs
+    tiles = tl.cdiv(inner, BLOCK)
     columns = tl.arange(0, BLOCK)
-    for turn in range(TURNS + 1):
-        if turn < TURNS:
-            for tile in range(turn * turn_size + program, min((turn + 1) * turn_size, tiles), programs):
-                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
-                inside = column < inner
-                x = tl.load(part + row * inner + column, inside)
-                for peer in tl.static_range(RANKS):
-                    if peer != RANK:
-                        place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
-                        tl.store(place + row * inner + column, x, inside)
-                tl.store(whole + (row * RANKS + RANK) * inner + column, x, inside)
-            _tell(addresses, program, call * TURNS + turn, RANK, RANKS)
-        if turn > 0:
-            _await(addresses, program, call * TURNS + turn - 1, RANK, RANKS)
-            for tile in range((turn - 1) * turn_size + program, min(turn * turn_size, tiles), programs):
-                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
-                inside = column < inner
-                for peer in tl.static_range(RANKS):
-                    if peer != RANK:
-                        place = _place(addresses, RANK, peer, call, capacity, part, RANKS)
-                        x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
-                        tl.store(whole + (row * RANKS + peer) * inner + column, x, inside)
+    for tile in range(program, rows * tiles, tl.num_programs(0)):
+        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
+        inside = column < inner
+        x = tl.load(part + row * inner + column, inside)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
+                tl.store(place + row * inner + column, x, inside)
+        tl.store(whole + (row * RANKS + RANK) * inner + column, x, inside)
+    _meet(addresses, program, call, RANK, RANKS)
+    for tile in range(program, rows * tiles, tl.num_programs(0)):
+        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
+        inside = column < inner
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                place = _place(addresses, RANK, peer, call, capacity, part, RANKS)
+                x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
+                tl.store(whole + (row * RANKS + peer) * inner + column, x, inside)
     tl.store(calls + program, call)
 
 
 @triton.jit
 def _sum_kernel(
-    whole, part, addresses, calls, rows, inner, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    whole, part, addresses, calls, rows, inner, capacity, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
     call = tl.load(calls + program) + 1
-    per_row = tl.cdiv(inner, BLOCK)
-    tiles = rows * per_row
-    turn_size = tl.cdiv(tl.cdiv(tiles, programs), TURNS) * programs
+    tiles = tl.cdiv(inner, BLOCK)
     columns = tl.arange(0, BLOCK)
-    for turn in range(TURNS + 1):
-        if turn < TURNS:
-            for tile in range(turn * turn_size + program, min((turn + 1) * turn_size, tiles), programs):
-                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
-                inside = column < inner
-                for peer in tl.static_range(RANKS):
-                    if peer != RANK:
-                        x = tl.load(whole + (row * RANKS + peer) * inner + column, inside)
-                        place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
-                        tl.store(place + row * inner + column, x, inside)
-            _tell(addresses, program, call * TURNS + turn, RANK, RANKS)
-        if turn > 0:
-            _await(addresses, program, call * TURNS + turn - 1, RANK, RANKS)
-            for tile in range((turn - 1) * turn_size + program, min(turn * turn_size, tiles), programs):
-                row, column = (tile // per_row).to(tl.int64), tile % per_row * BLOCK + columns
-                inside = column < inner
-                total = tl.zeros([BLOCK], tl.float32)
-                for source in tl.static_range(RANKS):  # in the order of the ranks, on every rank
-                    if source == RANK:
-                        x = tl.load(whole + (row * RANKS + RANK) * inner + column, inside)
-                    else:
-                        place = _place(addresses, RANK, source, call, capacity, part, RANKS)
-                        x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
-                    total = x.to(tl.float32) if source == 0 else total + x.to(tl.float32)
-                tl.store(part + row * inner + column, total.to(part.dtype.element_ty), inside)
+    for tile in range(program, rows * tiles, tl.num_programs(0)):
+        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
+        inside = column < inner
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                x = tl.load(whole + (row * RANKS + peer) * inner + column, inside)
+                place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
+                tl.store(place + row * inner + column, x, inside)
+    _meet(addresses, program, call, RANK, RANKS)
+    for tile in range(program, rows * tiles, tl.num_programs(0)):
+        row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
+        inside = column < inner
+        total = tl.zeros([BLOCK], tl.float32)
+        for source in tl.static_range(RANKS):  # in the order of the ranks, on every rank
+            if source == RANK:
+                x = tl.load(whole + (row * RANKS + RANK) * inner + column, inside)
+            else:
+                place = _place(addresses, RANK, source, call, capacity, part, RANKS)
+                x = tl.load(place + row * inner + column, inside, cache_modifier=".cg")
+            total = x.to(tl.float32) if source == 0 else total + x.to(tl.float32)
+        tl.store(part + row * inner + column, total.to(part.dtype.element_ty), inside)
     tl.store(calls + program, call)
 
 
@@ -140,7 +120,7 @@ def launch_gather(
     with torch.cuda.device(part.device):
         _gather_kernel[(len(calls),)](
             part, whole, addresses, calls, rows, part.numel() // rows, capacity, RANK=rank, RANKS=ranks, BLOCK=BLOCK,
-            TURNS=TURNS, num_warps=WARPS,
+            num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -152,5 +132,5 @@ def launch_sum(
     with torch.cuda.device(part.device):
         _sum_kernel[(len(calls),)](
             whole, part, addresses, calls, rows, part.numel() // rows, capacity, RANK=rank, RANKS=ranks, BLOCK=BLOCK,
-            TURNS=TURNS, num_warps=WARPS,
+            num_warps=WARPS,
         )  # fmt: skip
