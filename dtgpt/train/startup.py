@@ -84,17 +84,20 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     return Started(recipe, settings, mesh, process, watch)
 
 
-def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
+def run_together(recipe: Recipe, stop: StopRequest, work: Callable[[Started], int]) -> int:
     """Return the exit code that `work` returns in the processes of the plan. Those that the plan leaves over wait for
-    it, without memory of a GPU, and end like the others where a process is lost."""
+    it, without memory of a GPU, and end like the others where a process is lost. A signal that one of them gets is
+    passed on to the `stop` of rank 0."""
     process = Process.from_environment()
     choice = recipe.choose_plan(process.world)
     if process.rank >= choice.plan.world:
-        stop = StopRequest()
         with watch_over(process, choice, recipe.timeout, recipe.lost_after) as watch, stop:
+            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
             return watch.wait_for_end(lambda: stop.requested)
     with ExitStack() as stack:
         begun = start(recipe, stack)
+        if begun.watch is not None:
+            begun.watch.on_stop = stop.ask
         code = work(begun)
         if begun.watch is not None and process.rank == 0:
             begun.watch.end_run(code)
