@@ -10,6 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
+
+from dtgpt.parallel import watch as module
+from dtgpt.parallel.process import Process
 
 ROOT = Path(__file__).parents[2]
 WORLD, VICTIM, LOST_AFTER, EVENT = 3, 1, 1.5, 25
@@ -64,9 +68,6 @@ def run_rank(case: str, rank: int, port: int, log: Path) -> int:
 
 
 def body(case: str, rank: int) -> int:
-    from dtgpt.parallel import watch as module
-    from dtgpt.parallel.process import Process
-
     module.BEAT = module.TICK = 0.2
     if case == "no connections":
         module.own_place = lambda link: module.Peer(module.socket.gethostname(), "", 0, "")
@@ -89,8 +90,6 @@ def body(case: str, rank: int) -> int:
 
 def owner(case: str) -> tuple[int, int]:
     """Fork the process that has the store, in place of torchrun; returns its id and port."""
-    from torch.distributed import TCPStore
-
     reader, writer = os.pipe()
     if child := os.fork():
         return child, int(os.read(reader, 9))
@@ -176,10 +175,6 @@ def test_a_process_that_waits_learns_the_exit_code_of_the_run(outcomes):
 
 
 if __name__ == "__main__":
-    import torch.distributed
-
-    import dtgpt.parallel.watch  # noqa: F401: before the forks
-
     children = []
     for name in CASES:
         if not (one := os.fork()):
