@@ -41,7 +41,7 @@ LATE = ("timed out", "timeout")
 
 
 class LostPeer(UserError):
-    """Another process of the run has ended or does not answer."""
+    """Another process of the run has ended."""
 
 
 @contextmanager
@@ -143,13 +143,12 @@ def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iter
     try:
         yield
     except RuntimeError as error:
+        sentence = "another process of the run {}; see what it says, and {}"
         if is_late(error):
-            what = f"did not answer within timeout={timeout:g} s"
-        elif is_loss(error):
-            what = "ended"
-        else:
-            raise
-        raise LostPeer(f"another process of the run {what}; see what it says, and {remedy()}") from None
+            raise UserError(sentence.format(f"did not answer within timeout={timeout:g} s", remedy())) from None
+        if is_loss(error):
+            raise LostPeer(sentence.format("ended", remedy())) from None
+        raise
 
 
 def is_late(error: BaseException) -> bool:

@@ -206,6 +206,10 @@ class Watch:
         os._exit(CODE)
 
 
+def own_place(link: Link | None) -> Peer:
+    return Peer(socket.gethostname(), *(link.place if link else ("", 0, "")))
+
+
 @contextmanager
 def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER) -> Iterator[Watch]:
     """Meet the other processes of this start within `timeout` seconds, then watch over them until the context ends. An
@@ -214,8 +218,8 @@ def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER
         link = Link()
     except OSError:  # heartbeats suffice, with more time
         link = None
-    own = Peer(socket.gethostname(), *(link.place if link else ("", 0, "")))
-    watch = Watch(process, meet(process, timeout, json.dumps(own._asdict())), link, lost_after)
+    meeting = meet(process, timeout, json.dumps(own_place(link)._asdict()))
+    watch = Watch(process, meeting, link, lost_after)
     watch.begin()
     try:
         yield watch
