@@ -2,6 +2,7 @@
 
     python benchmarks/failures.py                                   # five failures, ten times each
     python benchmarks/failures.py --failures link --times 5
+    python benchmarks/failures.py --failures node link --outside    # the rendezvous is on a machine that stays
 
 The nodes are network namespaces of this machine (root only), joined by a bridge; the backend is gloo. On each node a
 loop starts torchrun again until it succeeds, as docs/cluster.md shows. A run of a tiny model, with a checkpoint every
@@ -41,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.node_runs import NodeRun, reference
+from tests.support.node_runs import STORE, NodeRun, reference
 from tests.support.nodes import Node, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
@@ -50,6 +51,7 @@ STEP = 0.5  # seconds
 STEPS = 120
 INTERVAL = 10  # steps from one checkpoint to the next
 IMPATIENT = 0.3  # how often the next failure does not wait until the run has gone on
+OUTSIDE = {"host": "login", "settings": "last_call_timeout=5,read_timeout=300"}  # of a rendezvous outside of the nodes
 LIMIT = 300.0  # seconds for a run to go on, or to end
 TOLERANCE = 1e-5
 
@@ -120,13 +122,16 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def attempt(kind: str, number: int, seed: int) -> dict[str, Any]:
+def attempt(kind: str, number: int, seed: int, outside: bool) -> dict[str, Any]:
     """Return what happened to one run: a dict for JSON."""
     chance = random.Random(f"{kind} {number} {seed}")
     count, elastic = 3 if kind == "partition" else 2, number % 2 == 1
     found: dict[str, Any] = {"kind": kind, "number": number, "elastic": elastic, "failures": [], "ended": False}
-    with folder() as place, Nodes(count, place) as nodes:
-        run = NodeRun(nodes, f"1:{count}" if elastic else str(count), "--steps", str(STEPS), step_seconds=STEP)
+    with folder() as path, Nodes(count, path) as nodes:
+        place = OUTSIDE if outside else {}
+        if outside:
+            nodes.start_on_login(sys.executable, "-c", STORE)
+        run = NodeRun(nodes, f"1:{count}" if elastic else str(count), "--steps", str(STEPS), step_seconds=STEP, **place)
         run.start()
         progress = Progress(run)
         try:
@@ -173,6 +178,7 @@ def main() -> int:
     words.add_argument("--failures", nargs="+", choices=FAILURES, default=FAILURES)
     words.add_argument("--times", type=int, default=10, help="of each failure, rounded up to full runs")
     words.add_argument("--beside", type=int, default=2, help="runs at the same time")
+    words.add_argument("--outside", action="store_true", help="keep the rendezvous on a machine that is not a node")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--output", type=Path, help="a file for a line of JSON for each run")
     options = words.parse_args()
@@ -181,7 +187,7 @@ def main() -> int:
     with folder() as place:
         expected = reference(place, "--steps", str(STEPS))
     runs = -(-options.times // PER_RUN)
-    cases = [(kind, number, options.seed) for number in range(runs) for kind in options.failures]
+    cases = [(kind, number, options.seed, options.outside) for number in range(runs) for kind in options.failures]
     good, found = True, []
     with ProcessPoolExecutor(options.beside) as pool:
         for result in pool.map(attempt, *zip(*cases, strict=True)):

@@ -1,12 +1,11 @@
 """Runs over several nodes that come late, leave and come back, and what a wrong network says."""
 
-import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.node_runs import NodeRun, reference
+from tests.support.node_runs import STORE, NodeRun, reference
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
@@ -66,19 +65,16 @@ def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):
 
 @pytest.mark.long
 def test_a_rendezvous_outside_of_the_nodes_survives_each_of_them(tmp_path):
-    """The line that starts it is that of docs/cluster.md."""
-    (line,) = re.findall(r"^python -c '(.*TCPStore.*)'$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
     options = "--steps", "40"
     with Nodes(2, tmp_path) as nodes:
-        store = subprocess.Popen(nodes.hub.inside(sys.executable, "-c", line))
+        nodes.start_on_login(sys.executable, "-c", STORE)
         run = NodeRun(nodes, "1:2", *options, host="login", step_seconds=0.4)
         run.start()
         run.wait_for_step(12, 120)
         nodes[0].kill()
         nodes.wait_until(lambda: nodes[1].commands[-1].poll() == 0, 200, "the end on node1")
-        assert store.poll() is None and "plan    single" in nodes[1].output(), nodes.outputs()
+        assert "plan    single" in nodes[1].output(), nodes.outputs()
         found = run.losses()
-    store.wait(30)
     assert_same_curve(found, reference(tmp_path, *options))
 
 

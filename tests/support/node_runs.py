@@ -14,6 +14,8 @@ PORT = 29500
 PAUSE = 1  # seconds before torchrun is started again
 # Seconds of torchrun's rendezvous: for further nodes once there are enough, and for an answer of its store.
 SETTINGS = "last_call_timeout=5,read_timeout=20"
+# The Python program that keeps a rendezvous outside of the nodes: the line of docs/cluster.md.
+(STORE,) = re.findall(r"^python -c '(.*TCPStore.*)'$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
 
 
 def write_text(folder: Path) -> None:

@@ -171,8 +171,7 @@ class Node:
 class Nodes:
     """A cluster: nodes 0 to n - 1, called node0, node1, ..., with the addresses 10.77.0.1, 10.77.0.2, ...; a context.
 
-    `shared` is a folder that all nodes see at the same path. `host` is a further member of the network that never
-    fails, called `login`.
+    `shared` is a folder that all nodes see at the same path. A further host of the network, `login`, never fails.
     """
 
     def __init__(self, count: int, folder: Path, **environment: str):
@@ -182,6 +181,7 @@ class Nodes:
         names = [f"{NETWORK}.{index + 1} node{index}" for index in range(count)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", f"{NETWORK}.254 login", *names]) + "\n")
         self.nodes: list[Node] = []
+        self._outside: list[subprocess.Popen] = []
         self.hub = Namespace("login")
         try:
             self.hub.sh(
@@ -210,13 +210,16 @@ class Nodes:
     def __getitem__(self, index: int) -> Node:
         return self.nodes[index]
 
+    def start_on_login(self, *words: str) -> None:
+        """Start a command on the host `login`, which ends with the cluster."""
+        self._outside.append(subprocess.Popen(self.hub.inside(*words)))
+
     def end(self) -> None:
         for node in self.nodes:
             node.namespace.end()
         self.hub.end()
-        for node in self.nodes:
-            for command in node.commands:
-                command.wait(30)
+        for command in [*self._outside, *(command for node in self.nodes for command in node.commands)]:
+            command.wait(30)
 
     def partition(self, *indices: int) -> None:
         """Let these nodes reach each other, and the others each other, but no node of one side one of the other. The
