@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.node_runs import STORE, NodeRun, reference
+from tests.support.node_runs import OUTSIDE, STORE, NodeRun, reference
 from tests.support.nodes import Node, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
@@ -127,7 +127,7 @@ def attempt(kind: str, number: int, seed: int, outside: bool) -> dict[str, Any]:
     count, elastic = 3 if kind == "partition" else 2, number % 2 == 1
     found: dict[str, Any] = {"kind": kind, "number": number, "elastic": elastic, "failures": [], "ended": False}
     with folder() as path, Nodes(count, path) as nodes:
-        place = {"host": "login"} if outside else {}
+        place = {"host": "login", "settings": OUTSIDE} if outside else {}
         if outside:
             nodes.start_on_login(sys.executable, "-c", STORE)
         run = NodeRun(nodes, f"1:{count}" if elastic else str(count), "--steps", str(STEPS), step_seconds=STEP, **place)

@@ -12,8 +12,8 @@ from tests.support.nodes import ROOT, Node, Nodes, torchrun
 RECIPE = ROOT / "tests" / "support" / "slow_recipe.py"
 PORT = 29500
 PAUSE = 1  # seconds before torchrun is started again
-# Seconds of torchrun's rendezvous: for further nodes once there are enough, and for an answer of its store.
-SETTINGS = "last_call_timeout=5,read_timeout=300"
+SETTINGS = "last_call_timeout=5"  # seconds in which torchrun waits for further nodes, once there are enough
+OUTSIDE = f"{SETTINGS},read_timeout=300"  # the same, and that it waits for a rendezvous outside of the nodes
 # The Python program that keeps a rendezvous outside of the nodes: the line of docs/cluster.md.
 (STORE,) = re.findall(r"^python -c '(.*TCPStore.*)'$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
 
