@@ -25,6 +25,18 @@ class Collective:
     bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
 
 
+def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
+    """Return the bytes that `rank` sends in one step over tp, dp and pp, by ring algorithms (Patarasuk and Yuan 2009):
+    of k ranks, each sends (k - 1) / k of a tensor to gather, scatter or exchange it, and twice that to all-reduce
+    it."""
+    plan, total = settings.plan, {"tp": 0.0, "dp": 0.0, "pp": 0.0}
+    for c in collectives_of(settings, rank):
+        ranks = {"tp": plan.tp, "dp": plan.dp, "pp": 2}[c.over]
+        share = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
+        total[c.over] += share * c.bytes
+    return total
+
+
 def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     held = parameters_of(settings.model, settings.plan, rank)

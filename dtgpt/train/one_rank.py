@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, parameters_of
 from dtgpt.util.errors import UserError
 
+BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
 MOST_RANKS = 1 << 17  # making the groups of more takes minutes
 
 
@@ -46,7 +48,12 @@ class BuiltRank:
     low_precision: int  # 16-bit copies that modules compute with
     gradients: int
     padding: int  # bytes that the buckets of gradients hold beside
-    optimizer: int
+    moments: int
+
+    def bytes(self) -> dict[str, int]:
+        """Return what planning says, too, by the names of `planned_bytes`."""
+        sizes = self.weights, self.moments, self.gradients, self.low_precision
+        return dict(zip(BYTES, sizes, strict=True))
 
 
 def check_rank(rank: int, world: int) -> None:
@@ -72,7 +79,7 @@ def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> Bui
             low_precision=sum(shard.low_precision.nbytes for shard in shards if shard.low_precision is not None),
             gradients=gradients,
             padding=padding,
-            optimizer=_moments(make_optimizer(shards, optimizer)),
+            moments=_moments(make_optimizer(shards, optimizer)),
         )
 
 
@@ -80,23 +87,26 @@ def differences(built: BuiltRank, settings: Settings) -> list[str]:
     """Return a sentence for each way in which a rank is not as planning says; none where all is well."""
     plan, place = settings.plan, built.place
     held, ranges = parameters_of(settings.model, plan, place.rank), block_ranges(settings.model, plan)
-    by_tp = sum(p.by_tp for p in held)
-    local = sum(p.local for p in held)
-    narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
-    pairs = [
+    pairs: list[tuple[str, Any, Any]] = [
         ("process groups", built.groups, planned_groups(place)),
         ("blocks", built.blocks, [list(ranges[stage]) for stage in place.stages]),
-        ("bytes of weights", built.weights, 4 * local),
-        ("bytes of 16-bit weights", built.low_precision, narrow),
-        ("bytes of gradients", built.gradients, gradient_bytes(held, settings)),
-        ("bytes of moments", built.optimizer, 8 * local),
     ]
+    expected = planned_bytes(settings, place.rank)
+    pairs += [(f"bytes of {what}", here, expected[what]) for what, here in built.bytes().items()]
     found = [f"{what}: built {here}, planned {there}" for what, here, there in pairs if here != there]
     have = Counter((p.name, math.prod(p.local), p.by_tp) for p in built.parameters)
     want = Counter((p.name, p.local, p.by_tp) for p in held)
     for how, some in (("built", have - want), ("planned", want - have)):
         found += [f"{name}: {how} with {n} elements, {m} before ZeRO" for name, n, m in some]
     return found
+
+
+def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
+    """Return what planning says of the bytes on `rank`, by the names BYTES."""
+    held = parameters_of(settings.model, settings.plan, rank)
+    local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
+    narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
+    return dict(zip(BYTES, (4 * local, 8 * local, gradient_bytes(held, settings), narrow), strict=True))
 
 
 def _blocks(stage: Decoder) -> list[int]:
