@@ -7,11 +7,11 @@ from typing import Annotated
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import Options
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import PlanChoice, parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.train.settle import check_run, settle
-from dtgpt.util.console import say
+from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
@@ -52,15 +52,18 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> int:
     names = own.plans
     recipe = settle(recipe, given)
     for name in names:
-        parse_plan(name, recipe.plans)
+        parse_alternatives(name, recipe.plans)
     check_run(recipe)
     if names or len(own.world) > 1:
         _table(recipe, names or (recipe.plan,), own)
         return 0
-    settings = recipe.planned(own.world[0] if own.world else None)
+    world = own.world[0] if own.world else None
+    choice, settings = recipe.planned_choice(world), recipe.planned(world)
+    for line in [*choice.describe(), *choice.explain()]:
+        say(line)
     if own.rank is not None:
         return _rank(recipe, settings, own.rank, own)
-    _report(recipe, settings, own)
+    _report(recipe, choice, settings, own)
     return 0
 
 
@@ -79,11 +82,11 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         raise UserError("--gpus_per_node names the nodes of one rank's groups; add --rank, or leave it out")
 
 
-def _report(recipe: Recipe, settings: Settings, own: PlanOptions) -> None:
+def _report(recipe: Recipe, choice: PlanChoice, settings: Settings, own: PlanOptions) -> None:
     from dtgpt.inference.memory_report import describe_generation
     from dtgpt.planning.report import describe_plan
 
-    notes = recipe.notes(settings.plan.dp, settings.device.type)
+    notes = recipe.notes(choice, settings.device.type)
     say(describe_plan(settings, recipe.name, notes, own.gpu))
     if own.inference_slots:
         say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
@@ -93,19 +96,20 @@ def _table(recipe: Recipe, names: tuple[str, ...], own: PlanOptions) -> None:
     """Print a line for each plan and number of processes. Raises UserError where all of them are refused."""
     from dtgpt.planning.table import Case, describe_table
 
-    cases, notes = [], []
+    cases, refused, notes = [], [], []
     for name in dict.fromkeys(names):
         for world in dict.fromkeys(own.world) or (None,):
             one = replace(recipe, plan=name)
             try:
-                settings = one.planned(world)
+                choice, settings = one.planned_choice(world), one.planned(world)
             except UserError as error:
-                cases.append(Case(name, world or one.named_plan().world, None, str(error)))
+                refused.append(f"{name} on {counted(world, 'process', 'processes')}: {error}" if world else str(error))
                 continue
-            cases.append(Case(name, settings.plan.world, settings))
-            notes += [note for note in one.notes(settings.plan.dp, settings.device.type) if note not in notes]
-    if all(case.settings is None for case in cases):
-        raise UserError(cases[0].reason)
+            cases.append(Case(choice.name, settings))
+            notes += choice.describe() + one.notes(choice, settings.device.type)
+    if not cases:
+        raise UserError(refused[0])
+    notes = [f"refused: {reason}" for reason in refused] + [f"note: {note}" for note in dict.fromkeys(notes)]
     say(describe_table(recipe.name, cases, notes, own.gpu))
 
 

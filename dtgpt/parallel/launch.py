@@ -46,7 +46,7 @@ def open_mesh(settings: Settings, timeout: float, process: Process, values: dict
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, timeout)
+        start_process_group(device, timeout, rank=process.rank, world_size=process.world)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)

@@ -17,31 +17,28 @@ GRAIN = 1024  # tokens, of the longest sequence
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for a number of processes. settings: None where it is refused, for `reason`."""
+    """A plan for a number of processes, by the name that the user gave it."""
 
     plan: str
-    world: int
-    settings: Settings | None
-    reason: str = ""
+    settings: Settings
 
 
 def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: str | None) -> str:
-    """Return the tables of memory and of a step for the cases of the recipe `name`, of which one at least is not
-    refused. gpu: as in `describe_plan`."""
+    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
+    gpu: as in `describe_plan`."""
     device, size = find_device(gpu)
-    known = [(case, case.settings) for case in cases if case.settings is not None]
-    memories = [fullest(memory_by_rank(settings)) for _, settings in known]
+    memories = [fullest(memory_by_rank(case.settings)) for case in cases]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
     memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
     step = [["plan", "GPUs", "micro-batches", "bubble", "tp", "dp", "pp", "longest"]]
-    for (case, settings), most in zip(known, memories, strict=True):
-        start = [case.plan, f"{settings.plan.world:,}"]
+    for case, most in zip(cases, memories, strict=True):
+        settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
         fits = "yes" if fits_into(most.total, size) else "NO"
         memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
         step.append([*start, *_step(settings, unit), f"{longest_sequence(settings, size):,}"])
     lines = [
-        *_heading(name, known[0][1]),
+        *_heading(name, cases[0].settings),
         "",
         f"{unit_name} on the fullest rank; {device} has {byte_size(size)}",
         *_aligned(memory),
@@ -49,9 +46,7 @@ def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: 
         hanging(f"a step: {unit_name} that a rank sends over tp, dp, pp; tokens of the longest sample that fits", 2),
         *_aligned(step),
     ]
-    refused = [f"refused: {case.plan} on {case.world:,}: {case.reason}" for case in cases if case.settings is None]
-    lines += [""] * bool(refused or notes)
-    return "\n".join([*lines, *(hanging(line, 2) for line in [*refused, *(f"note: {note}" for note in notes)])])
+    return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
 
 
 def longest_sequence(settings: Settings, size: float) -> int:

@@ -32,13 +32,16 @@ from dtgpt.util.hardware import peak_memory
 def train(recipe: Recipe) -> int:
     """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
 
-    Every process of the plan calls it. Whatever is wrong with the recipe, the plan, the data or the machine raises
-    UserError before a run folder is made or changed.
+    Every process calls it; those that the plan leaves over wait. Whatever is wrong with the recipe, the plan, the data
+    or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
+    return startup.run_together(recipe, lambda begun: _train(begun, stop))
+
+
+def _train(begun: startup.Started, stop: StopRequest) -> int:
+    recipe, mesh = begun.recipe, begun.mesh
     with ExitStack() as stack:
-        begun = startup.start(recipe, stack)
-        recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
         foreign, checkpoint = startup.find_foreign_run(recipe.resume, recipe.model, recipe.num_steps), None
         if foreign is None:

@@ -23,8 +23,10 @@ from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.watch import Watch, watch_peers
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
+from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.interval_loss import check_interval
@@ -43,31 +45,54 @@ class Started(NamedTuple):
     recipe: Recipe  # with a number of steps, and the tokenizer that `auto` means
     settings: Settings
     mesh: Mesh
-    process: Process
+    process: Process  # among those that the plan uses
+    watch: Watch | None  # over all processes, where some wait for the end of the run
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
     """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
-    the process group."""
-    process = Process.from_environment()
+    the process group. Raises UserError in a process that the plan leaves over."""
+    everyone = Process.from_environment()
     check_run(recipe)
     recipe = counted(recipe)
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
-    plan = recipe.plan_for(process.world)
+    choice = recipe.choose_plan(everyone.world)
+    if everyone.rank >= choice.plan.world:
+        raise UserError(f"the plan {choice.plan.name} leaves rank {everyone.rank} over; only dtgpt train lets it wait")
+    for line in choice.describe():
+        say(line)
+    process = everyone.among(choice.plan.world)
     check_wandb(recipe.log.wandb)
     if recipe.log.tensorboard:
         import_tensorboard()
     tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
-    for note in recipe.notes(plan.dp, device.type):
+    for note in recipe.notes(choice, device.type):
         say(note, warning=True)
-    settings = recipe.settings(plan, device)
+    settings = recipe.settings(choice.plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
+    watch = stack.enter_context(watch_peers(everyone, recipe.timeout)) if choice.waiting else None
     mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
-    return Started(recipe, settings, mesh, process)
+    return Started(recipe, settings, mesh, process, watch)
+
+
+def run_together(recipe: Recipe, work: Callable[[Started], int]) -> int:
+    """Return the exit code that `work` returns in the processes of the plan. Those that the plan leaves over wait for
+    it, without memory of a GPU, and end like the others where a process is lost."""
+    process = Process.from_environment()
+    if process.rank >= recipe.plan_for(process.world).world:
+        stop = StopRequest()
+        with stop, watch_peers(process, recipe.timeout) as watch:
+            return watch.wait_for_end(lambda: stop.requested)
+    with ExitStack() as stack:
+        begun = start(recipe, stack)
+        code = work(begun)
+        if begun.watch is not None and process.rank == 0:
+            begun.watch.end_run(code)
+        return code
 
 
 @contextmanager

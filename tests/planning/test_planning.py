@@ -28,8 +28,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def report_of(recipe, world, gpu):
-    settings = recipe.planned(world)
-    return describe_plan(settings, recipe.name, recipe.notes(settings.plan.dp, settings.device.type), gpu)
+    settings, choice = recipe.planned(world), recipe.planned_choice(world)
+    return describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), gpu)
 
 
 def planned(recipe, plan: str):
