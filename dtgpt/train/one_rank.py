@@ -69,18 +69,24 @@ def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> Bui
     with open_one_rank(settings.plan, rank) as mesh:
         stages, shards = build_stages(settings, mesh, key=None)
         make_engine(stages, shards, settings, Graphs(enabled=False))
-        gradients, padding = _gradients(shards, settings)
-        return BuiltRank(
-            place=mesh.place,
-            groups=groups_of(mesh),
-            blocks=[_blocks(stage) for stage in stages],
-            parameters=[_parameter(shard, mesh.place) for shard in shards],
-            weights=sum(shard.local.nbytes for shard in shards),
-            low_precision=sum(shard.low_precision.nbytes for shard in shards if shard.low_precision is not None),
-            gradients=gradients,
-            padding=padding,
-            moments=_moments(make_optimizer(shards, optimizer)),
-        )
+        return describe_built(stages, shards, make_optimizer(shards, optimizer), settings)
+
+
+def describe_built(stages: list[Decoder], shards: Shards, adamw: AdamW, settings: Settings) -> BuiltRank:
+    """Return what a rank holds of a model, by `build_stages`, `make_engine` and `make_optimizer`."""
+    place = shards.mesh.place
+    gradients, padding = _gradients(shards, settings)
+    return BuiltRank(
+        place=place,
+        groups=groups_of(shards.mesh),
+        blocks=[[int(index) for index in stage.blocks] for stage in stages],
+        parameters=[_parameter(shard, place) for shard in shards],
+        weights=sum(shard.local.nbytes for shard in shards),
+        low_precision=sum(shard.low_precision.nbytes for shard in shards if shard.low_precision is not None),
+        gradients=gradients,
+        padding=padding,
+        moments=sum(moment.nbytes for moment in (*adamw.exp_avg, *adamw.exp_avg_sq)),
+    )
 
 
 def differences(built: BuiltRank, settings: Settings) -> list[str]:
@@ -107,10 +113,6 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
     return dict(zip(BYTES, (4 * local, 8 * local, gradient_bytes(held, settings), narrow), strict=True))
-
-
-def _blocks(stage: Decoder) -> list[int]:
-    return [int(index) for index in stage.blocks]
 
 
 def _parameter(shard: Shard, place: RankCoordinates) -> BuiltParameter:
@@ -142,7 +144,3 @@ def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
     if not buckets.hooks:  # gradients stay on the parameters until the end of the step
         used += sum(shard.local.nbytes for shard in shards)
     return used, padding
-
-
-def _moments(adamw: AdamW) -> int:
-    return sum(moment.nbytes for moment in (*adamw.exp_avg, *adamw.exp_avg_sq))
