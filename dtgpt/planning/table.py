@@ -43,7 +43,7 @@ def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: 
         f"{unit_name} on the fullest rank; {device} has {byte_size(size)}",
         *_aligned(memory),
         "",
-        hanging(f"a step: {unit_name} that a rank sends over tp, dp, pp; tokens of the longest sample that fits", 2),
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits",
         *_aligned(step),
     ]
     return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])

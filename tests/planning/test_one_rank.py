@@ -48,7 +48,7 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (replace(GPT2, tied=False), "tp5_sp_pp4_interleaved_zero2", 40, {"precision": "fp16"}),
         (LLAMA, "tp4_zero2", 20, {"recompute": "full"}),
         (LLAMA, "tp4_sp_zero3", 20, {}),
-        (LLAMA, "tp2_pp3_interleaved3", 18, {"recompute": "selective"}),
+        (LLAMA, "tp2_pp3_interleaved3", 12, {"recompute": "selective"}),
         (replace(LLAMA, tied=True), "tp4_sp_pp3", 36, {}),
         (LLAMA, "own", 4, {}),
     ],
