@@ -106,7 +106,7 @@ def _table(recipe: Recipe, names: tuple[str, ...], own: PlanOptions) -> None:
                 refused.append(f"{name} on {counted(world, 'process', 'processes')}: {error}" if world else str(error))
                 continue
             cases.append(Case(choice.name, settings))
-            notes += choice.describe() + one.notes(choice, settings.device.type)
+            notes += choice.describe()[1:] + one.notes(choice, settings.device.type)
     if not cases:
         raise UserError(refused[0])
     notes = [f"refused: {reason}" for reason in refused] + [f"note: {note}" for note in dict.fromkeys(notes)]

@@ -45,7 +45,7 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
         (GPT2, "pp4_zero3", 24, {}),
         (GPT2, "tp5_pp4_zbv", 60, {}),
         (GPT2, "pp4_zbv_zero1", 12, {}),
-        (replace(GPT2, tied=False), "tp5_sp_pp4_interleaved_zero2", 40, {"precision": "fp16"}),
+        (GPT2, "tp5_sp_pp4_interleaved_zero2", 40, {"precision": "fp16"}),
         (LLAMA, "tp4_zero2", 20, {"recompute": "full"}),
         (LLAMA, "tp4_sp_zero3", 20, {}),
         (LLAMA, "tp2_pp3_interleaved3", 12, {"recompute": "selective"}),
@@ -55,13 +55,13 @@ def settings_of(recipe, world: int, plan: str, model, **changes):
 )
 def test_what_is_built_is_what_is_planned(recipe, model, plan, world, changes):
     settings = settings_of(recipe, world, plan, model, **changes)
-    for rank in sorted({0, 1 % world, world // 2, world - 1}):
+    for rank in sorted({0, world // 2, world - 1}):
         built = build_rank(settings, recipe.optimizer, rank)
         assert differences(built, settings) == [] and built.place.rank == rank
         assert built.weights == sum(4 * torch.Size(p.local).numel() for p in built.parameters) > 0
 
 
-@pytest.mark.parametrize("plan", ["dp2_tp2_sp_zero3", "tp2_pp2", "dp2_pp2_interleaved_zero1", "dp2_pp2_zbv", "dp2_tp2"])
+@pytest.mark.parametrize("plan", ["dp2_tp2_sp_zero3", "tp2_pp2", "dp2_pp2_interleaved_zero1", "dp2_pp2_zbv"])
 def test_a_rank_alone_holds_what_it_holds_among_others(recipe, plan):
     """Four processes of gloo, with memory, against four ranks without either."""
     model = replace(GPT2, num_heads=4)
@@ -88,8 +88,9 @@ def test_any_rank_of_16384_is_built_in_seconds(name, options):
 def test_a_rank_that_differs_from_its_plan_is_told_and_fails(monkeypatch, capsys):
     """Here it is planning that forgets a parameter."""
     words = ["plan", TINY, "--plan", "tp2_pp2", "--world", "8", "--global_batch_size", "32"]
-    main([*words, "--rank", "5"])
-    assert "as planned: blocks" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--rank", "5"])
+    assert stop.value.code == 0 and "as planned: blocks" in capsys.readouterr().out
     known = one_rank.parameters_of
     monkeypatch.setattr(one_rank, "parameters_of", lambda *given: known(*given)[1:])
     with pytest.raises(SystemExit) as stop:
@@ -102,7 +103,9 @@ def test_a_rank_that_differs_from_its_plan_is_told_and_fails(monkeypatch, capsys
 
 def test_the_report_names_coordinates_groups_and_kinds_of_parameters(capsys):
     plan = ["--plan", "tp2_pp2_zero1", "--world", "8", "--global_batch_size", "32"]
-    main(["plan", TINY, *plan, "--rank", "5", "--gpus_per_node", "2", "--gpu", "H100"])
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", TINY, *plan, "--rank", "5", "--gpus_per_node", "2", "--gpu", "H100"])
+    assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert "rank    5 of 8: pp 1 of 2, dp 0 of 2, tp 1 of 2; node 2, GPU 1 of 2" in lines
     assert "tp          2 ranks: 4 5; node 2" in lines and "dp          2 ranks: 5 7; 2 nodes" in lines

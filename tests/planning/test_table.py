@@ -18,6 +18,13 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = RECIPES / "llama31_405b.py"
 
 
+def output_of(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *words])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
 def rows_of(text: str, header: str) -> list[list[str]]:
     lines = iter(text.splitlines())
     next(line for line in lines if line.startswith(header))
@@ -26,8 +33,8 @@ def rows_of(text: str, header: str) -> list[list[str]]:
 
 
 def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsys):
-    main(["plan", str(LLAMA), "--plans", "tp8_sp_pp16_zero1", "tp8_sp_zero3", "--world", "1024", "1000", "--gpu", "80"])
-    text = capsys.readouterr().out
+    plans = ["--plans", "tp8_sp_pp16_zero1", "tp8_sp_zero3", "--world", "1024", "1000", "--gpu", "80"]
+    text = output_of(capsys, str(LLAMA), *plans)
     notes = " ".join(text.split())
     memory, step = rows_of(text, "GiB on the fullest rank"), rows_of(text, "a step: ")
     assert [row[:2] for row in memory] == [["tp8_sp_pp16_zero1", "1,024"], ["tp8_sp_zero3", "1,024"]]
@@ -43,8 +50,8 @@ def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsy
 
 def test_alternatives_by_world_have_a_line_with_the_plan_that_is_chosen(capsys):
     plans = ["--plans", "dp2_tp2|tp2", "--world", "2", "4", "5"]
-    main(["plan", str(RECIPES / "gpt2_tiny.py"), *plans, "--global_batch_size", "8", "--micro_batch_size", "1"])
-    text = capsys.readouterr().out
+    batch = ["--global_batch_size", "8", "--micro_batch_size", "1"]
+    text = output_of(capsys, str(RECIPES / "gpt2_tiny.py"), *plans, *batch)
     rows = rows_of(text, "MiB on the fullest rank")
     assert [row[:2] for row in rows] == [["tp2", "2"], ["dp2_tp2", "4"], ["dp2_tp2", "4"]]
     assert "note: 1 of 5 processes waits" in text
