@@ -69,6 +69,11 @@ class Recipe:
     ] = "auto"
     graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
+    lost_after: Annotated[
+        float,
+        "seconds without a sign of life of a process, as after a power failure, after which all others end",
+        Bounds(5),
+    ] = 20.0
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
         str | None,

@@ -6,6 +6,7 @@ that have ended. So each start has a name of its own, which rank 0 chooses and h
 
 import os
 import secrets
+import socket
 import time
 from datetime import timedelta
 from typing import NamedTuple
@@ -28,6 +29,17 @@ def open_store(seconds: float) -> dist.Store:
 def is_torchruns() -> bool:
     """Return whether the store is that of torchrun's process, and not of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_refused() -> bool:
+    """Return whether the process that had the store has ended for certain: its host is there, but nobody answers."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class Meeting(NamedTuple):
@@ -65,7 +77,7 @@ def meet(process: Process, seconds: float, place: str = "") -> Meeting:
         text = str(error).splitlines()[0]
         late = "timeout" in text.lower() or "timed out" in text.lower()
         reason = f"not all of them came within {seconds:g} s" if late else text
-        raise _not_found(reason) from None
+        raise not_found(reason) from None
 
 
 def _welcome(store: dist.Store, world: int, end: float, place: str) -> Meeting:
@@ -80,7 +92,7 @@ def _welcome(store: dist.Store, world: int, end: float, place: str) -> Meeting:
         if time.monotonic() > end:
             missing = [str(rank) for rank in range(1, world) if not own.check([f"place/{rank}"])]
             ranks = ", ".join(missing[:MOST_NAMED]) + ", ..." * (len(missing) > MOST_NAMED)
-            raise _not_found(f"rank {ranks} of {world} did not come in time")
+            raise not_found(f"rank {ranks} of {world} did not come in time")
         for nonce in set(store.multi_get(greetings)) - answered if store.check(greetings) else ():
             store.set(f"dtgpt/answer/{nonce.decode()}", name)
             answered.add(nonce)
@@ -94,7 +106,7 @@ def _wait(store: dist.Store, key: str, end: float) -> str:
     return store.get(key).decode()
 
 
-def _not_found(reason: str) -> UserError:
+def not_found(reason: str) -> UserError:
     hint = ""
     if is_torchruns() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         hint = "; if torchrun restarted them, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"

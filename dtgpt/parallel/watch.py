@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dtgpt.parallel.link import Link
-from dtgpt.parallel.meeting import Meeting, is_torchruns, meet
+from dtgpt.parallel.meeting import Meeting, is_refused, is_torchruns, meet
 from dtgpt.parallel.process import Process
 from dtgpt.util.console import close_streams, say_error
 
@@ -46,12 +46,14 @@ class Watch:
     meeting: the store of the run.
     step: the last step that this process has finished; the training loop sets it.
     remedy: what a user should do after a loss; the training loop sets it.
+    on_stop: called once on rank 0 with the number of a signal that a waiting process got; the training loop sets it.
     """
 
     def __init__(self, process: Process, meeting: Meeting, link: Link | None, lost_after: float):
         self.process, self.meeting, self.step = process, meeting, 0
         self.host = socket.gethostname()
         self.remedy: Callable[[], str] = lambda: "start the run again"
+        self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
         self._link, self._lost_after = link, lost_after
         self._next = (process.rank + 1) % process.world
         self._peer = Peer(**json.loads(meeting.store.get(f"place/{self._next}")))
@@ -75,7 +77,10 @@ class Watch:
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
         it; return if there is none."""
-        time.sleep(seconds)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._news.set()
+            time.sleep(BEAT / 10)
 
     def end_run(self, code: int) -> None:
         """Tell the processes that wait for the end of the run, on rank 0, that it has come, with this exit code."""
@@ -138,7 +143,7 @@ class Watch:
                 self._alone = 0.0
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
-                    os.kill(os.getpid(), int(stop))
+                    self.on_stop(int(stop))
                 if verdict:
                     self._end(verdict.decode())
                 silent, heard = silent + passed if beat == heard else 0.0, beat
@@ -146,6 +151,9 @@ class Watch:
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
+                if not is_torchruns() and is_refused():
+                    text = f"rank 0 (last step {self.step}) is lost: its process, which had the store of the run, has ended"
+                    self._end(json.dumps({"text": text, "by": 0}))
             self._news.wait(BEAT)
             self._news.clear()
 

@@ -16,11 +16,12 @@ from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
+from dtgpt.parallel.watch import Watch
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
-from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
+from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.tasks import TaskEvaluation, tasks_of
 from dtgpt.train.trainer import StepResult, Trainer
@@ -36,7 +37,7 @@ def train(recipe: Recipe) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
-    return startup.run_together(recipe, lambda begun: _train(begun, stop))
+    return startup.run_together(recipe, stop, lambda begun: _train(begun, stop))
 
 
 def _train(begun: startup.Started, stop: StopRequest) -> int:
@@ -61,7 +62,7 @@ def _train(begun: startup.Started, stop: StopRequest) -> int:
                 return 0
         stack.enter_context(stop)
         trainer = startup.make_trainer(begun, dataset, resuming=bool(checkpoint or foreign))
-        loop = Loop(recipe, trainer, lock, stop)
+        loop = Loop(recipe, trainer, lock, stop, begun.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif foreign:
@@ -93,9 +94,9 @@ class Due(NamedTuple):
 class Loop:
     """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest):
+    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
-        self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
+        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
         self.tasks = TaskEvaluation(trainer)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
@@ -126,6 +127,8 @@ class Loop:
             def remedy() -> str:
                 return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
 
+            if self.watch:
+                self.watch.step, self.watch.remedy = trainer.step, remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
             self.saver = stack.enter_context(
                 Saver(
@@ -148,6 +151,8 @@ class Loop:
         while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
             self.interval.add(result.loss)
+            if self.watch:
+                self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
             stopping = self.mesh.vote(self._must_end())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
@@ -290,8 +295,3 @@ class Loop:
         """Say where and why the run ends early, and return its exit code."""
         interval = self.recipe.exit_interval if self.leaving else None
         return say_stopped(where, hint, self.stop, self.recipe.exit_after, interval, self.mesh)
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether the interval, 0: never, divides the step."""
-    return interval > 0 and step % interval == 0
