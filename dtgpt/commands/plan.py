@@ -7,8 +7,9 @@ from typing import Annotated
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import Options
-from dtgpt.config.plan_choice import PlanChoice, parse_alternatives
+from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.train.settle import check_run, settle
 from dtgpt.util.console import counted, say
@@ -55,15 +56,15 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> int:
         parse_alternatives(name, recipe.plans)
     check_run(recipe)
     if names or len(own.world) > 1:
-        _table(recipe, names or (recipe.plan,), own)
+        _table([replace(recipe, plan=name) for name in dict.fromkeys(names or (recipe.plan,))], own)
         return 0
     world = own.world[0] if own.world else None
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
         say(line)
     if own.rank is not None:
-        return _rank(recipe, settings, own.rank, own)
-    _report(recipe, choice, settings, own)
+        return _rank(recipe.name, settings, recipe.optimizer, own.rank, own)
+    _report(recipe.name, settings, recipe.notes(choice, settings.device.type), own)
     return 0
 
 
@@ -82,49 +83,47 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         raise UserError("--gpus_per_node names the nodes of one rank's groups; add --rank, or leave it out")
 
 
-def _report(recipe: Recipe, choice: PlanChoice, settings: Settings, own: PlanOptions) -> None:
+def _report(name: str, settings: Settings, notes: list[str], own: PlanOptions) -> None:
     from dtgpt.inference.memory_report import describe_generation
     from dtgpt.planning.report import describe_plan
 
-    notes = recipe.notes(choice, settings.device.type)
-    say(describe_plan(settings, recipe.name, notes, own.gpu))
+    say(describe_plan(settings, name, notes, own.gpu))
     if own.inference_slots:
         say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
 
 
-def _table(recipe: Recipe, names: tuple[str, ...], own: PlanOptions) -> None:
-    """Print a line for each plan and number of processes. Raises UserError where all of them are refused."""
+def _table(recipes: list[Recipe], own: PlanOptions) -> None:
+    """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of them are refused."""
     from dtgpt.planning.table import Case, describe_table
 
     cases, refused, notes = [], [], []
-    for name in dict.fromkeys(names):
+    for recipe in recipes:
         for world in dict.fromkeys(own.world) or (None,):
-            one = replace(recipe, plan=name)
             try:
-                choice, settings = one.planned_choice(world), one.planned(world)
+                choice, settings = recipe.planned_choice(world), recipe.planned(world)
             except UserError as error:
-                refused.append(f"{name} on {counted(world, 'process', 'processes')}: {error}" if world else str(error))
+                refused.append(
+                    f"{recipe.plan} on {counted(world, 'process', 'processes')}: {error}" if world else str(error)
+                )
                 continue
             cases.append(Case(choice.name, settings))
-            notes += choice.describe()[1:] + one.notes(choice, settings.device.type)
+            notes += choice.describe()[1:] + recipe.notes(choice, settings.device.type)
     if not cases:
         raise UserError(refused[0])
     notes = [f"refused: {reason}" for reason in refused] + [f"note: {note}" for note in dict.fromkeys(notes)]
-    say(describe_table(recipe.name, cases, notes, own.gpu))
+    say(describe_table(recipes[0].name, cases, notes, own.gpu))
 
 
-def _rank(recipe: Recipe, settings: Settings, rank: int, own: PlanOptions) -> int:
+def _rank(name: str, settings: Settings, optimizer: OptimizerConfig, rank: int, own: PlanOptions) -> int:
     from dtgpt.planning.report import describe_mesh, find_device
     from dtgpt.train.one_rank import build_rank, check_rank, differences
     from dtgpt.train.rank_report import describe_check, describe_rank
 
     check_rank(rank, settings.plan.world)
     find_device(own.gpu)
-    built = build_rank(settings, recipe.optimizer, rank)
+    built = build_rank(settings, optimizer, rank)
     found = differences(built, settings)
-    lines = describe_mesh(recipe.name, settings) + describe_rank(
-        built, settings, own.gpus_per_node or GPUS_PER_NODE, own.gpu
-    )
+    lines = describe_mesh(name, settings) + describe_rank(built, settings, own.gpus_per_node or GPUS_PER_NODE, own.gpu)
     say("\n".join([*lines, *describe_check(found, built)]))
     return 1 if found else 0
 

@@ -87,7 +87,7 @@ def test_any_rank_of_16384_is_built_in_seconds(name, options):
 
 def test_a_rank_that_differs_from_its_plan_is_told_and_fails(monkeypatch, capsys):
     """Here it is planning that forgets a parameter."""
-    words = ["plan", TINY, "--plan", "tp2_pp2", "--world", "8", "--global_batch_size", "32"]
+    words = ["plan", TINY, "--plan", "tp2_pp2", "--world", "8", "--global_batch_size", "128"]
     with pytest.raises(SystemExit) as stop:
         main([*words, "--rank", "5"])
     assert stop.value.code == 0 and "as planned: blocks" in capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_rank_that_differs_from_its_plan_is_told_and_fails(monkeypatch, capsys
 
 
 def test_the_report_names_coordinates_groups_and_kinds_of_parameters(capsys):
-    plan = ["--plan", "tp2_pp2_zero1", "--world", "8", "--global_batch_size", "32"]
+    plan = ["--plan", "tp2_pp2_zero1", "--world", "8", "--global_batch_size", "128"]
     with pytest.raises(SystemExit) as stop:
         main(["plan", TINY, *plan, "--rank", "5", "--gpus_per_node", "2", "--gpu", "H100"])
     assert stop.value.code == 0
