@@ -93,7 +93,8 @@ def _report(name: str, settings: Settings, notes: list[str], own: PlanOptions) -
 
 
 def _table(recipes: list[Recipe], own: PlanOptions) -> None:
-    """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of them are refused."""
+    """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of
+    them are refused."""
     from dtgpt.planning.table import Case, describe_table
 
     cases, refused, notes = [], [], []
