@@ -55,7 +55,7 @@ def open_mesh(
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, timeout, watch.meeting if watch else None)
+        start_process_group(device, timeout, watch.meeting if watch else None, process)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)
@@ -78,12 +78,16 @@ def open_mesh(
             end_process_group()
 
 
-def start_process_group(device: torch.device, timeout: float, meeting: Meeting | None = None, **arguments: Any) -> None:
-    """Join the other processes in the store of `meeting`, None: of a new one, or as the `arguments` of
-    `init_process_group` say (store, rank, world_size). Small messages between CPUs go through gloo, on GPUs
-    in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
+def start_process_group(
+    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
+    environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
+    CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
+    gives gloo NCCL's options."""
     if not arguments:
-        process = Process.from_environment()
+        process = process or Process.from_environment()
         store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
         arguments = {"store": store, "rank": process.rank, "world_size": process.world}
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **arguments}

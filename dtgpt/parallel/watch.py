@@ -46,12 +46,14 @@ class Watch:
     meeting: the store of the run.
     step: the last step that this process has finished; the training loop sets it.
     remedy: what a user should do after a loss; the training loop sets it.
+    on_stop: called once on rank 0 with the number of a signal that a waiting process got; the training loop sets it.
     """
 
     def __init__(self, process: Process, meeting: Meeting, link: Link | None, lost_after: float):
         self.process, self.meeting, self.step = process, meeting, 0
         self.host = socket.gethostname()
         self.remedy: Callable[[], str] = lambda: "start the run again"
+        self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
         self._link, self._lost_after = link, lost_after
         self._next = (process.rank + 1) % process.world
         self._peer = Peer(**json.loads(meeting.store.get(f"place/{self._next}")))
@@ -83,17 +85,22 @@ class Watch:
         """Tell the processes that wait for the end of the run, on rank 0, that it has come, with this exit code."""
         self.meeting.store.set("end", str(code))
 
-    def wait_for_end(self, stop: Callable[[], object]) -> int | None:
-        """Wait until rank 0 has called `end_run`, and return the exit code of the run; None once `stop()` is true."""
-        while not stop():
+    def wait_for_end(self, requested: Callable[[], int | None]) -> int:
+        """Wait until rank 0 has called `end_run`, and return the exit code of the run. The first signal number that
+        `requested()` returns is passed on to rank 0, which ends the run as if it had got that signal."""
+        passed_on = False
+        while True:
             with suppress(RuntimeError):  # the store is lost, which ends this process soon
                 if self.meeting.store.check(["end"]):
                     return int(self.meeting.store.get("end"))
+                if not passed_on and (number := requested()):
+                    self.meeting.store.set("stop", str(number))
+                    passed_on = True
             time.sleep(BEAT / 4)
-        return None
 
     def begin(self) -> None:
         if self.process.rank == 0:
+            self.meeting.store.set("stop", "")
             self.meeting.store.set("verdict", "")
         for thread in self._threads:
             thread.start()
@@ -122,7 +129,7 @@ class Watch:
     def _heartbeat(self) -> None:
         """Run the thread that talks to the store, which may block it where the network is gone."""
         store, count, heard, silent, last = None, 0, b"", 0.0, time.monotonic()
-        keys = ["verdict", f"beat/{self._next}"]
+        keys, stopping = ["verdict", f"beat/{self._next}", "stop"], False
         known = False  # whether the keys are there
         while not self._stopped.is_set():
             now = time.monotonic()
@@ -132,8 +139,11 @@ class Watch:
                 store = store or self.meeting.connect(self._lost_after)
                 store.set(f"beat/{self.process.rank}", f"{count} {self.step}")
                 known = known or store.check(keys)
-                verdict, beat = store.multi_get(keys) if known else (b"", b"")
+                verdict, beat, stop = store.multi_get(keys) if known else (b"", b"", b"")
                 self._alone = 0.0
+                if stop and not stopping and self.process.rank == 0:
+                    stopping = True
+                    self.on_stop(int(stop))
                 if verdict:
                     self._end(**json.loads(verdict))
                 silent, heard = silent + passed if beat == heard else 0.0, beat

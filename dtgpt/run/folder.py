@@ -18,6 +18,7 @@ from dtgpt.checkpoint.manifest import STATE, list_checkpoints
 from dtgpt.config.overrides import leaves, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
 from dtgpt.util.console import say
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError, remedy, shown_name
@@ -174,10 +175,9 @@ def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[st
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
     write_json(folder / "recipe.json", recipe)
-    write_json(
-        folder / "environment.json",
-        {**environment(mesh.device), "world": mesh.world, "plan": mesh.plan.name, "data": data},
-    )
+    waiting = max(0, Process.from_environment().world - mesh.world)
+    where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
+    write_json(folder / "environment.json", {**environment(mesh.device), **where, "data": data})
 
 
 def keep_old(path: Path, step: int) -> None:

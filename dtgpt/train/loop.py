@@ -21,7 +21,7 @@ from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
-from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
+from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.tasks import TaskEvaluation, tasks_of
 from dtgpt.train.trainer import StepResult, Trainer
@@ -33,13 +33,16 @@ from dtgpt.util.hardware import peak_memory
 def train(recipe: Recipe) -> int:
     """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
 
-    Every process of the plan calls it. Whatever is wrong with the recipe, the plan, the data or the machine raises
-    UserError before a run folder is made or changed.
+    Every process calls it; those that the plan leaves over wait. Whatever is wrong with the recipe, the plan, the data
+    or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
+    return startup.run_together(recipe, stop, lambda begun: _train(begun, stop))
+
+
+def _train(begun: startup.Started, stop: StopRequest) -> int:
+    recipe, mesh = begun.recipe, begun.mesh
     with ExitStack() as stack:
-        begun = startup.start(recipe, stack)
-        recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
         foreign, checkpoint = startup.find_foreign_run(recipe.resume, recipe.model, recipe.num_steps), None
         if foreign is None:
@@ -296,8 +299,3 @@ class Loop:
         """Say where and why the run ends early, and return its exit code."""
         interval = self.recipe.exit_interval if self.leaving else None
         return say_stopped(where, hint, self.stop, self.recipe.exit_after, interval, self.mesh)
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether the interval, 0: never, divides the step."""
-    return interval > 0 and step % interval == 0

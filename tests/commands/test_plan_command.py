@@ -43,6 +43,40 @@ def test_a_wrong_plan_from_a_shell_is_one_sentence_at_once(tmp_path, plan, words
     assert seconds < 5
 
 
+def test_the_plan_command_shows_which_alternative_is_chosen_and_why_not_the_others(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(TINY), "--plan", "tp8 | tp4 | tp2_zero1", "--world", "7", "--micro_batch_size", "4"])
+    out = capsys.readouterr().out
+    assert not stop.value.code
+    assert out.startswith(
+        "plan: tp4 (2nd of 3) on 4 processes: tp4\n"
+        "3 of 7 processes wait: no alternative fits more than 4 of them\n"
+        "tp8 fits none of 7 processes: the plan tp8 needs tp=8 = 8 processes for each replica, but --world is 7, which "
+        "is not a multiple; use --world 8\n"
+        "tp2_zero1 fits 4 of 7 processes, too, but comes after tp4\n"
+    )
+    assert "plan    tp4: 4 ranks" in out
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["train", "--plan", "tp2 |"], ["no plan on one side of a '|'"]),
+        (["train", "--plan", "tp4 | tp2"], ["'tp4 | tp2' fits 1 process or fewer", "start 4"]),
+        (["compare", "--plans", "tp2 | dp2"], ["names alternatives", "give one of them"]),
+        (["plan", "--plan", "tp2 | dp2 | tp2"], ["the same plan twice (tp2)"]),
+    ],
+)
+def test_alternatives_that_cannot_be_used_are_one_sentence(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main([words[0], str(TINY), *words[1:]])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
+    assert all(word in captured.err for word in told), captured.err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
