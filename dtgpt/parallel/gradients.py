@@ -53,7 +53,7 @@ class NarrowSum(Sum):
     def __init__(self, flat: Tensor, group: dist.ProcessGroup, peers: Peers | None = None):
         super().__init__(flat, group)
         self._peers = peers
-        self._pieces = torch.empty_like(flat) if peers is None else flat
+        self.pieces = torch.empty_like(flat) if peers is None else flat
         self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
@@ -68,8 +68,8 @@ class NarrowSum(Sum):
         if self._peers is not None:
             self._peers.sum_in_place(self.flat)
             return
-        dist.all_to_all_single(self._pieces, self.flat, group=self.group)
-        own = self._pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
+        dist.all_to_all_single(self.pieces, self.flat, group=self.group)
+        own = self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
         all_gather_single(self.flat, own, self.group)
 
     def wait(self) -> None:
@@ -141,6 +141,14 @@ class Bucket:
         if self._over_replicas is not None:
             self._over_replicas.wait()
 
+    def bytes(self) -> tuple[int, int]:
+        """Return (bytes of gradients, bytes of padding) that the bucket holds."""
+        held = [self.flat] if self.flat is self.wire else [self.flat, self.wire]
+        if isinstance(self._over_replicas, NarrowSum) and self._over_replicas.pieces is not self.wire:
+            held.append(self._over_replicas.pieces)
+        used = sum(total.numel() for total in self.sums)
+        return sum(used * t.element_size() for t in held), sum((t.numel() - used) * t.element_size() for t in held)
+
 
 def _flat(parameters: list[Tensor], dtype: torch.dtype, multiple: int) -> tuple[Tensor, list[Tensor]]:
     """Return (a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
@@ -166,6 +174,11 @@ class Buckets:
         """Set the backward passes of the following steps, at most those of the first."""
         for bucket in self.all:
             bucket.passes = passes if self.hooks else 1
+
+    def bytes(self) -> tuple[int, int]:
+        """Return (bytes of gradients, bytes of padding) that the buckets hold."""
+        used, padding = zip(*(bucket.bytes() for bucket in self.all), strict=True)
+        return sum(used), sum(padding)
 
     def begin(self, done: int = 0) -> None:
         for bucket in self.all:

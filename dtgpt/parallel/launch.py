@@ -80,12 +80,9 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device,
-    timeout: float,
-    meeting: Meeting | None = None,
-    process: Process | None = None,
+    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
     **arguments: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
     environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and

@@ -38,7 +38,8 @@ class Mesh:
         self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
             shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
-            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+            kind = "cpu" if device.type == "meta" else device.type  # tensors without memory have no mesh of their own
+            self.devices = init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.dp_group = self.devices.get_group("replicate") if plan.replicate > 1 else None

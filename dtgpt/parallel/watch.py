@@ -71,8 +71,7 @@ class Watch:
         """Tell the other processes that this one ends with an error. They end too, with this reason."""
         if not self._leaving:
             self._leaving = True
-            with suppress(RuntimeError):
-                self._accuse(self.meeting.store, self.process.rank, self.host, f"ended: {reason}")
+            _within_leave(lambda: self._accuse(self.meeting.store, self.process.rank, self.host, f"ended: {reason}"))
 
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
@@ -100,11 +99,9 @@ class Watch:
             time.sleep(BEAT / 4)
 
     def begin(self) -> None:
-        if self.process.rank == 0:
-            self.meeting.store.set("stop", "")
-            self.meeting.store.set("verdict", "")
-        for thread in self._threads:
-            thread.start()
+        with suppress(RuntimeError):  # there can be no more threads: collectives alone notice a loss
+            for thread in self._threads:
+                thread.start()
 
     def finish(self) -> None:
         """End the watch of this process, which may end now without being missed."""
@@ -113,24 +110,24 @@ class Watch:
         self._news.set()
         if self._link:
             self._link.wake()
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(LEAVE)
-        store, end = self.meeting.store, time.monotonic() + LEAVE
-        with suppress(RuntimeError):
-            store.set(f"beat/{self.process.rank}", ENDED)
-            store.add("ended", 1)
-            while self.process.rank == 0 and not is_torchruns() and time.monotonic() < end:
-                if store.add("ended", 0) >= self.process.world:
-                    break
-                time.sleep(0.01)
+        _within_leave(self._say_ended)
         if self._link:
             self._link.close()
+
+    def _say_ended(self) -> None:
+        """Leave word that this process may end. Rank 0, where it has the store, keeps it until all have done so."""
+        store = self.meeting.store
+        store.set(f"beat/{self.process.rank}", ENDED)
+        store.add("ended", 1)
+        while self.process.rank == 0 and not is_torchruns() and store.add("ended", 0) < self.process.world:
+            time.sleep(0.01)
 
     def _heartbeat(self) -> None:
         """Run the thread that talks to the store, which may block it where the network is gone."""
         store, count, heard, silent, last = None, 0, b"", 0.0, time.monotonic()
         keys, stopping = ["verdict", f"beat/{self._next}", "stop"], False
-        known = False  # whether the keys are there
         while not self._stopped.is_set():
             now = time.monotonic()
             passed, last = min(now - last, 2 * BEAT), now  # a process that was suspended accuses nobody of it
@@ -138,8 +135,7 @@ class Watch:
             try:
                 store = store or self.meeting.connect(self._lost_after)
                 store.set(f"beat/{self.process.rank}", f"{count} {self.step}")
-                known = known or store.check(keys)
-                verdict, beat, stop = store.multi_get(keys) if known else (b"", b"", b"")
+                verdict, beat, stop = store.multi_get(keys)
                 self._alone = 0.0
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
@@ -147,7 +143,7 @@ class Watch:
                 if verdict:
                     self._end(**json.loads(verdict))
                 silent, heard = silent + passed if beat == heard else 0.0, beat
-                if self._gone or silent >= self._lost_after:
+                if not self._leaving and (self._gone or silent >= self._lost_after):
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
@@ -206,6 +202,21 @@ class Watch:
         os._exit(CODE)
 
 
+def _within_leave(work: Callable[[], None]) -> None:
+    """Run `work`, which asks the store, and go on after LEAVE seconds where the store does not answer."""
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            work()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no more threads
+        return ask()
+    thread.join(LEAVE)
+
+
 def own_place(link: Link | None) -> Peer:
     return Peer(socket.gethostname(), *(link.place if link else ("", 0, "")))
 
@@ -218,8 +229,9 @@ def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER
         link = Link()
     except OSError:  # heartbeats suffice, with more time
         link = None
-    meeting = meet(process, timeout, json.dumps(own_place(link)._asdict()))
-    watch = Watch(process, meeting, link, lost_after)
+    values = {f"place/{process.rank}": json.dumps(own_place(link)._asdict()), f"beat/{process.rank}": "0 0"}
+    values |= {"verdict": "", "stop": ""} if process.rank == 0 else {}
+    watch = Watch(process, meet(process, timeout, values), link, lost_after)
     watch.begin()
     try:
         yield watch
