@@ -111,7 +111,7 @@ def one_process() -> dict:
 def test_every_plan_and_micro_batch_skips_the_same_steps_while_the_scale_searches(
     recipe, one_process, plan, micro_batch_size
 ):
-    recipe, steps = searching(recipe), 30
+    recipe, steps = searching(recipe), 20
     if not one_process:
         one_process["skipped"] = skipped_after_each_step(replace(recipe, micro_batch_size=16), steps)
     recipe = replace(recipe, plan=plan, micro_batch_size=micro_batch_size)
