@@ -175,6 +175,14 @@ def run(words: list[str]) -> int:
     return 0
 
 
+def forget_launcher() -> None:
+    """Drop what torchrun has registered in this process, as an exec would."""
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 class Fork:
     """Stands in for the Popen by which torchrun starts `python WORDS`."""
 
@@ -188,6 +196,7 @@ class Fork:
             for stream, number in ((stdout, 1), (stderr, 2)):
                 if stream is not None:
                     os.dup2(stream.fileno(), number)
+            forget_launcher()
             words = [word for word in args[1:] if word != "-u"]
             become(words, env | {"PYTHONUNBUFFERED": "1"}, start_new_session)
 
