@@ -145,15 +145,14 @@ class Watch:
                     stopping = True
                     self.on_stop(int(stop))
                 if verdict:
-                    self._end(verdict.decode())
+                    self._end(**json.loads(verdict))
                 silent, heard = silent + passed if beat == heard else 0.0, beat
                 if self._gone or silent >= self._lost_after:
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
                 if not is_torchruns() and is_refused():
-                    text = f"rank 0 (last step {self.step}) is lost: its process, which had the store of the run, has ended"
-                    self._end(json.dumps({"text": text, "by": 0}))
+                    self._end(f"rank 0 (last step {self.step}) is lost: its process has ended", by=0)
             self._news.wait(BEAT)
             self._news.clear()
 
@@ -192,18 +191,17 @@ class Watch:
                 os._exit(CODE)
             if self._alone >= self._lost_after + BEAT:
                 place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                text = f"the store of the run at {place} has not answered for {self._lost_after:g} s, so that rank "
-                text += f"{self.process.rank} on {self.host} (last step {self.step}) is alone: a node or the network is lost"
-                self._end(json.dumps({"text": text, "by": self.process.rank}))
+                me = f"rank {self.process.rank} on {self.host} (last step {self.step})"
+                what = f"has not reached the store of the run at {place} for {self._lost_after:g} s"
+                self._end(f"{me} {what}: its node, or the network, is lost", self.process.rank)
 
-    def _end(self, verdict: str) -> None:
-        """End this process because of a verdict, unless it is ending by itself."""
+    def _end(self, text: str, by: int) -> None:
+        """End this process because of a verdict, found by the rank `by`, unless it is ending by itself."""
         if self._leaving or self._ending:
             return
         self._ending = True
-        found = json.loads(verdict)
-        if self.process.local_rank == 0 or found["by"] == self.process.rank:
-            say_error(f"dtgpt: {found['text']}; {self.remedy()}")
+        if self.process.local_rank == 0 or by == self.process.rank:
+            say_error(f"dtgpt: {text}; {self.remedy()}")
         close_streams()
         os._exit(CODE)
 

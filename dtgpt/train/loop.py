@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model, load_training
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
-from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
@@ -98,6 +98,7 @@ class Loop:
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
         self.tasks = TaskEvaluation(trainer)
+        self.clock = SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
 
@@ -114,9 +115,9 @@ class Loop:
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
-        recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
-        checkpoints = run / "checkpoints"
+        recipe, trainer, checkpoints = self.recipe, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
+            options = recipe.checkpoint
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
@@ -128,7 +129,7 @@ class Loop:
                 return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
 
             if self.watch:
-                self.watch.step, self.watch.remedy = trainer.step, remedy
+                self.watch.remedy = remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
             self.saver = stack.enter_context(
                 Saver(
@@ -148,22 +149,25 @@ class Loop:
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
+        self.clock.restart()
         while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
             self.interval.add(result.loss)
             if self.watch:
                 self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
-            stopping = self.mesh.vote(self._must_end())
+            stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
-            due = self._due(first, stopping)
+            due = self._due(first, stopping or asked)
             if due.report or due.evaluate or due.save or due.tasks or due.sample:
                 self._between_steps(result, due, must_save=due.last or stopping)
+                if due.save:
+                    self.clock.restart()
         return stopping or self.interrupted()
 
-    def _due(self, first: int, stopping: bool) -> Due:
-        """Return what the step just taken calls for; `first`: the step at which this process began."""
+    def _due(self, first: int, save: bool) -> Due:
+        """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
         step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
         record = last or is_due(step, log.interval) or step == 1  # as without a resume
         between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
@@ -171,7 +175,7 @@ class Loop:
             report=record or step == first + 1,
             record=record,
             evaluate=last or is_due(step, log.eval_interval),
-            save=last or is_due(step, self.recipe.checkpoint.interval) or stopping,
+            save=last or is_due(step, self.recipe.checkpoint.interval) or save,
             tasks=bool(self.tasks.names) and (last or is_due(step, between_tasks)),
             sample=last or is_due(step, log.sample_interval),
             last=last,
