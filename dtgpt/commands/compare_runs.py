@@ -64,4 +64,4 @@ def means_runs(words: list[str]) -> bool:
     """Return whether the words behind `dtgpt compare` name runs, and not a recipe."""
     if words and not words[0].startswith("-"):
         return not words[0].endswith(".py") or Path(words[0]).is_dir()
-    return any(not word.startswith("-") and Path(word).is_dir() for word in words)
+    return any(word.endswith(".jsonl") or Path(word).is_dir() for word in words if not word.startswith("-"))

@@ -13,6 +13,7 @@ from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.storage import read_json
 
 EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
+SHOWN_DIGEST = 12  # digits of the digest of data, as many as those of code have
 Facts = dict[str, str]  # text by name
 
 
@@ -93,6 +94,8 @@ def _of_recipe(recipe: dict[str, Any]) -> Facts:
 
 
 def _of_start(start: dict[str, Any]) -> Facts:
+    if isinstance(digest := start.get("data"), str):
+        start = start | {"data": digest[:SHOWN_DIGEST]}
     return {f"start/{name}": shown_name(value_text(value)) for name, value in start.items() if value is not None}
 
 

@@ -11,9 +11,11 @@ from dtgpt.run.facts import Run, open_run_or_metrics
 from dtgpt.run.two_curves import Metric, Point, compare_curves, first_difference
 from dtgpt.util.errors import UserError
 
+GIVEN = "--tolerance"  # of the command line
+
 
 class Tolerance(NamedTuple):
-    """The largest accepted distance of two losses, and where it comes from, such as fp32."""
+    """The largest accepted distance of two losses, and its source: `GIVEN`, or a precision such as fp32."""
 
     value: float
     source: str
@@ -76,9 +78,9 @@ def compare_runs(a: Path, b: Path, tolerance: float | None, by_precision: Mappin
     if not any(metric.decides for metric in metrics):
         has = " and ".join(f"{run.path} has {_recorded(run)}" for run in runs)
         raise UserError(
-            f"{has}: the runs have no step in common; train both with the same log.interval and eval_interval"
+            f"{has}: the runs have no step in common; train both with the same log.interval and log.eval_interval"
         )
-    limit = _tolerance(runs, by_precision) if tolerance is None else Tolerance(tolerance, "--tolerance")
+    limit = _tolerance(runs, by_precision) if tolerance is None else Tolerance(tolerance, GIVEN)
     return TwoRuns(*runs, metrics, differences(*runs), limit)
 
 

@@ -8,7 +8,7 @@ from dtgpt.run.fact_differences import Field, Group, code_changes
 from dtgpt.run.facts import Run
 from dtgpt.run.text_plot import plot_distances, plot_losses
 from dtgpt.run.two_curves import Metric, Point
-from dtgpt.run.two_runs import TwoRuns
+from dtgpt.run.two_runs import GIVEN, TwoRuns
 from dtgpt.util.console import counted, hanging
 from dtgpt.util.errors import shown_name
 
@@ -139,7 +139,8 @@ def verdict(two: TwoRuns) -> Iterator[str]:
         metric = max(two.deciding, key=lambda metric: metric.largest.distance)
         worst = metric.largest
         far = f"at most {worst.distance:.1e} ({_title(metric)}, step {worst.step})"
-        yield hanging(f"equal within rounding: {far}, below {limit}, at {steps}{equal}", 2)
+        what = "tolerance" if two.tolerance.source == GIVEN else "rounding"
+        yield hanging(f"equal within {what}: {far}, not above {limit}, at {steps}{equal}", 2)
         return
     yield hanging(f"part at step {_parting(*parting)}, the first record above {limit}{_before(*parting)}{equal}", 2)
     yield hanging(_reason(two), 2)
