@@ -78,4 +78,6 @@ of_plans = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXA
 
 def command(words: list[str]) -> int:
     """Compare the plans of a recipe, or two runs, and return the exit code. Raises UserError."""
+    if not words:
+        raise UserError(f"dtgpt compare needs a recipe, such as {EXAMPLE}, or two runs, such as {compare_runs.EXAMPLE}")
     return compare_runs.command(words) if compare_runs.means_runs(words) else of_plans(words)

@@ -1,5 +1,6 @@
 """What a run folder tells of how its curve came about: recipe, data, code and machine, at each of its starts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,21 +114,27 @@ def open_run_or_metrics(path: Path) -> Run:
     if not (run.curves.losses() or run.curves.of.get("valid_loss")):
         raise UserError(f"{path} has recorded no losses yet, so that there is nothing to compare; {EXAMPLE}")
     if folder is not None:
-        try:
-            run.recipe = flat(read_recipe(folder))
-        except UserError as error:
-            run.problems.append(str(error).partition(";")[0])
-        try:
-            environment = read_json(folder / "environment.json", "")
-            run.environment = environment if isinstance(environment, dict) else {}
-        except UserError as error:
-            run.problems.append(str(error).partition(";")[0])
+        run.recipe = flat(_known(run, folder / "recipe.json", lambda: read_recipe(folder)))
+        run.environment = _known(run, folder / "environment.json", lambda: read_json(folder / "environment.json", ""))
         run.starts = read_starts(folder)
         if not run.starts and (kept := sorted(p.name for p in folder.glob("recipe-step-*.json"))):
             run.problems.append(
                 f"{path} was resumed by an older version, which kept no list of starts: what changed is in {kept[-1]}"
             )
     return run
+
+
+def _known(run: Run, file: Path, read: Callable[[], Any]) -> dict[str, Any]:
+    """Return what `read` reads from a file of the run; nothing, and a problem of the run, where it cannot."""
+    if not file.exists():
+        run.problems.append(f"{file} does not exist")
+        return {}
+    try:
+        found = read()
+    except UserError as error:
+        run.problems.append(str(error).partition(";")[0])
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:

@@ -82,12 +82,12 @@ def _curves(two: TwoRuns) -> Iterator[str]:
 
 def _table(two: TwoRuns) -> Iterator[str]:
     width = max(len(_title(metric)) for metric in two.metrics)
-    yield f"{'':<{width}}  steps  equal to step   largest  at step"
+    yield f"{'':<{width}}    steps  equal to step   largest   at step"
     for metric in two.metrics:
         equal = "none" if metric.equal_until is None else "all" if metric.is_equal else str(metric.equal_until)
         far = "nan" if metric.largest.distance == math.inf else f"{metric.largest.distance:.1e}"
-        last = f"{'0':>8}{'':>9}" if metric.is_equal else f"{far:>8}{metric.largest.step:>9}"
-        yield f"{_title(metric):<{width}}{len(metric.points):>7}{equal:>15}  {last}".rstrip()
+        last = f"{'0':>8}" if metric.is_equal else f"{far:>8}{metric.largest.step:>10}"
+        yield f"{_title(metric):<{width}}{len(metric.points):>9}{equal:>15}  {last}".rstrip()
 
 
 def _title(metric: Metric) -> str:

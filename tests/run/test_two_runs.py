@@ -224,6 +224,7 @@ def test_a_picture(write, compare):
 @pytest.mark.parametrize(
     "words, sentence",
     [
+        ([], "dtgpt compare needs a recipe, such as recipes/gpt2_tiny.py --plans tp2 pp2, or two runs, such as runs/"),
         (["a"], "takes two runs, and one was given; use dtgpt compare a runs/gpt2_tiny-002, or"),
         (["a", "b", "a"], "takes two runs, and 3 were given"),
         (["a", "nothing"], "nothing does not exist; give a run folder"),
