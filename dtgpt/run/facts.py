@@ -10,6 +10,7 @@ from dtgpt.config.overrides import value_text
 from dtgpt.run.curves import Curves, read_curves
 from dtgpt.run.folder import read_recipe
 from dtgpt.run.starts import flat, read_starts
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.storage import read_json
 
@@ -112,7 +113,9 @@ def open_run_or_metrics(path: Path) -> Run:
     folder, metrics = _places(path)
     run = Run(path, metrics, read_curves(metrics))
     if not (run.curves.losses() or run.curves.of.get("valid_loss")):
-        raise UserError(f"{path} has recorded no losses yet, so that there is nothing to compare; {EXAMPLE}")
+        unread = run.curves.unread
+        has = f"{counted(unread, 'line')} that hold no record" if unread else "no losses yet"
+        raise UserError(f"{path} has {has}, so that there is nothing to compare; {EXAMPLE}")
     if folder is not None:
         run.recipe = flat(_known(run, folder / "recipe.json", lambda: read_recipe(folder)))
         run.environment = _known(run, folder / "environment.json", lambda: read_json(folder / "environment.json", ""))

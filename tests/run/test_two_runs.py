@@ -233,9 +233,10 @@ def test_a_picture(write, compare):
         (["a", "a/../a"], "a and a/../a are the same run"),
         (["a", "a/metrics.jsonl"], "are the same run"),
         (["a", "link"], "a and link are the same run"),
-        (["a", "."], ". holds 4 run folders; give two of them, such as"),
+        (["a", "."], ". holds 5 run folders; give two of them, such as"),
         (["a", "bare"], "bare is not a run folder (it has no metrics.jsonl)"),
-        (["a", "empty"], "empty has recorded no losses yet"),
+        (["a", "empty"], "empty has no losses yet, so that there is nothing to compare"),
+        (["a", "torn"], "torn has 2 lines that hold no record, so that there is nothing"),
         (["a", "fifo"], "fifo is neither a folder nor a file"),
         (["a", "late/checkpoints/step_00000010"], "is a checkpoint; give its run, "),
         (["a", "late"], "a has losses of steps 1 to 5 and late has losses of steps 6 to 9: the runs have no step in"),
@@ -250,6 +251,7 @@ def test_mistakes_are_one_sentence(write, compare, words, sentence):
     write("late", losses(range(6, 10)))
     write("empty", [{"step": 1, "save_seconds": 1.0}])
     Path("bare").mkdir()
+    write("torn", []).joinpath("metrics.jsonl").write_text('{"step": 1, "loss": 2\n{"st')
     Path("link").symlink_to("a")
     os.mkfifo("fifo")
     checkpoint = Path("late/checkpoints/step_00000010")
