@@ -70,7 +70,7 @@ class Run:
         first = next(iter(self.curves.losses()), 0)
         if not pieces:  # written by an older version
             pieces = [Piece(0, _of_recipe(self.recipe) | self._of_environment())]
-        elif first <= pieces[0].begin < self.curves.last:  # begun by one
+        elif 0 < first <= pieces[0].begin < self.curves.last:  # begun by one
             pieces.insert(0, Piece(0, _of_recipe(before)))
         return pieces
 
