@@ -1,4 +1,4 @@
-"""What a run folder tells of how its curve came about: recipe, data, code and machine, at each of its starts."""
+"""Recipe, data, code and machine of a run at each of its starts, read from its folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,8 +117,10 @@ def open_run_or_metrics(path: Path) -> Run:
         has = f"{counted(unread, 'line')} that hold no record" if unread else "no losses yet"
         raise UserError(f"{path} has {has}, so that there is nothing to compare; {EXAMPLE}")
     if folder is not None:
-        run.recipe = flat(_known(run, folder / "recipe.json", lambda: read_recipe(folder)))
-        run.environment = _known(run, folder / "environment.json", lambda: read_json(folder / "environment.json", ""))
+        run.recipe = flat(_read_or_note(run, folder / "recipe.json", lambda: read_recipe(folder)))
+        run.environment = _read_or_note(
+            run, folder / "environment.json", lambda: read_json(folder / "environment.json", "")
+        )
         run.starts = read_starts(folder)
         if not run.starts and (kept := sorted(p.name for p in folder.glob("recipe-step-*.json"))):
             run.problems.append(
@@ -127,7 +129,7 @@ def open_run_or_metrics(path: Path) -> Run:
     return run
 
 
-def _known(run: Run, file: Path, read: Callable[[], Any]) -> dict[str, Any]:
+def _read_or_note(run: Run, file: Path, read: Callable[[], Any]) -> dict[str, Any]:
     """Return what `read` reads from a file of the run; nothing, and a problem of the run, where it cannot."""
     if not file.exists():
         run.problems.append(f"{file} does not exist")

@@ -103,11 +103,12 @@ def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tole
 
 
 def _precisions(run: Run) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for piece in run.pieces():
         name = piece.facts.get("start/precision") or piece.facts.get("recipe/precision")
         device = piece.facts.get("start/device")
         if name == "auto":
             name = None if device is None else "fp32" if device.startswith("CPU") else "bf16"
-        found |= {name} - {None}
-    return {name for name in found if name}
+        if name:
+            found.add(name)
+    return found

@@ -14,6 +14,7 @@ from dtgpt.util.errors import shown_name
 
 WIDEST = 100  # columns of a plot
 MOST_FIELDS = 40  # of a group that are listed
+MOST_METRICS = 30  # that are listed, losses first
 MOST_FILES = 6  # of dtgpt's source that are named
 EXPLANATIONS = {
     "recipe": "what decides the curve", "data": "the tokens and their order", "code": "dtgpt's source files",
@@ -73,7 +74,7 @@ def _curves(two: TwoRuns) -> Iterator[str]:
     if lines := plot_losses([list(curve.items()) for curve in curves], width):
         yield "loss (nats per token): o A, x B, * both"
         yield from lines
-    metric = two.deciding[0]
+    metric = two.parting[0] if two.parting else two.deciding[0]
     if lines := plot_distances([(point.step, point.distance) for point in metric.points], width):
         yield ""
         yield f"{metric.title}, |A - B| / max(|A|, |B|)"
@@ -81,13 +82,16 @@ def _curves(two: TwoRuns) -> Iterator[str]:
 
 
 def _table(two: TwoRuns) -> Iterator[str]:
-    width = max(len(_title(metric)) for metric in two.metrics)
+    shown = two.metrics[:MOST_METRICS]
+    width = max(len(_title(metric)) for metric in shown)
     yield f"{'':<{width}}    steps  equal to step   largest   at step"
-    for metric in two.metrics:
+    for metric in shown:
         equal = "none" if metric.equal_until is None else "all" if metric.is_equal else str(metric.equal_until)
         far = "nan" if metric.largest.distance == math.inf else f"{metric.largest.distance:.1e}"
         last = f"{'0':>8}" if metric.is_equal else f"{far:>8}{metric.largest.step:>10}"
         yield f"{_title(metric):<{width}}{len(metric.points):>9}{equal:>15}  {last}".rstrip()
+    if len(two.metrics) > MOST_METRICS:
+        yield f"and {len(two.metrics) - MOST_METRICS} more"
 
 
 def _title(metric: Metric) -> str:
@@ -169,7 +173,7 @@ def _before(metric: Metric, point: Point) -> str:
     first, last = former + 1, point.step - 1
     if first > last or metric.name != "step_loss":
         return largest
-    return f"{largest}; {f'steps {first} to {last} have' if first < last else f'step {first} has'} no record"
+    return f"{largest}; {f'steps {first} to {last} have' if first < last else f'step {first} has'} no record in common"
 
 
 def _reason(two: TwoRuns) -> str:

@@ -128,7 +128,7 @@ def test_other_intervals_and_lengths(write, compare):
 
 def test_a_gap_before_the_step_is_named(write, compare):
     a, b = write("a", losses([1, 10, 20])), write("b", losses([1, 10, 20], lambda n, x: x + (n > 10)))
-    assert "part at step 20" in (out := compare(a, b)[1]) and "; steps 11 to 19 have no record" in out
+    assert "part at step 20" in (out := compare(a, b)[1]) and "; steps 11 to 19 have no record in common" in out
 
 
 def test_held_out_losses_decide_too(write, compare):
