@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.collectives.peers import WORD, Peers
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.torch_private import all_gather_single
 
@@ -49,9 +50,10 @@ class NarrowSum(Sum):
     """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
     piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, peers: Peers | None = None):
         super().__init__(flat, group)
-        self._pieces = torch.empty_like(flat)
+        self._peers = peers
+        self._pieces = torch.empty_like(flat) if peers is None else flat
         self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
@@ -63,6 +65,9 @@ class NarrowSum(Sum):
             self._run()
 
     def _run(self) -> None:
+        if self._peers is not None:
+            self._peers.sum_in_place(self.flat)
+            return
         dist.all_to_all_single(self._pieces, self.flat, group=self.group)
         own = self._pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
         all_gather_single(self.flat, own, self.group)
@@ -80,21 +85,25 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas of
-    `group`. What 16-bit weights send to other replicas has 16 bits too."""
+    `group`. What 16-bit weights send to other replicas has 16 bits too. `peers`: what sums it, where kernels can."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        peers: Peers | None = None,
+    ):  # fmt: skip
         self.parameters, self.passes = parameters, passes
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         dtype = torch.float32 if group is None else locals_[0].dtype
-        multiple = 1 if group is None else group.size()
+        narrow = dtype != torch.float32
+        multiple = 1 if group is None else group.size() * (WORD if narrow else 1)  # whole words of each replica
         self.wire, self.sums = _flat(locals_, dtype, multiple)
         self.flat, self._totals = self.wire, self.sums
-        if dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
+        if narrow and passes > 1:  # a single pass needs no sum of its own
             self.flat, self._totals = _flat(locals_, torch.float32, multiple)
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
         self._over_replicas: Sum | None = None
         if group is not None:
-            self._over_replicas = (Sum if dtype == torch.float32 else NarrowSum)(self.wire, group)
+            self._over_replicas = NarrowSum(self.wire, group, peers) if narrow else Sum(self.wire, group)
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -145,10 +154,13 @@ class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
     gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
 
-    def __init__(self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        peers: Peers | None = None,
+    ):  # fmt: skip
         self.hooks = hooks
         passes = passes if hooks else 1
-        self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
+        self.all = [Bucket(part, group, passes, hooks, peers) for stage in stages for part in _parts(stage)]
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""
