@@ -40,7 +40,7 @@ LATE = ("timed out", "timeout")
 
 
 class LostPeer(UserError):
-    """Another process of the run has ended or does not answer."""
+    """Another process of the run has ended."""
 
 
 @contextmanager
@@ -79,12 +79,9 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device,
-    timeout: float,
-    meeting: Meeting | None = None,
-    process: Process | None = None,
+    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
     **arguments: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
     environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
@@ -139,13 +136,12 @@ def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iter
     try:
         yield
     except RuntimeError as error:
+        sentence = "another process of the run {}; see what it says, and {}"
         if is_late(error):
-            what = f"did not answer within timeout={timeout:g} s"
-        elif is_loss(error):
-            what = "ended"
-        else:
-            raise
-        raise LostPeer(f"another process of the run {what}; see what it says, and {remedy()}") from None
+            raise UserError(sentence.format(f"did not answer within timeout={timeout:g} s", remedy())) from None
+        if is_loss(error):
+            raise LostPeer(sentence.format("ended", remedy())) from None
+        raise
 
 
 def is_late(error: BaseException) -> bool:

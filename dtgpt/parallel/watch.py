@@ -71,8 +71,7 @@ class Watch:
         """Tell the other processes that this one ends with an error. They end too, with this reason."""
         if not self._leaving:
             self._leaving = True
-            with suppress(RuntimeError):
-                self._accuse(self.meeting.store, self.process.rank, self.host, f"ended: {reason}")
+            _within_leave(lambda: self._accuse(self.meeting.store, self.process.rank, self.host, f"ended: {reason}"))
 
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
@@ -115,16 +114,17 @@ class Watch:
             self._link.wake()
         for thread in self._threads:
             thread.join(LEAVE)
-        store, end = self.meeting.store, time.monotonic() + LEAVE
-        with suppress(RuntimeError):
-            store.set(f"beat/{self.process.rank}", ENDED)
-            store.add("ended", 1)
-            while self.process.rank == 0 and not is_torchruns() and time.monotonic() < end:
-                if store.add("ended", 0) >= self.process.world:
-                    break
-                time.sleep(0.01)
+        _within_leave(self._say_ended)
         if self._link:
             self._link.close()
+
+    def _say_ended(self) -> None:
+        """Leave word that this process may end. Rank 0, where it has the store, keeps it until all have done so."""
+        store = self.meeting.store
+        store.set(f"beat/{self.process.rank}", ENDED)
+        store.add("ended", 1)
+        while self.process.rank == 0 and not is_torchruns() and store.add("ended", 0) < self.process.world:
+            time.sleep(0.01)
 
     def _heartbeat(self) -> None:
         """Run the thread that talks to the store, which may block it where the network is gone."""
@@ -147,7 +147,7 @@ class Watch:
                 if verdict:
                     self._end(**json.loads(verdict))
                 silent, heard = silent + passed if beat == heard else 0.0, beat
-                if self._gone or silent >= self._lost_after:
+                if not self._leaving and (self._gone or silent >= self._lost_after):
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
@@ -206,6 +206,22 @@ class Watch:
         os._exit(CODE)
 
 
+def _within_leave(work: Callable[[], None]) -> None:
+    """Run `work`, which asks the store, and go on after LEAVE seconds where the store does not answer."""
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            work()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(LEAVE)
+
+
+def own_place(link: Link | None) -> Peer:
+    return Peer(socket.gethostname(), *(link.place if link else ("", 0, "")))
+
+
 @contextmanager
 def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER) -> Iterator[Watch]:
     """Meet the other processes of this start within `timeout` seconds, then watch over them until the context ends. An
@@ -214,8 +230,8 @@ def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER
         link = Link()
     except OSError:  # heartbeats suffice, with more time
         link = None
-    own = Peer(socket.gethostname(), *(link.place if link else ("", 0, "")))
-    watch = Watch(process, meet(process, timeout, json.dumps(own._asdict())), link, lost_after)
+    meeting = meet(process, timeout, json.dumps(own_place(link)._asdict()))
+    watch = Watch(process, meeting, link, lost_after)
     watch.begin()
     try:
         yield watch
