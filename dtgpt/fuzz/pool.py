@@ -67,7 +67,7 @@ class Pool:
         if not on_gpus:
             self._context.set_forkserver_preload(IMPORTS)
         self._folder = tempfile.TemporaryDirectory(prefix="dtgpt-ranks-", ignore_cleanup_errors=True)
-        self._ranks: dict[tuple[int, int], _Process] = {}  # by place among the jobs, and rank
+        self._ranks: dict[tuple[int, int], Worker] = {}  # by place among the jobs, and rank
 
     def __enter__(self) -> "Pool":
         return self
@@ -95,7 +95,7 @@ class Pool:
         store = f"{self._folder.name}/store-{time.monotonic_ns()}"
         for rank in range(job.world):
             if (place, rank) not in self._ranks:
-                self._ranks[place, rank] = _Process(self._context, f"{self._folder.name}/{place}-{rank}.log")
+                self._ranks[place, rank] = Worker(self._context, serve, f"{self._folder.name}/{place}-{rank}.log")
             message = job.function, job.arguments, rank, job.world, store, timeout + LATE, self.device
             self._ranks[place, rank].send(message)
 
@@ -120,7 +120,11 @@ class Pool:
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 key = waiting.pop(connection)  # type: ignore[arg-type]
-                answers[key] = answer = self._ranks[key].answer()
+                try:
+                    answer = self._ranks[key].receive()
+                except Died as died:
+                    answer = Answer(failure=f"a process {died}", kind=f"exit code {died.code}")
+                answers[key] = answer
                 if answer.failure or answer.refusal:
                     deadline = min(deadline, time.monotonic() + COLLECT)
 
@@ -129,26 +133,34 @@ class Pool:
             self._ranks.pop(key).end()
 
 
-class _Process:
-    """The parent's end of one process."""
+class Died(Exception):
+    """A process ended before it answered. `code`: its exit code."""
 
-    def __init__(self, context: Any, log: str):
+    def __init__(self, code: int | None):
+        super().__init__(f"died with exit code {code}")
+        self.code = code
+
+
+class Worker:
+    """The parent's end of a process that runs `serve(connection, log)`; messages both ways are pickled."""
+
+    def __init__(self, context: Any, serve: Callable[[Any, str], None], log: str):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
         self.process.start()
         theirs.close()  # else its death would not close the connection
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it just died: `answer` says so
+        with contextlib.suppress(OSError):  # it just died: `receive` says so
             self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
-    def answer(self) -> Answer:
+    def receive(self) -> Any:
+        """Return the next message of the process; raise Died where there is none."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5)
-            code = self.process.exitcode
-            return Answer(failure=f"a process died with exit code {code}", kind=f"exit code {code}")
+            raise Died(self.process.exitcode) from None
 
     def end(self) -> None:
         self.process.kill()
