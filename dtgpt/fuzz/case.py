@@ -187,7 +187,7 @@ class Setting:
             return self.recipe_of(case)
         if run == "first":
             plan = case.first_plan()
-            return plan and self.recipe_of(case, plan)
+            return None if plan is None else self.recipe_of(case, plan)
         return self.exact_of(case) if run == "exact" else self.reference_of(case)
 
     def recipe_of(self, case: Case, plan: Plan | None = None) -> Recipe:
