@@ -13,6 +13,7 @@ from dtgpt.fuzz.case import MODELS, TABLES, Case, First
 from dtgpt.fuzz.draws import Draws
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
+LONG = 130  # tokens
 FIRST_VOCABULARY = 257  # bytes and the end of text
 
 
@@ -74,9 +75,10 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
     tp = 1 if careless else math.lcm(*(plan.tp for plan in plans))
-    length, share = draws.between("length", 1, 27), math.lcm(*(p.tp for p in plans if p.sequence_parallel))
-    if share > 1 and not careless:
-        length = share * draws.between("length of a rank", 1, 8)
+    share = 1 if careless else math.lcm(*(p.tp for p in plans if p.sequence_parallel))
+    length = draws.between("length", 1, 27) if share == 1 else share * draws.between("length of a rank", 1, 8)
+    if draws.chance("long", 10):  # more than one tile of a kernel
+        length = share * (LONG // share + draws.below("more tokens", 90))
     sizes = _gpt2(draws, tp) if architecture == "gpt2" else _llama(draws, tp)
     sizes |= {
         "seq_length": length,
