@@ -2,16 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
-from dtgpt.config.recipe import Recipe
 from dtgpt.fuzz.case import Case, Run, Setting
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.checkpoints import state_of
@@ -55,7 +56,7 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
             tuple(notes.texts), begin, _digest_of_state(trainer),
         )  # fmt: skip
         if run == "first":
-            _save(setting, recipe, trainer)
+            _save(trainer, setting.run_folder / "checkpoints", asdict(recipe))
         return seen
 
 
@@ -82,12 +83,13 @@ class _Notes:
         return found and found[0]
 
 
-def _save(setting: Setting, recipe: Recipe, trainer: Trainer) -> None:
-    """Write a checkpoint while the next step, which is not part of the case, changes weights and moments."""
-    folder, background = setting.run_folder / "checkpoints", recipe.checkpoint.background
+def _save(trainer: Trainer, folder: Path, recipe: dict[str, Any]) -> None:
+    """Write a checkpoint while the next step, which is not part of the case, changes weights and moments. recipe: its
+    fields."""
+    background = recipe["checkpoint"]["background"]
     with Saver(folder, trainer.shards, trainer.optimizer.adamw, background=background) as saver:
         trainer.before_update = saver.before_update
-        saver.save(trainer.step, state_of(recipe, trainer))
+        saver.save(trainer.step, state_of(trainer, recipe))
         trainer.train_step()
 
 

@@ -5,6 +5,7 @@ recipe -> plan -> mesh -> data -> model in this rank's shards -> optimizer -> st
 
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ class Loop:
         """Go on from a checkpoint of any plan."""
         run, state, trainer = checkpoint.folder.parents[1], checkpoint.state, self.trainer
         startup.check_tokenizer(run, trainer.dataset.tokenizer)
-        restore(checkpoint, self.recipe, trainer)
+        restore(checkpoint, trainer, self.recipe.batch_sizes)
         self.interval.restore(state)
         if state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
@@ -252,7 +253,7 @@ class Loop:
         save: then this waits until it is written."""
         self._check_folder()
         trainer, checkpoints = self.trainer, self.saver.checkpoints
-        state = state_of(self.recipe, trainer) | self.interval.state()
+        state = state_of(trainer, asdict(self.recipe)) | self.interval.state()
         begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)

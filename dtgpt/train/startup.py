@@ -81,7 +81,7 @@ def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
         dataset = read_on_every_node(lambda: read_dataset(begun.recipe), begun.mesh, begun.process)
         trainer = make_trainer(begun, dataset, resuming=checkpoint is not None)
         if checkpoint is not None:
-            restore(checkpoint, begun.recipe, trainer)
+            restore(checkpoint, trainer, begun.recipe.batch_sizes)
         yield trainer
 
 

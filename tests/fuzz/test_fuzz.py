@@ -28,10 +28,11 @@ PINNED = (
     "llama tp4 model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 model.hidden_size=9 "
     "model.ffn_hidden_size=76 model.tied=off model.qk_norm=off model.norm_eps=1e-05 model.rope_theta=100.0 "
     "model.rope_factor=8.0 model.rope_original_length=64 model.seq_length=5 model.vocab_size=358 "
-    "model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 steps=4 seed=111193 "
-    "precision=fp32 attention=flash recompute=none graph=off optimizer.lr=0.003 optimizer.eps=0.001 "
-    "optimizer.schedule=linear optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off "
-    "data.eod_mask_loss=off log.eval_samples=4"
+    "model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 seed=111193 precision=fp32 "
+    "attention=flash recompute=none graph=off optimizer.lr=0.003 optimizer.eps=0.001 optimizer.schedule=linear "
+    "optimizer.warmup=0.5 optimizer.min_lr=0.0 optimizer.clip=1.0 data.reset_position_ids=off "
+    "data.reset_attention_mask=off data.eod_mask_loss=off log.eval_samples=4 log.eval_interval=1 "
+    "log.sample_interval=0 log.sample_tokens=0 log.temperature=0.7 log.top_k=0 steps=none train_samples=27"
 )
 MOST = 50  # cases in which a bug must be found
 
