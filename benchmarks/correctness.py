@@ -37,9 +37,9 @@ from dtgpt.train.trainer import Trainer
 RECIPES = {family: Path(f"recipes/{family}_tiny.py") for family in ("gpt2", "llama")}
 LARGER = {  # options of the recipes, by kind of device
     "cuda": "--model.num_layers 4 --model.hidden_size 256 --model.seq_length 256 --micro_batch_size 4 "
-    "--global_batch_size 16 --model.dropout 0.1 --compile off",
+    "--global_batch_size 16 --model.dropout 0.1 --optimizer.lr 1e-3 --compile off",
     "cpu": "--model.num_layers 4 --model.hidden_size 64 --model.seq_length 64 --micro_batch_size 2 "
-    "--global_batch_size 8 --model.dropout 0.1 --device cpu",
+    "--global_batch_size 8 --model.dropout 0.1 --optimizer.lr 1e-3 --device cpu",
 }
 HEADS = {  # LLaMA's sizes that follow from the width
     "cuda": " --model.head_dim 64 --model.ffn_hidden_size 704",
