@@ -51,7 +51,7 @@ def merged(results: list[Result]) -> list[list[str]]:
 
 def row(same: list[Result]) -> list[str]:
     first = same[0]
-    captured = words({result["graph"] for result in same}, {"on": "yes", "off": "no"})
+    captured = words({result["graph"] for result in same}, {"on": "yes", "off": "-" if on_cpu(first) else "no"})
     recompute = words({result["recompute"] for result in same}, {"none": "none", "full": "full"})
     plan = first["label"] or f"`{first['plan']}`"
     found = [first["problem"], *[""] * 4] if "problem" in first else [f"{first[key]:.0e}" for key in FIGURES]
@@ -68,8 +68,16 @@ def command(case: Result) -> str:
     """Return the command that repeats a case; `$gpt2` and `$llama` are recipes with options."""
     if case["plan"] == "single":
         return ""
-    options = f"--precision {case['precision']} --graph {case['graph']} --recompute {case['recompute']}"
+    options = f"--precision {case['precision']}"
+    if case["graph"] == "off" and not on_cpu(case):
+        options += " --graph off"
+    if case["recompute"] != "none":
+        options += f" --recompute {case['recompute']}"
     return f"`dtgpt compare ${case['family']} --plans {case['plan']} --steps {case['steps']} {options}`"
+
+
+def on_cpu(result: Result) -> bool:
+    return str(result.get("device", "")).startswith("CPU")
 
 
 def draw(results: list[Result], output: Path) -> None:
