@@ -17,8 +17,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +51,8 @@ PLANS = {
         "tp2_sp_pp2_gpipe", "tp2_sp_pp2_interleaved", "tp2_sp_pp2_zbv", "dp4_zero3", "pp4"],
 }  # fmt: skip
 STEPS = {"cuda": {"fp32": 20, "bf16": 200}, "cpu": {"fp32": 20, "bf16": 50}}
-START, EACH = 40.0, 15.0  # seconds that a job may take, and more for each of its cases
+START, EACH = 60.0, 15.0  # seconds that a job may take, and more for each of its cases
+HANG = 30  # seconds after which a rank that waits for another one ends
 
 
 class Case(NamedTuple):
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     plan: str
     precision: str
     steps: int
-    graph: str = "off"
+    graph: str = "auto"
     recompute: str = "none"
     label: str = ""
     other: str = ""  # options that the reference does not have
@@ -90,49 +90,56 @@ class Work(NamedTuple):
     results: str
 
 
-def tiers(ranks: int, kind: str) -> Iterator[list[Case]]:
-    """Yield the cases, those that matter most first. kind: of device; steps are captured on cuda alone."""
-    default = "on" if kind == "cuda" else "off"
-    kinds = [(family, precision, steps) for precision, steps in STEPS[kind].items() for family in RECIPES]
-    plans = [(*kind, plan) for plan in PLANS[ranks] for kind in kinds]
-    yield [Case(f, "single", p, s) for f, p, s in kinds]
+def kinds(kind: str) -> list[tuple[str, str, int]]:
+    """Return (family, precision, steps) on a kind of device."""
+    return [(family, precision, steps) for precision, steps in STEPS[kind].items() for family in RECIPES]
 
-    def under(graph: str, recompute: str) -> list[Case]:
-        return [Case(f, plan, p, s, graph, recompute) for f, p, s, plan in plans]
 
-    yield under(default, "none")
-    micro = "--micro_batch_size 1"
-    yield [Case(f, "single", p, s, "off", "none", "one process, micro-batches of 1", micro) for f, p, s in kinds]
-    yield [Case(f, "single", p, s, "off", "none", "one process, again") for f, p, s in kinds]
-    longer = STEPS[kind]["bf16"]
-    yield [Case(f, "single", "bf16", longer, "off", "none", "one process in fp32", "--precision fp32") for f in RECIPES]
-    if set(PICTURE) <= {"single", *PLANS[ranks]}:
-        yield [Case("gpt2", plan, "fp32", longer, default if plan != "single" else "off") for plan in PICTURE]
-    yield under(default, "full")
-    yield [Case(f, "single", p, s, "off", "full", "one process") for f, p, s in kinds]
+def alone(kind: str) -> list[Case]:
+    """Return the cases on one process, the references first. kind: of device."""
+    steps = STEPS[kind]["bf16"]
+    cases = [Case(f, "single", p, s) for f, p, s in kinds(kind)] + [Case("gpt2", "single", "fp32", steps)]
+    micro = "one process, micro-batches of 1"
+    cases += [Case(f, "single", p, s, label=micro, other="--micro_batch_size 1") for f, p, s in kinds(kind)]
+    wide = "one process in fp32"
+    cases += [Case(f, "single", "bf16", steps, label=wide, other="--precision fp32") for f in RECIPES]
+    cases += [Case(f, "single", p, s, recompute="full", label="one process") for f, p, s in kinds(kind)]
     if kind == "cuda":
-        for recompute in ("none", "full"):
-            yield [Case(f, "single", p, s, "on", recompute, "one process") for f, p, s in kinds]
-        yield under("off", "none")
-        yield under("off", "full")
+        cases += [Case(f, "single", p, s, "off", label="one process") for f, p, s in kinds(kind)]
+    return cases
+
+
+def together(ranks: int, kind: str) -> list[Case]:
+    """Return the cases on several ranks, those that matter most first. kind: of device."""
+
+    def under(graph: str, recompute: str, precisions: Sequence[str] = tuple(STEPS[kind])) -> list[Case]:
+        chosen = [k for k in kinds(kind) if k[1] in precisions]
+        return [Case(f, plan, p, s, graph, recompute) for f, p, s in chosen for plan in PLANS[ranks]]
+
+    curves = [plan for plan in PICTURE if plan in PLANS[ranks]]
+    cases = under("auto", "none") + [Case("gpt2", plan, "fp32", STEPS[kind]["bf16"]) for plan in curves]
+    cases += under("auto", "full", ["fp32"])
+    if kind == "cuda":
+        cases += under("off", "none", ["fp32"]) + under("auto", "full", ["bf16"])
+        cases += under("off", "none", ["bf16"]) + under("off", "full")
+    return cases
 
 
 def run_cases(work: Work) -> None:
     """Run the cases in turn, in each process of their plan; rank 0 appends the results."""
     for case in work.cases:
-        begin = time.perf_counter()
-        run_case(case, work, begin)
+        run_case(case, work)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
-def run_case(case: Case, work: Work, begin: float) -> None:
-    is_reference = case == case.reference
+def run_case(case: Case, work: Work) -> None:
+    begin, is_reference = time.perf_counter(), case == case.reference
     with open_trainer(load_recipe(RECIPES[case.family], words(case, work.kind))) as trainer:
         initial = weights(trainer) if is_reference else {}
         found = record(trainer, case.steps)
-        device = trainer.mesh.device
+        device, captured = trainer.mesh.device, trainer.settings.graphs
     if found is None:
         return
     file = Path(work.folder) / f"{case.reference.name.replace(' ', '')}.safetensors"
@@ -140,12 +147,13 @@ def run_case(case: Case, work: Work, begin: float) -> None:
         torch.save(initial, file.with_suffix(".pt"))
         save_record(found, file)
     seen = figures(found, read_record(file), torch.load(file.with_suffix(".pt")))
-    seen |= {"seconds": time.perf_counter() - begin, "device": device_name(device)}
-    append(Path(work.results), case, seen | {"losses": found.losses} if case.plan in PICTURE else seen)
+    seen |= {"seconds": time.perf_counter() - begin, "device": device_name(device), "captured": captured}
+    append(Path(work.results), case, seen | {"losses": found.losses})
 
 
 def words(case: Case, kind: str) -> list[str]:
-    return f"{LARGER[kind]}{HEADS[kind] if case.family == 'llama' else ''} {case.options}".split()
+    sizes = LARGER[kind] + (HEADS[kind] if case.family == "llama" else "")
+    return f"{sizes} {case.options} --timeout {HANG}".split()
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -197,35 +205,37 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_job(pool: Pool, work: Work, ranks: int, end: float) -> None:
-    """Run the cases of one plan. After a failure, that of the case is noted, and the cases behind it run anew."""
+    """Run the cases in one process group. After a failure, that of the case is noted, and those behind it run anew."""
     left = list(work.cases)
     while left and time.monotonic() < end:
-        job = Job(1 if left[0].plan == "single" else ranks, run_cases, (work._replace(cases=left),))
-        begin, timeout = time.monotonic(), min(START + EACH * len(left), end - time.monotonic())
-        (answers,) = pool.run([job], timeout)
+        timeout = min(START + EACH * len(left), end - time.monotonic())
+        (answers,) = pool.run([Job(ranks, run_cases, (work._replace(cases=left),))], timeout)
         seen = done(Path(work.results))
         left = [case for case in left if case.name not in seen]
-        said = [answer.refusal or answer.failure for answer in answers or [] if answer.refusal or answer.failure]
-        if left and (said or time.monotonic() < end):
-            reason = said[0] if said else f"no answer within {timeout:.0f} s"
+        failures = [answer.refusal or answer.failure for answer in answers or [] if answer.refusal or answer.failure]
+        if left and (failures or time.monotonic() < end):
+            reason = failures[0] if failures else f"no answer within {timeout:.0f} s"
             append(Path(work.results), left[0], {"problem": reason})
             print(f"{left[0].name}: {reason}", flush=True)
             left = left[1:]
-        took = time.monotonic() - begin
-        print(f"{work.cases[0].plan}: {len(work.cases) - len(left)} of {len(work.cases)} cases, {took:.1f} s", flush=True)
 
 
 def measure(args: argparse.Namespace) -> None:
     kind = choose_device(args.device).type
     ranks = args.ranks or torch.cuda.device_count()
-    end = time.monotonic() + args.seconds
-    with tempfile.TemporaryDirectory(prefix="dtgpt-correctness-") as folder, Pool(args.device) as pool:
-        for tier in tiers(ranks, kind):
-            known = done(args.results)
-            fresh = [case for case in tier if case.name not in known or case == case.reference]
-            fresh = [case for case in fresh if case == case.reference or all(word in case.name for word in args.only)]
-            for _, cases in groupby(fresh, key=attrgetter("plan")):
-                run_job(pool, Work(list(cases), kind, folder, str(args.results)), ranks, end)
+    end, known = time.monotonic() + args.seconds, done(args.results)
+    references = {case.name for case in alone(kind) if case == case.reference}  # measured anew, to compare with
+    known = {name: result for name, result in known.items() if name not in references}
+    args.results.write_text("".join(json.dumps(result) + "\n" for result in known.values()))
+
+    def wanted(case: Case) -> bool:
+        return case.name in references or (case.name not in known and all(word in case.name for word in args.only))
+
+    with tempfile.TemporaryDirectory(prefix="dtgpt-correctness-") as folder:
+        for cases, world in ((alone(kind), 1), (together(ranks, kind), ranks)):
+            with Pool(args.device) as pool:
+                work = Work([case for case in cases if wanted(case)], kind, folder, str(args.results))
+                run_job(pool, work, world, end)
 
 
 def main() -> None:

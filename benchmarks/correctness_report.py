@@ -51,7 +51,7 @@ def merged(results: list[Result]) -> list[list[str]]:
 
 def row(same: list[Result]) -> list[str]:
     first = same[0]
-    captured = words({result["graph"] for result in same}, {"on": "yes", "off": "-" if on_cpu(first) else "no"})
+    captured = words({result["graph"] for result in same}, {"auto": "-" if on_cpu(first) else "yes", "off": "no"})
     recompute = words({result["recompute"] for result in same}, {"none": "none", "full": "full"})
     plan = first["label"] or f"`{first['plan']}`"
     found = [first["problem"], *[""] * 4] if "problem" in first else [f"{first[key]:.0e}" for key in FIGURES]
@@ -69,10 +69,8 @@ def command(case: Result) -> str:
     if case["plan"] == "single":
         return ""
     options = f"--precision {case['precision']}"
-    if case["graph"] == "off" and not on_cpu(case):
-        options += " --graph off"
-    if case["recompute"] != "none":
-        options += f" --recompute {case['recompute']}"
+    options += " --graph off" if case["graph"] == "off" else ""
+    options += f" --recompute {case['recompute']}" if case["recompute"] != "none" else ""
     return f"`dtgpt compare ${case['family']} --plans {case['plan']} --steps {case['steps']} {options}`"
 
 
