@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dtgpt.fuzz.case import Case, Setting
-from dtgpt.fuzz.measure import Run, Seen, measure
+from dtgpt.checkpoint.load import load_training
+from dtgpt.fuzz.case import Case, Run, Setting
+from dtgpt.fuzz.measure import Seen, measure
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.tensor import DropoutShard
@@ -65,10 +66,24 @@ def stale_buffer() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forgotten_moment() -> Iterator[None]:
+    """A resumed run begins with the mean of its gradients at zero."""
+
+    def forget(checkpoint, shards, optimizer):
+        load_training(checkpoint, shards, optimizer)
+        for moment in optimizer.exp_avg:
+            moment.zero_()
+
+    with mock.patch("dtgpt.train.checkpoints.load_training", forget):
+        yield
+
+
 BUGS: dict[str, Callable] = {
     body.__name__.replace("_", " "): body
     for body in (
         gradient_not_summed_over_sp, mask_offset, wrong_share_of_the_loss, tied_table_summed_twice, stale_buffer,
+        forgotten_moment,
     )
 }  # fmt: skip
 
