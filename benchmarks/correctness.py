@@ -231,11 +231,10 @@ def measure(args: argparse.Namespace) -> None:
     def wanted(case: Case) -> bool:
         return case.name in references or (case.name not in known and all(word in case.name for word in args.only))
 
-    with tempfile.TemporaryDirectory(prefix="dtgpt-correctness-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dtgpt-correctness-") as folder, Pool(args.device) as pool:
         for cases, world in ((alone(kind), 1), (together(ranks, kind), ranks)):
-            with Pool(args.device) as pool:
-                work = Work([case for case in cases if wanted(case)], kind, folder, str(args.results))
-                run_job(pool, work, world, end)
+            work = Work([case for case in cases if wanted(case)], kind, folder, str(args.results))
+            run_job(pool, work, world, end)
 
 
 def main() -> None:
