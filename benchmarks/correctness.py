@@ -51,7 +51,7 @@ PLANS = {
         "tp2_sp_pp2_gpipe", "tp2_sp_pp2_interleaved", "tp2_sp_pp2_zbv", "dp4_zero3", "pp4"],
 }  # fmt: skip
 STEPS = {"cuda": {"fp32": 20, "bf16": 200}, "cpu": {"fp32": 20, "bf16": 50}}
-START, EACH = 60.0, 15.0  # seconds that a job may take, and more for each of its cases
+START, EACH = 60.0, 60.0  # seconds that a job may take, and more for each of its cases
 HANG = 30  # seconds after which a rank that waits for another one ends
 
 
