@@ -15,6 +15,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.hardware import why_no_compiler
+from tests.support.week import VARIABLE, seed_of_the_week
 
 torch.set_num_threads(1)
 
@@ -44,6 +45,10 @@ SLOW = {
 # Of those files, one plan of each kind against one process is part of it nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
 QUICK_IN_SLOW = {f"test_the_plan_follows_one_process[{kind}]" for kind in KINDS}
+
+
+def pytest_report_header():
+    return f"random cases: seed of the week {seed_of_the_week()} ({VARIABLE} repeats another one)"
 
 
 def pytest_collection_modifyitems(items):

@@ -15,6 +15,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.collectives.peers import Peers
+from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
@@ -24,13 +25,10 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.symmetric import share_peers
+from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
-
-SUMMED = 1 << 25  # bytes of gradients that replicas sum at once
-PROGRAMS = 32  # of a kernel that sums, beside backward
 
 
 def build_stages(
@@ -102,8 +100,9 @@ def make_engine(
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
         mesh = shards.mesh
-        peers = share_peers(mesh, mesh.dp_group, SUMMED, PROGRAMS) if settings.dtype.itemsize == 2 else None
-        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, peers)
+        share = partial(symmetric_memory, mesh, mesh.dp_group, usable=TRITON)
+        narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
+        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, share if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)
