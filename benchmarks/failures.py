@@ -48,7 +48,7 @@ from tests.support.nodes import Node, Nodes, why_no_nodes
 FAILURES = ("worker", "agent", "node", "link", "partition")
 PER_RUN = 5  # failures that a run meets
 STEP = 0.5  # seconds
-STEPS = 100
+STEPS = 140
 INTERVAL = 10  # steps from one checkpoint to the next
 IMPATIENT = 0.3  # how often the next failure does not wait until the run has gone on
 LIMIT = 300.0  # seconds for a run to go on, or to end
@@ -160,14 +160,14 @@ def one_failure(kind: str, run: NodeRun, progress: Progress, node: Node, chance:
     if chance.random() < IMPATIENT:
         time.sleep(chance.uniform(0, 15))
     else:
-        starts = len(run.resumed())
-        # A worker's or an agent's end stops the run for certain; a short outage perhaps does not.
-        run.nodes.wait_until(
-            lambda: progress.step > step and (outage or len(run.resumed()) > starts or progress.step > step + INTERVAL),
-            LIMIT, f"a step after {step}",
-        )  # fmt: skip
-        step = progress.step
-        run.nodes.wait_until(lambda: progress.step > step, LIMIT, f"a step after {step}")
+        # An orphan takes further steps, and a short outage stops nothing.
+        starts, patience = len(run.resumed()), step + INTERVAL
+
+        def gone_on() -> bool:
+            again = outage or len(run.resumed()) > starts or progress.step > patience
+            return progress.step == STEPS or progress.step > step and bool(again)
+
+        run.nodes.wait_until(gone_on, LIMIT, f"a step after {step}")
     pause = progress.longest_pause(began)
     return {"node": node.name, "step": step, "out": round(after - began, 1), "pause": round(pause, 1)}
 

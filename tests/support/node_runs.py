@@ -66,6 +66,12 @@ class NodeRun:
         for node in chosen or self.nodes:
             node.start("bash", "-c", self.loop, cwd=self.nodes.shared, **self.environment)
 
+    def hurry(self) -> None:
+        """Let the steps from now on last no longer than they need."""
+        new = self.nodes.shared / "pace.new"
+        new.write_text("0")
+        new.rename(new.with_name("pace"))
+
     def losses(self) -> dict[int, float]:
         return losses(self.runs)
 
