@@ -80,7 +80,10 @@ def strike(kind: str, run: NodeRun, node: Node, chance: random.Random) -> float:
 
 
 def kill(processes: Callable[[], list[int]], chance: random.Random) -> None:
+    end = time.monotonic() + LIMIT
     while not (found := processes()):  # it is just being started
+        if time.monotonic() > end:
+            raise TimeoutError("there was no process to kill")
         time.sleep(0.05)
     os.kill(chance.choice(found), signal.SIGKILL)
 
@@ -165,7 +168,7 @@ def one_failure(kind: str, run: NodeRun, progress: Progress, node: Node, chance:
 
         def gone_on() -> bool:
             again = outage or len(run.resumed()) > starts or progress.step > patience
-            return progress.step == STEPS or progress.step > step and bool(again)
+            return progress.step == STEPS or (progress.step > step and bool(again))
 
         run.nodes.wait_until(gone_on, LIMIT, f"a step after {step}")
     pause = progress.longest_pause(began)
