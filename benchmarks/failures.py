@@ -20,6 +20,7 @@ when it is back.
 Prints a row for each kind: failures, runs that ended by themselves at their last step, the longest time from a failure
 (or from its end, where the nodes that are needed were out) to a step that the run had not done before, the most steps
 that were done again, and the largest relative difference of a loss from those of an uninterrupted run of one process.
+Runs that keep their number of nodes must have the very losses of an uninterrupted run of as many processes.
 The exit code is 1 where a run does not end, repeats more than the interval of checkpoints and what 60 s hold, or leaves
 the curve.
 """
@@ -53,6 +54,10 @@ INTERVAL = 10  # steps from one checkpoint to the next
 IMPATIENT = 0.3  # how often the next failure does not wait until the run has gone on
 LIMIT = 300.0  # seconds for a run to go on, or to end
 TOLERANCE = 1e-5
+
+
+def nodes_of(kind: str) -> int:
+    return 3 if kind == "partition" else 2
 
 
 def strike(kind: str, run: NodeRun, node: Node, chance: random.Random) -> float:
@@ -127,7 +132,7 @@ def folder() -> Iterator[Path]:
 def attempt(kind: str, number: int, seed: int, outside: bool) -> dict[str, Any]:
     """Return what happened to one run: a dict for JSON."""
     chance = random.Random(f"{kind} {number} {seed}")
-    count, elastic = 3 if kind == "partition" else 2, number % 2 == 1
+    count, elastic = nodes_of(kind), number % 2 == 1
     found: dict[str, Any] = {"kind": kind, "number": number, "elastic": elastic, "failures": [], "ended": False}
     with folder() as path, Nodes(count, path) as nodes:
         place = {"host": "login", "settings": OUTSIDE} if outside else {}
@@ -187,17 +192,21 @@ def main() -> int:
     if why := why_no_nodes():
         sys.exit(f"no nodes can be made: {why}")
     with folder() as place:
-        expected = reference(place, "--steps", str(STEPS))
+        counts = {1, *(nodes_of(kind) for kind in options.failures)}
+        whole = {count: reference(place, "--steps", str(STEPS), processes=count) for count in sorted(counts)}
     runs = -(-options.times // PER_RUN)
     cases = [(kind, number, options.seed, options.outside) for number in range(runs) for kind in options.failures]
     good, found = True, []
     with ProcessPoolExecutor(options.beside) as pool:
         for result in pool.map(attempt, *zip(*cases, strict=True)):
             losses = {int(step): loss for step, loss in result.pop("losses").items()}
-            complete = losses.keys() == expected.keys()
+            expected, complete = whole[1], losses.keys() == whole[1].keys()
+            result["bitwise"] = losses == whole[nodes_of(result["kind"])]
             result["difference"] = max((abs(losses[s] / expected[s] - 1) for s in losses), default=1.0)
             result["good"] = result["ended"] and complete and result["difference"] < TOLERANCE
-            good &= result["good"] and result["again"] <= INTERVAL + 60 / STEP
+            good &= (
+                result["good"] and (result["bitwise"] or result["elastic"]) and result["again"] <= INTERVAL + 60 / STEP
+            )
             found.append(result)
             print(json.dumps(result), flush=True)
             if options.output:
