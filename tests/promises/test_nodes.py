@@ -27,7 +27,7 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
 
 
 def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path):
-    options = "--steps", "400"
+    options = "--steps", "400", "--lost_after", "8"
     with Nodes(2, tmp_path) as nodes:
         run = NodeRun(nodes, "1:2", *options, step_seconds=0.5)
         run.start(nodes[0])
@@ -45,11 +45,12 @@ def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path)
     assert len(again) == 2 and again[0] > 1 and again[1] > joined - 10, again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interface", "words"),
     [
         ("eth9", "GLOO_SOCKET_IFNAME=eth9: node0 has no network interface eth9; name one of"),
-        pytest.param("lo", "GLOO_SOCKET_IFNAME", marks=pytest.mark.long),  # which connects to no other node
+        ("lo", "GLOO_SOCKET_IFNAME"),  # which connects to no other node
     ],
 )
 def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):
