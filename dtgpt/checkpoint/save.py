@@ -52,6 +52,25 @@ class Failed(UserError):
         self.advice = advice
 
 
+class SaveClock:
+    """When the next checkpoint is due by time, on the clock of this process."""
+
+    def __init__(self, minutes: float | None):
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._due = math.inf
+
+    def restart(self) -> None:
+        """Begin to count, also after a checkpoint for another reason."""
+        self._due = time.monotonic() + self._seconds
+
+    def asks(self) -> bool:
+        """Return whether a checkpoint is due: once, since all ranks may learn it one step later."""
+        due = time.monotonic() >= self._due
+        if due:
+            self._due = math.inf
+        return due
+
+
 class Saver:
     """Saves the checkpoints of one run into the folder `checkpoints`; a context that waits for the last one.
 
@@ -86,7 +105,7 @@ class Saver:
         self.wait()
         if time.monotonic() - begin > LONG:
             waited = f"training waited {time.monotonic() - begin:.0f} s until the checkpoint before was written"
-            say(f"{waited}; raise --checkpoint.interval", warning=True)
+            say(f"{waited}; raise --checkpoint.interval or --checkpoint.minutes", warning=True)
         self._must = must
         partial = self.mesh.on_rank_0(lambda: self._make_folder(step))
         if self.mesh.any(not wait_until_visible(partial)):

@@ -67,7 +67,7 @@ def _row(name: str, type_: Any, description: str, value: Any, width: int) -> Ite
 
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(value) or "none"
+        return " ".join(map(str, value)) or "none"
     return "set by the recipe" if value is REQUIRED else value_text(value) or "empty"
 
 

@@ -119,7 +119,9 @@ def describe_type(type_: Any) -> str:
         return "|".join(describe_type(t) if t is not type(None) else "none" for t in get_args(type_))
     if get_origin(type_) is Literal:
         return "|".join(get_args(type_))
-    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "on|off", tuple: "TEXT ..."}[get_origin(type_) or type_]
+    if get_origin(type_) is tuple:
+        return f"{describe_type(get_args(type_)[0])} ..."
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "on|off"}[type_]
 
 
 def _values(word: str, rest: list[str], type_: Any, free: bool) -> list[str]:
@@ -155,7 +157,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 def _parse(name: str, words: list[str], type_: Any) -> Any:
     if get_origin(type_) is tuple:
-        return tuple(words)
+        return tuple(_parse(name, [word], get_args(type_)[0]) for word in words)
     (text,) = words
     if get_origin(type_) in (Union, types.UnionType):
         if text.lower() == "none":

@@ -155,7 +155,7 @@ class ResolvedPlan(Plan):
 
     def _validate_tensor(self, model: ModelConfig) -> None:
         vocab = model.padded_vocab_size
-        dividing = _divisors(math.gcd(*model.cut_by_tp.values()))
+        dividing = divisors(math.gcd(*model.cut_by_tp.values()))
         fitting = [n for n in dividing if _every_rank_has_rows(vocab, n)]
         for name, size in model.cut_by_tp.items():
             if size % self.tp:
@@ -186,7 +186,7 @@ class ResolvedPlan(Plan):
         if whole % share == 0:
             return
         if whole % dp == 0:
-            fitting = max(m for m in _divisors(whole // dp) if m <= micro)
+            fitting = max(m for m in divisors(whole // dp) if m <= micro)
             remedy = f"--micro_batch_size {fitting} (the curve stays the same)"
         else:
             low = whole // share * share
@@ -227,7 +227,7 @@ class ResolvedPlan(Plan):
         count = whole // (micro * dp)
         if self._schedule_runs(count):
             return
-        fitting = [m for m in _divisors(whole // dp) if m <= micro and self._schedule_runs(whole // dp // m)]
+        fitting = [m for m in divisors(whole // dp) if m <= micro and self._schedule_runs(whole // dp // m)]
         if fitting:
             remedy = f"--micro_batch_size {max(fitting)} (the curve stays the same), or gpipe"
         else:
@@ -251,8 +251,10 @@ def _every_rank_has_rows(rows: int, ranks: int) -> bool:
     return math.ceil(rows / ranks) * (ranks - 1) < rows
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order, in time proportional to its square root."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def _listed(numbers: list[int]) -> str:

@@ -3,7 +3,7 @@
 Each part says one thing, and "_" joins them: `dp4` (data parallel degree; left out, it fills the processes that were
 started), `tp2` (tensor parallel), `sp` (sequence parallel), `pp2` (pipeline parallel), `zero3` (ZeRO level), and the
 pipeline's schedule: `gpipe`, `1f1b`, `interleaved` or `interleaved4` (stages per rank), `zbv`. `single` is one process.
-A recipe may define more plans under names of its own.
+A recipe may define more plans under names of its own. `dtgpt.config.plan_choice` reads alternatives, `tp4 | tp2`.
 """
 
 import difflib
@@ -31,6 +31,10 @@ def parse_plan(name: str, own: Mapping[str, Plan] | None = None) -> Plan:
         return own[name]
     if name == SINGLE:
         return Plan(dp=1)
+    if "|" in name:
+        raise UserError(
+            f"plan={shown(name)} names alternatives, of which dtgpt train chooses one; give one of them here"
+        )
     said = f"plan={shown(name)}"
     values: dict[str, Any] = {}
     for part in name.split("_"):

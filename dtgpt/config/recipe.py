@@ -14,7 +14,7 @@ from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
-from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, LossScaleConfig, OptimizerConfig
 from dtgpt.models.config import ModelConfig
@@ -44,7 +44,11 @@ class Recipe:
         "global_batch_size after SAMPLES; none: no ramp-up",
     ] = None
     seed: Annotated[int, "seed of weights, order of samples, dropout masks and generated texts", Bounds(0)] = 1234
-    plan: Annotated[str, "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process"] = "dp"
+    plan: Annotated[
+        str,
+        "parallel plan, such as dp4, zero3, tp2_sp or tp2_pp2; dp: a replica for each process; 'tp4 | tp2': the first "
+        "that fits the processes that are there",
+    ] = "dp"
     plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
     device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
     precision: Annotated[
@@ -65,6 +69,11 @@ class Recipe:
     ] = "auto"
     graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
+    lost_after: Annotated[
+        float,
+        "seconds without a sign of life of a process, as after a power failure, after which all others end",
+        Bounds(5),
+    ] = 20.0
     runs: Annotated[str, "folder that contains the run folders", PATH] = "runs"
     resume: Annotated[
         str | None,
@@ -125,14 +134,22 @@ class Recipe:
         optimizer = replace(self.optimizer, decay_samples=decay)
         return replace(self, steps=steps, train_samples=None, optimizer=optimizer)
 
-    def named_plan(self) -> Plan:
-        """Return the plan that `plan` names, with dp as it says."""
-        return parse_plan(self.plan, self.plans)
+    def alternatives(self) -> dict[str, Plan]:
+        """Return the plans that `plan` names, in its order, with dp as each says; one where there is no choice."""
+        return parse_alternatives(self.plan, self.plans)
+
+    def choose_plan(self, world: int, started: bool = True) -> PlanChoice:
+        """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
+        model and the batch; raises UserError, one sentence. started: as in `Plan.for_world`."""
+        share = self.global_batch_size // self.micro_batch_size
+        return choose_plan(self.alternatives(), world, share, self._check_plan, started)
 
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
-        """Return the plan for `world` processes, checked against the model and the batch; raises UserError, one
-        sentence. started: as in `Plan.for_world`."""
-        plan = self.named_plan().for_world(world, started).without_idle_zero()
+        """Return the plan that `choose_plan` chooses."""
+        return self.choose_plan(world, started).plan
+
+    def _check_plan(self, plan: ResolvedPlan) -> None:
+        """Raise UserError, one sentence, where this recipe cannot run the plan."""
         sizes = self.micro_batch_size, self.global_batch_size
         plan.validate(self.model, *sizes)
         if self.rampup_batch_size is not None:
@@ -142,7 +159,6 @@ class Recipe:
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
                 "torch.compile cannot; use --compile off or another schedule"
             )
-        return plan
 
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
@@ -162,11 +178,16 @@ class Recipe:
             masks_documents=self.data.reset_attention_mask,
         )
 
+    def planned_choice(self, world: int | None) -> PlanChoice:
+        """Return the choice for `world` processes that need not exist yet, None for the fewest that the first
+        alternative needs; raises UserError."""
+        first = next(iter(self.alternatives().values()))
+        return self.choose_plan(world or first.world, started=world is None)
+
     def planned(self, world: int | None) -> Settings:
-        """Return the settings with `world` processes, None for the fewest that the plan needs, on a machine that need
-        not exist yet."""
-        plan = self.plan_for(world or self.named_plan().world, started=world is None)
-        return self.settings(plan, torch.device("cpu" if self.device == "cpu" else "cuda"), here=False)
+        """Return the settings under `planned_choice`, on a machine that need not exist yet."""
+        device = torch.device("cpu" if self.device == "cpu" else "cuda")
+        return self.settings(self.planned_choice(world).plan, device, here=False)
 
     def resolved(self) -> "Recipe":
         """Return the same run with every default that depends on other fields written out."""
@@ -205,8 +226,8 @@ class Recipe:
         ends_with_run = config.decay_samples is None and (self.counts_samples or schedule.end == self.num_steps)
         checks.check_schedule(schedule, ends_with_run)
 
-    def notes(self, dp: int, device_type: str) -> list[str]:
-        """Return what a user should know about a valid recipe, with `dp` replicas on this kind of device."""
+    def notes(self, choice: PlanChoice, device_type: str) -> list[str]:
+        """Return what a user should know about a valid recipe under the chosen plan on this kind of device."""
         found, schedule, length = [], self.schedule, self.num_steps
         if schedule.counts_samples:
             length = self.train_samples or self.batch_sizes().before(length)
@@ -215,8 +236,8 @@ class Recipe:
                 f"the run ends within its warmup: {length} of {schedule.warmup} {schedule.unit}, so the learning rate "
                 f"never reaches optimizer.lr={schedule.lr:g}"
             )
-        if (level := self.named_plan().zero) and dp == 1:
-            found.append(checks.one_replica(level))
+        if choice.named.zero and choice.plan.dp == 1:
+            found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         return found

@@ -98,7 +98,12 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    interval: Annotated[int, "number of steps between checkpoints; 0: at the end only", Bounds(0)] = 1000
+    interval: Annotated[
+        int, "number of steps between checkpoints; 0: at the end only, unless minutes is given", Bounds(0)
+    ] = 1000
+    minutes: Annotated[
+        float | None, "minutes between checkpoints, beside interval; none: after interval steps only", Bounds(above=0)
+    ] = None
     keep_last: Annotated[int, "number of newest checkpoints to keep; 0: all", Bounds(0)] = 2
     keep_every: Annotated[int, "keep every checkpoint whose step is a multiple of this; 0: none", Bounds(0)] = 0
     background: Annotated[bool, "write from a copy in host memory while training continues; off: training waits"] = True

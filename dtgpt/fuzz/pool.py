@@ -7,10 +7,12 @@ the processes of the job are ended and started anew: they may wait for each othe
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -37,6 +39,7 @@ IMPORTS = [
     "dtgpt.fuzz.measure",
 ]  # fmt: skip
 COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
+SHOWN = 4  # functions of a process that crashed
 LEAVE = 20.0  # seconds in which a process group must end
 MOST_JOBS = 100  # of processes on GPUs, which keep the communicators of all meshes
 LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
@@ -155,10 +158,10 @@ class Pool:
 
 
 class Died(Exception):
-    """A process ended before it answered. `code`: its exit code."""
+    """A process ended before it answered. `code`: its exit code. `where`: in which functions, as far as known."""
 
-    def __init__(self, code: int | None):
-        super().__init__(f"died with exit code {code}")
+    def __init__(self, code: int | None, where: str = ""):
+        super().__init__(f"died with exit code {code}" + (f" in {where}" if where else ""))
         self.code = code
 
 
@@ -166,6 +169,7 @@ class Worker:
     """The parent's end of a process that runs `serve(connection, log)`; messages both ways are pickled."""
 
     def __init__(self, context: Any, serve: Callable[[Any, str], None], log: str):
+        self._log = log
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
         self.process.start()
@@ -181,7 +185,7 @@ class Worker:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5)
-            raise Died(self.process.exitcode) from None
+            raise Died(self.process.exitcode, crash_site(Path(self._log))) from None
 
     def end(self) -> None:
         self.process.kill()
@@ -189,13 +193,23 @@ class Worker:
         self.connection.close()
 
 
+def crash_site(log: Path) -> str:
+    """Return the innermost functions of the thread that crashed, as `faulthandler` wrote them; empty where it did
+    not."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    _, _, stack = text.partition("Current thread ")
+    calls = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack.partition("\n\n")[0])
+    return " < ".join(f"{name} ({file}:{line})" for file, line, name in calls[:SHOWN])
+
+
 def serve(connection: Any, log: str) -> None:
     """Work as a rank: do one job after the other until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND)  # append: each job truncates
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays
     with contextlib.suppress(EOFError, BrokenPipeError):

@@ -1,7 +1,5 @@
 """Decode steps through the kernels of `dtgpt.ops.decode`, for stages that these can run."""
 
-import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +16,9 @@ from dtgpt.ops.decode.exchange import MOST_RANKS, Exchange, bytes_for, exchange_
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import symmetric_memory
-
-SWITCH = "DTGPT_EXCHANGE"  # an environment variable; "0": NCCL alone
+from dtgpt.parallel.symmetric import may_share, symmetric_memory
 
 _exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
-_first_group: weakref.ref[dist.ProcessGroup] | None = None  # of all ranks, when the first exchange was made
 
 
 class FusedStage:
@@ -58,7 +53,7 @@ class FusedStage:
         mesh = self._mesh
         if mesh.tp_group is None or mesh.plan.tp > MOST_RANKS:
             return
-        allowed = os.environ.get(SWITCH) != "0" and is_first_group()
+        allowed = may_share()
         few = allowed and kernels_of_few_rows(self._blocks, self._keys, mesh.plan.tp) is not None
         votes = mesh.gather((allowed, few))
         if not allowed or len(set(votes)) > 1:  # ranks where a build failed would wait for others
@@ -90,20 +85,10 @@ class FusedStage:
         return total
 
 
-def is_first_group() -> bool:
-    """Return whether the group of all ranks is that of the first call. torch knows symmetric memory by the names of
-    groups, and groups that begin after others have ended get the same names."""
-    global _first_group
-    world = dist.group.WORLD
-    if _first_group is None and world is not None:
-        _first_group = weakref.ref(world)
-    return _first_group is not None and _first_group() is world
-
-
 def make_exchange(mesh: Mesh) -> Exchange | None:
     """Return the exchange of this rank's tensor-parallel group; None on all ranks where any group cannot have one."""
     built = exchange_library(mesh.device)
-    shared = symmetric_memory(mesh, bytes_for(mesh.plan.tp), usable=built is not None)
+    shared = symmetric_memory(mesh, mesh.tp_group, bytes_for(mesh.plan.tp), usable=built is not None)
     if shared is None or built is None:
         return None
     return Exchange(built, shared.addresses, mesh.place.tp, shared.own)

@@ -138,6 +138,10 @@ LLAMA32_1B = LlamaConfig(
     num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_hidden_size=8192, tied=True,
     rope_theta=500000.0, rope_factor=32.0,
 )  # fmt: skip
+LLAMA31_405B = LlamaConfig(
+    num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, ffn_hidden_size=53248,
+    seq_length=8192, rope_theta=500000.0, rope_factor=8.0,
+)  # fmt: skip
 MISTRAL_7B = LlamaConfig(
     num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
     vocab_size=32768, rope_theta=1000000.0,

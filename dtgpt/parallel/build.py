@@ -14,6 +14,9 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.ops.collectives.peers import Peers
+from dtgpt.ops.fast import TRITON
+from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
@@ -22,6 +25,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
+from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -33,7 +37,8 @@ def build_stages(
     """Return the pipeline stages of this rank, one without a pipeline, and their shards. No rank holds more than its
     shards at any time. No `key`: the memory is left as it is, for a checkpoint to fill. No `masters`: for inference.
     `table`: styles of tensor parallelism; None: those of the plan."""
-    stages = [lay_out_stage(settings, mesh, stage, masters, table) for stage in mesh.place.stages]
+    peers = make_peers(settings, mesh) if masters else None
+    stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     for stage in stages:
         stage.allocate(mesh.device)
     shards = Shards(stages, mesh, masters)
@@ -43,15 +48,16 @@ def build_stages(
 
 
 def lay_out_stage(
-    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None
-) -> Decoder:
-    """Return one stage on the meta device, cut as the plan says."""
+    settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
+    peers: Peers | None = None,
+) -> Decoder:  # fmt: skip
+    """Return one stage on the meta device, cut as the plan says. `peers`: as of `apply_table`."""
     plan, config = settings.plan, settings.model
     dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table)
+        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table, peers)
     set_execution(part, settings)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
@@ -93,7 +99,10 @@ def make_engine(
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
-        shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
+        mesh = shards.mesh
+        share = partial(symmetric_memory, mesh, mesh.dp_group, usable=TRITON)
+        narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
+        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, share if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)

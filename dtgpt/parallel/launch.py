@@ -17,9 +17,12 @@ import torch.distributed as dist
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
+from dtgpt.parallel.meeting import Meeting, meet, not_found
 from dtgpt.parallel.mesh import Mesh, agree
+from dtgpt.parallel.network import cannot_connect, check_interfaces
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
+from dtgpt.parallel.watch import Watch
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
@@ -37,16 +40,23 @@ LOST = (
 LATE = ("timed out", "timeout")
 
 
+class LostPeer(UserError):
+    """Another process of the run has ended."""
+
+
 @contextmanager
-def open_mesh(settings: Settings, timeout: float, process: Process, values: dict[str, str]) -> Iterator[Mesh]:
+def open_mesh(
+    settings: Settings, timeout: float, process: Process, values: dict[str, str], watch: Watch | None = None
+) -> Iterator[Mesh]:
     """Yield the mesh of the plan, after all processes agreed that they run the same: `values` of the recipe, plan, code
-    and torch. Ends the process group if it began it. `timeout`: seconds that a collective may wait."""
+    and torch. Ends the process group if it began it. `timeout`: seconds that a collective may wait. `watch`: of all
+    processes, which meet in its store, and are told of an exception that leaves the context."""
     plan, device = settings.plan, settings.device
     if plan.tp > 1:
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, timeout)
+        start_process_group(device, timeout, watch.meeting if watch else None, process)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)
@@ -58,6 +68,10 @@ def open_mesh(settings: Settings, timeout: float, process: Process, values: dict
                 warning=True,
             )
         yield mesh
+    except BaseException as error:
+        if watch:
+            tell(error, watch)
+        raise
     finally:
         for release in mesh.before_end if mesh else []:
             release()
@@ -65,11 +79,20 @@ def open_mesh(settings: Settings, timeout: float, process: Process, values: dict
             end_process_group()
 
 
-def start_process_group(device: torch.device, timeout: float, **meeting: Any) -> None:
-    """Join the other processes at `MASTER_ADDR` and `MASTER_PORT`, or as the arguments `meeting` of
-    `init_process_group` say (store, rank, world_size). Small messages between CPUs go through gloo, on GPUs
-    in a group of their own: of a group with two backends, torch 2.11 splits both, and gives gloo NCCL's options."""
-    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **meeting}
+def start_process_group(
+    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
+    environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
+    CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
+    gives gloo NCCL's options."""
+    check_interfaces(device.type)
+    if not arguments:
+        process = process or Process.from_environment()
+        store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
+        arguments = {"store": store, "rank": process.rank, "world_size": process.world}
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **arguments}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
             os.environ.setdefault(name, value)
@@ -82,10 +105,9 @@ def start_process_group(device: torch.device, timeout: float, **meeting: Any) ->
         if device.type == "cuda":
             mesh_module.messages = dist.new_group(backend="gloo", timeout=settings["timeout"])
     except (ValueError, dist.DistError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the processes did not find each other ({reason}); start all of them with torchrun, at the same time"
-        ) from None
+        raise not_found(str(error).splitlines()[0]) from None
+    except RuntimeError as error:
+        raise cannot_connect(error) or error from None
 
 
 def end_process_group() -> None:
@@ -118,11 +140,31 @@ def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iter
     try:
         yield
     except RuntimeError as error:
-        text, of_store = str(error), isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-        if any(words in text.lower() for words in LATE) and (of_store or "gloo" in text):
-            what = f"did not answer within timeout={timeout:g} s"
-        elif of_store or any(words in text for words in LOST):
-            what = "ended"
-        else:
-            raise
-        raise UserError(f"another process of the run {what}; see what it says, and {remedy()}") from None
+        sentence = "another process of the run {}; see what it says, and {}"
+        if is_late(error):
+            raise UserError(sentence.format(f"did not answer within timeout={timeout:g} s", remedy())) from None
+        if is_loss(error):
+            raise LostPeer(sentence.format("ended", remedy())) from None
+        raise
+
+
+def is_late(error: BaseException) -> bool:
+    """Return whether a collective or the store has waited too long for another process."""
+    return any(words in str(error).lower() for words in LATE) and (_of_store(error) or "gloo" in str(error))
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether a collective, or the store, has failed since another process has ended."""
+    return isinstance(error, LostPeer) or _of_store(error) or any(words in str(error) for words in LOST)
+
+
+def _of_store(error: BaseException) -> bool:
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+
+
+def tell(error: BaseException, watch: Watch) -> None:
+    """Tell the other processes why this one ends. Where the reason is the loss of one of them, wait for the verdict
+    that names it, which ends this process."""
+    if is_loss(error) and not is_late(error):
+        watch.await_verdict()
+    watch.fail(str(error).partition("\n")[0] or type(error).__name__)

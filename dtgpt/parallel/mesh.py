@@ -38,7 +38,8 @@ class Mesh:
         self.before_end: list[Callable[[], None]] = []  # what must be released before the process group ends
         if self.world > 1:
             shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
-            self.devices = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+            kind = "cpu" if device.type == "meta" else device.type  # tensors without memory have no mesh of their own
+            self.devices = init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS)
             self.pp_group = self.devices.get_group("pp")
             self.tp_group = self.devices.get_group("tp") if plan.tp > 1 else None
             self.dp_group = self.devices.get_group("replicate") if plan.replicate > 1 else None
@@ -102,21 +103,27 @@ class Mesh:
         """Return whether the flag is up on any rank, the same on all."""
         return bool(self.max(float(flag)))
 
-    def vote(self, flag: bool) -> bool:
-        """Return whether the flag is up on any rank, the same on all. On GPUs, return the result of the *previous*
+    def vote(self, *flags: bool) -> list[bool]:
+        """Return whether each flag is up on any rank, the same on all. On GPUs, return the result of the *previous*
         call, so that it never waits for the step just queued."""
-        if self.world == 1 or self.device.type == "cpu":
-            return self.any(flag)
+        if self.world == 1:
+            return list(flags)
+        ballot = torch.zeros(len(flags), device=self.device)
+        for place, flag in enumerate(flags):
+            if flag:
+                ballot[place].fill_(1.0)  # on a GPU a kernel, not a copy that would wait
+        self.all_reduce(ballot, dist.ReduceOp.MAX)
+        if self.device.type == "cpu":
+            return ballot.bool().tolist()
         before = self._ballot
-        ballot = self.all_reduce(torch.full((), float(flag), device=self.device), dist.ReduceOp.MAX)
-        counted, done = torch.empty((), pin_memory=True), torch.cuda.Event()
+        counted, done = torch.empty(len(flags), pin_memory=True), torch.cuda.Event()
         counted.copy_(ballot, non_blocking=True)
         done.record()
         self._ballot = counted, done
         if before is None:
-            return False
+            return [False] * len(flags)
         before[1].synchronize()
-        return bool(before[0])
+        return before[0].bool().tolist()
 
     def all_reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor of the device in place over all ranks, and return it."""

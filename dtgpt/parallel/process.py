@@ -1,7 +1,7 @@
 """Who this process is among those that torchrun started."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtgpt.util.errors import UserError
 
@@ -29,3 +29,8 @@ class Process:
                 f"the environment says {said}, which do not fit each other; start the processes with torchrun"
             )
         return process
+
+    def among(self, active: int) -> "Process":
+        """Return this process as one of the `active` lowest ranks, where the others take no part in the run. The ranks
+        of a node follow each other."""
+        return replace(self, world=active, local_world=min(self.local_world, active - (self.rank - self.local_rank)))

@@ -177,7 +177,7 @@ def _shard(
     index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
     masters: bool,
 ) -> Shard:  # fmt: skip
-    region, by_tp = _region(parameter, place)
+    region, by_tp = _region(parameter, place), _cut_over_tp(parameter) is not None
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
@@ -203,18 +203,27 @@ def _sums_over_tp(stage: Decoder) -> set[str]:
     return {f"{name}.{p}" for name, module in modules for p in getattr(module, "sums_over_tp", ())}
 
 
-def _region(parameter: nn.Parameter, place: RankCoordinates) -> tuple[Part, bool]:
-    """Return (global indices of this rank's part, whether tp cuts it). Tensor parallelism cuts first, then ZeRO cuts
-    the first dimension of what is left."""
-    region, by_tp = [range(size) for size in parameter.shape], False
+def _region(parameter: nn.Parameter, place: RankCoordinates) -> Part:
+    """Return the global indices of this rank's part. Tensor parallelism cuts first, then ZeRO cuts the first dimension
+    of what is left."""
+    first, *rest = region_of_tp(parameter, place)
+    return (chunk(first, place.plan.shard, place.shard) if isinstance(parameter, DTensor) else first, *rest)
+
+
+def region_of_tp(parameter: nn.Parameter, place: RankCoordinates) -> Part:
+    """Return the global indices of what this rank computes with: its part after tensor parallelism, before ZeRO."""
+    region, dim = [range(size) for size in parameter.shape], _cut_over_tp(parameter)
+    if dim is not None:
+        region[dim] = chunk(region[dim], place.plan.tp, place.tp)
+    return tuple(region)
+
+
+def _cut_over_tp(parameter: nn.Parameter) -> int | None:
+    """Return the dimension that tensor parallelism cuts; None where each tp rank holds all of it."""
     if not isinstance(parameter, DTensor):
-        return tuple(region), False
-    for name, cut in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-        if name == "tp" and isinstance(cut, Sharded):
-            region[cut.dim] = chunk(region[cut.dim], place.plan.tp, place.tp)
-            by_tp = True
-    region[0] = chunk(region[0], place.plan.shard, place.shard)
-    return tuple(region), by_tp
+        return None
+    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return next((cut.dim for name, cut in named if name == "tp" and isinstance(cut, Sharded)), None)
 
 
 def slices(part: Part) -> tuple[slice, ...]:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -25,6 +24,8 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
+from dtgpt.ops.collectives.peers import Peers
+from dtgpt.parallel.between import sum_parts, whole_input
 from dtgpt.util.errors import UserError
 
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
@@ -39,41 +40,40 @@ FIXED = {  # roles that a plan's table cannot replace, and why
 }
 
 
-class _SumInPlace(torch.autograd.Function):
-    """All-reduce in place, forward; the identity backward, since the gradient is whole on every rank."""
+class Columnwise(ColwiseParallel):
+    """`ColwiseParallel` whose input, laid out by `input_layouts`, becomes whole as `dtgpt.parallel.between` does it."""
 
-    @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        dist.all_reduce(part, group=group)
-        return part.view_as(part)
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        (given,) = layouts = self.input_layouts
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
+        def to_whole(module: Any, inputs: Any) -> Any:
+            return (
+                inputs[0]
+                if isinstance(inputs[0], DTensor)
+                else whole_input(inputs[0], device_mesh, given, module.peers)
+            )
+
+        module.peers = None
+        module.register_forward_pre_hook(to_whole)
+        self.input_layouts = self.desired_input_layouts
+        super()._apply(module, device_mesh)
+        self.input_layouts = layouts
+        return module
 
 
 class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
-    on every rank. A sum that all ranks keep is made in place, where DTensor would copy its addend first."""
+    on every rank. The sum is made as `dtgpt.parallel.between` does it."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
-        wanted, whole = self.output_layouts, (Replicate(),)
-        if wanted == whole:
-            self.output_layouts = (Partial(),)
-            super()._apply(module, device_mesh)
-            self.output_layouts = wanted
-            module.register_forward_hook(lambda module, inputs, part: _sum(part, device_mesh))
-        else:
-            super()._apply(module, device_mesh)
-        module.bias = bias
+        (wanted,) = layouts = self.output_layouts
+        self.output_layouts = (Partial(),)
+        super()._apply(module, device_mesh)
+        self.output_layouts = layouts
+        module.register_forward_hook(lambda module, inputs, part: sum_parts(part, device_mesh, wanted, module.peers))
+        module.bias, module.peers = bias, None
         return module
-
-
-def _sum(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler removes the copy by itself
-        return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
-    return _SumInPlace.apply(part, mesh.get_group())
 
 
 class SequencePart(ParallelStyle):
@@ -163,8 +163,8 @@ def default_table(config: ModelConfig, sequence_parallel: bool) -> dict[str, Par
     row = SequenceRowwise if sequence_parallel else DeferredBiasRowwise
     styles: dict[Role, ParallelStyle] = {
         Role.VOCABULARY: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        Role.QKV: ColwiseParallel(input_layouts=between),
-        Role.COLUMN: ColwiseParallel(input_layouts=between),
+        Role.QKV: Columnwise(input_layouts=between),
+        Role.COLUMN: Columnwise(input_layouts=between),
         Role.ROW: row(output_layouts=between),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
@@ -258,10 +258,13 @@ def _leaves_a_part(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 
-def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
+def apply_table(part: Decoder, mesh: DeviceMesh, table: Table, peers: Peers | None = None) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
-    `parallelize_module` unties."""
+    `parallelize_module` unties. `peers`: what gathers and sums activations, where kernels can do it."""
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
+    for name, style in styles.items():
+        if isinstance(style, Columnwise | DeferredBiasRowwise):
+            setattr(part.get_submodule(name), "peers", peers)  # noqa: B010
     part.tie_weights()

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from dtgpt.util.hardware import count_memory
+
 
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default group met. Raises RuntimeError where there is none."""
@@ -15,6 +17,14 @@ def default_store() -> dist.Store:
         return distributed_c10d._get_default_store()
     except ValueError as error:
         raise RuntimeError(str(error)) from None
+
+
+def join_fake_group(rank: int, world: int) -> None:
+    """Make this process `rank` of a default group of `world` processes that do not exist: every collective returns at
+    once, with whatever its output held."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -45,7 +55,11 @@ class SharedMemory(NamedTuple):
     """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
 
     own: Tensor  # uint8; the memory lives as long as this tensor
-    addresses: tuple[int, ...]  # of each rank's memory, for this rank's GPU
+    of_ranks: tuple[Tensor, ...]  # each rank's, as this rank's GPU reaches it
+
+    @property
+    def addresses(self) -> list[int]:
+        return [memory.data_ptr() for memory in self.of_ranks]
 
 
 def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SharedMemory:
@@ -57,5 +71,5 @@ def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> S
     handle = _symmetric_memory.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
-    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
-    return SharedMemory(own, tuple(buffer.data_ptr() for buffer in buffers))
+    count_memory(own)
+    return SharedMemory(own, tuple(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())))

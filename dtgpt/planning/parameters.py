@@ -77,13 +77,21 @@ def gradient_width(settings: Settings) -> int:
 
 
 def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
-    """Return the bytes of gradients on a rank. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last micro-batch; a
-    pipeline sums all micro-batches before it cuts."""
+    """Return the bytes of gradients on a rank."""
     plan, several = settings.plan, settings.micro_batches > 1
     if plan.dp > 1 and settings.low_precision:  # sent, received, and the sums of several micro-batches
         return sum((2 * settings.dtype.itemsize + (4 if several else 0)) * p.by_tp for p in held)
-    cut = plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and not several))
+    if plan.splits_backward and settings.sums_gradients:  # those of all passes on the parameters, and the buckets
+        return sum(2 * gradient_width(settings) * p.by_tp for p in held)
+    cut = gradients_are_cut(settings)
     return sum(gradient_width(settings) * (p.local if cut else p.by_tp) for p in held)
+
+
+def gradients_are_cut(settings: Settings) -> bool:
+    """Return whether a rank holds its part of gradients only. ZeRO-2 cuts gradients as they come, ZeRO-1 after the last
+    micro-batch; a pipeline sums all micro-batches before it cuts."""
+    plan = settings.plan
+    return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and settings.micro_batches == 1))
 
 
 def state_bytes(settings: Settings, rank: int) -> int:

@@ -26,13 +26,21 @@ def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | No
     device, size = find_device(gpu)
     memories = memory_by_rank(settings)
     most = fullest(memories)
-    lines = [*_mesh(name, settings), "", *_memory(settings, memories), ""]
+    lines = [*describe_mesh(name, settings), "", *_memory(settings, memories), ""]
     lines += [*_traffic(settings, list(memories)), ""]
-    fits = most.total <= HEADROOM * size
-    verdict = "fits" if fits else "DOES NOT FIT"
     lines += [hanging(f"note: {note}", 6) for note in notes]
-    lines.append(f"{verdict}: {byte_size(most.total)} on the fullest rank, {device} has {byte_size(size)}")
+    lines.append(verdict(most.total, device, size, "the fullest rank"))
     return "\n".join(lines)
+
+
+def verdict(needed: float, device: str, size: float, rank: str) -> str:
+    """Return whether `needed` bytes on `rank` fit into the `size` bytes of `device`, both as `find_device` returns."""
+    fits = "fits" if fits_into(needed, size) else "DOES NOT FIT"
+    return f"{fits}: {byte_size(needed)} on {rank}, {device} has {byte_size(size)}"
+
+
+def fits_into(needed: float, size: float) -> bool:
+    return needed <= HEADROOM * size
 
 
 def find_device(gpu: str | None) -> tuple[str, float]:
@@ -62,7 +70,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE", "", name.upper())
 
 
-def _mesh(name: str, settings: Settings) -> list[str]:
+def describe_mesh(name: str, settings: Settings) -> list[str]:
+    """Return the lines on the recipe `name`: model, degrees of the plan, batch and stages."""
     config, plan, passes = settings.model, settings.plan, settings.micro_batches
     lines = [
         f"recipe  {name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "

@@ -25,6 +25,18 @@ class Collective:
     bytes: int  # of all `count` together: of the whole tensor that is gathered, reduced or sent
 
 
+def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
+    """Return the bytes that `rank` sends in one step over tp, dp and pp, by ring algorithms (Patarasuk and Yuan 2009):
+    of k ranks, each sends (k - 1) / k of a tensor to gather, scatter or exchange it, and twice that to all-reduce
+    it."""
+    plan, total = settings.plan, {"tp": 0.0, "dp": 0.0, "pp": 0.0}
+    for c in collectives_of(settings, rank):
+        ranks = {"tp": plan.tp, "dp": plan.dp, "pp": 2}[c.over]
+        share = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
+        total[c.over] += share * c.bytes
+    return total
+
+
 def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     held = parameters_of(settings.model, settings.plan, rank)
@@ -45,20 +57,33 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
     # A matrix cut by rows sums its output, in forward; one cut by columns the gradient of its input, in backward.
     weights = [p for p in held if p.in_block and p.name.endswith(".weight")]
-    cuts = sum(isinstance(p.style, RowwiseParallel | ColwiseParallel) for p in weights)
+    columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
+    rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
+    into_again, out_again = _recomputed(settings, place, columns, rows)
     if plan.sequence_parallel:
-        n = passes * (cuts + first + last)
+        n = passes * (columns + rows + first + last)
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
-        found.append(Collective("all-gather", "tp", into, n, n * unit))
-        found.append(Collective("reduce-scatter", "tp", out, n, n * unit))
+        gathers, scatters = n + passes * into_again, n + passes * out_again
+        found.append(Collective("all-gather", "tp", into, gathers, gathers * unit))
+        found.append(Collective("reduce-scatter", "tp", out, scatters, scatters * unit))
     else:
-        n = passes * (cuts + last)
+        n = passes * (columns + rows + last + out_again)
         found.append(Collective("all-reduce", "tp", "activations of each matrix pair, and gradients", n, n * unit))
         found.append(Collective("all-reduce", "tp", "token embeddings", passes * first, passes * first * unit))
     # Of parameters that every rank holds and that see a part of the sequence or of the heads. ZeRO has cut them before.
     partial = [p for p in held if _sums_over_tp(p)]
     size = 4 * sum(p.local for p in partial)
     return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, fp32", bool(partial), size)]
+
+
+def _recomputed(settings: Settings, place: RankCoordinates, columns: int, rows: int) -> tuple[int, int]:
+    """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
+    block ends with the last tensor that backward needs: without dropout, before the output of its last matrix."""
+    if settings.recompute != "full":
+        return 0, 0
+    ranges = block_ranges(settings.model, settings.plan)
+    blocks = sum(len(ranges[stage]) for stage in place.stages)
+    return columns, rows - (blocks if settings.model.dropout == 0 and rows else 0)
 
 
 def _sums_over_tp(p: LocalParameter) -> bool:

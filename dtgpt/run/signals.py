@@ -44,12 +44,17 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int) -> None:
+        """Take the signal `number` as arrived; a further one changes nothing."""
         if self.requested is None:
             self.requested, self._first = number, time.monotonic()
             name = signal.Signals(number).name
             with suppress(OSError):  # the reader of stderr may have gone with the same signal
                 os.write(2, f"\n{name}: ending after this step with a checkpoint; again to end at once\n".encode())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.ask(number)
         elif number != signal.SIGHUP and time.monotonic() - self._first > IMPATIENT:
             os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""The end of a run: what is left to do after its last step, and why it ends before."""
+"""The end of a run, and of an interval: what is left to do after the last step, and why a run ends before."""
 
 import signal
 from collections.abc import Sequence
@@ -18,6 +18,11 @@ from dtgpt.util.errors import UserError
 HELD_OUT: tuple[Part, ...] = ("valid", "test")
 LEFT = {"valid": "held-out loss", "tasks": "tasks", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Return whether the interval, 0: never, divides the step."""
+    return interval > 0 and step % interval == 0
 
 
 def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -> bool:

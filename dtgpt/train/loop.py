@@ -11,16 +11,17 @@ from typing import NamedTuple
 
 from dtgpt.checkpoint.load import check_same_model
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
-from dtgpt.checkpoint.save import Saver
+from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
+from dtgpt.parallel.watch import Watch
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
 from dtgpt.train.checkpoints import restore, state_of
-from dtgpt.train.ending import LEFT, folder_lost, is_over, left_to_do, say_stopped
+from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.tasks import TaskEvaluation, tasks_of
 from dtgpt.train.trainer import StepResult, Trainer
@@ -32,13 +33,16 @@ from dtgpt.util.hardware import peak_memory
 def train(recipe: Recipe) -> int:
     """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
 
-    Every process of the plan calls it. Whatever is wrong with the recipe, the plan, the data or the machine raises
-    UserError before a run folder is made or changed.
+    Every process calls it; those that the plan leaves over wait. Whatever is wrong with the recipe, the plan, the data
+    or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
+    return startup.run_together(recipe, stop, lambda begun: _train(begun, stop))
+
+
+def _train(begun: startup.Started, stop: StopRequest) -> int:
+    recipe, mesh = begun.recipe, begun.mesh
     with ExitStack() as stack:
-        begun = startup.start(recipe, stack)
-        recipe, mesh = begun.recipe, begun.mesh
         lock = stack.enter_context(RunLock())
         foreign, checkpoint = startup.find_foreign_run(recipe.resume, recipe.model, recipe.num_steps), None
         if foreign is None:
@@ -58,7 +62,7 @@ def train(recipe: Recipe) -> int:
                 return 0
         stack.enter_context(stop)
         trainer = startup.make_trainer(begun, dataset, resuming=bool(checkpoint or foreign))
-        loop = Loop(recipe, trainer, lock, stop)
+        loop = Loop(recipe, trainer, lock, stop, begun.watch)
         if checkpoint:
             loop.resume(checkpoint)
         elif foreign:
@@ -90,10 +94,11 @@ class Due(NamedTuple):
 class Loop:
     """The steps of a run, with what happens between them: reports, evaluations, checkpoints, the end."""
 
-    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest):
+    def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
-        self.mesh, self.interval = trainer.mesh, IntervalLoss(trainer.mesh)
+        self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
         self.tasks = TaskEvaluation(trainer)
+        self.clock = SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
 
@@ -109,9 +114,9 @@ class Loop:
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
-        recipe, trainer, options = self.recipe, self.trainer, self.recipe.checkpoint
-        checkpoints = run / "checkpoints"
+        recipe, trainer, checkpoints = self.recipe, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
+            options = recipe.checkpoint
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
@@ -122,6 +127,8 @@ class Loop:
             def remedy() -> str:
                 return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
 
+            if self.watch:
+                self.watch.remedy = remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
             self.saver = stack.enter_context(
                 Saver(
@@ -141,20 +148,25 @@ class Loop:
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
+        self.clock.restart()
         while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
             self.interval.add(result.loss)
+            if self.watch:
+                self.watch.step = trainer.step
             # Read once, so that a signal from here on is met by the next step: the last step always saves.
-            stopping = self.mesh.vote(self._must_end())
+            stopping, asked = self.mesh.vote(self._must_end(), self.mesh.rank == 0 and self.clock.asks())
             self.leaving = trainer.step < trainer.steps and is_due(trainer.step, self.recipe.exit_interval or 0)
             stopping = stopping or self.leaving
-            due = self._due(first, stopping)
+            due = self._due(first, stopping or asked)
             if due.report or due.evaluate or due.save or due.tasks or due.sample:
                 self._between_steps(result, due, must_save=due.last or stopping)
+                if due.save:
+                    self.clock.restart()
         return stopping or self.interrupted()
 
-    def _due(self, first: int, stopping: bool) -> Due:
-        """Return what the step just taken calls for; `first`: the step at which this process began."""
+    def _due(self, first: int, save: bool) -> Due:
+        """Return what the step just taken calls for; `first`: where this process began; `save`: at any rate."""
         step, log, last = self.trainer.step, self.recipe.log, self.trainer.step == self.trainer.steps
         record = last or is_due(step, log.interval) or step == 1  # as without a resume
         between_tasks = log.eval_interval if log.eval_tasks_interval is None else log.eval_tasks_interval
@@ -162,7 +174,7 @@ class Loop:
             report=record or step == first + 1,
             record=record,
             evaluate=last or is_due(step, log.eval_interval),
-            save=last or is_due(step, self.recipe.checkpoint.interval) or stopping,
+            save=last or is_due(step, self.recipe.checkpoint.interval) or save,
             tasks=bool(self.tasks.names) and (last or is_due(step, between_tasks)),
             sample=last or is_due(step, log.sample_interval),
             last=last,
@@ -284,8 +296,3 @@ class Loop:
         """Say where and why the run ends early, and return its exit code."""
         interval = self.recipe.exit_interval if self.leaving else None
         return say_stopped(where, hint, self.stop, self.recipe.exit_after, interval, self.mesh)
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether the interval, 0: never, divides the step."""
-    return interval > 0 and step % interval == 0

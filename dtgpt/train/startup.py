@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from dtgpt.checkpoint.load import check_same_model, find_checkpoint, load_foreign_training, load_weights
 from dtgpt.checkpoint.manifest import Checkpoint, quarantine_newer
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings, choose_device
+from dtgpt.config.plan_choice import PlanChoice
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
@@ -23,8 +26,10 @@ from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
+from dtgpt.parallel.watch import Watch, watch_peers
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
+from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.checkpoints import restore
@@ -44,31 +49,77 @@ class Started(NamedTuple):
     recipe: Recipe  # with a number of steps, and the tokenizer that `auto` means
     settings: Settings
     mesh: Mesh
-    process: Process
+    process: Process  # among those that the plan uses
+    watch: Watch | None  # over the other processes, those that wait too
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
     """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
-    the process group."""
-    process = Process.from_environment()
+    the process group. Raises UserError in a process that the plan leaves over."""
+    everyone = Process.from_environment()
     check_run(recipe)
     recipe = counted(recipe)
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
-    plan = recipe.plan_for(process.world)
+    choice = recipe.choose_plan(everyone.world)
+    if everyone.rank >= choice.plan.world:
+        raise UserError(f"the plan {choice.plan.name} leaves rank {everyone.rank} over; only dtgpt train lets it wait")
+    for line in choice.describe():
+        say(line)
+    process = everyone.among(choice.plan.world)
     check_wandb(recipe.log.wandb)
     if recipe.log.tensorboard:
         import_tensorboard()
     tasks_of(recipe.log)
     device = choose_device(recipe.device, process.local_rank)
-    for note in recipe.notes(plan.dp, device.type):
+    for note in recipe.notes(choice, device.type):
         say(note, warning=True)
-    settings = recipe.settings(plan, device)
+    settings = recipe.settings(choice.plan, device)
     check_memory(state_bytes(settings, process.rank), process.local_world, device)
     stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    watch = None
+    if everyone.world > 1 and not dist.is_initialized():
+        watch = stack.enter_context(watch_over(everyone, choice, recipe.timeout, recipe.lost_after))
     stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
     values = {name: str(value) for name, value in values_of(recipe).items()}
-    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values))
-    return Started(recipe, settings, mesh, process)
+    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, values, watch))
+    return Started(recipe, settings, mesh, process, watch)
+
+
+def run_together(recipe: Recipe, stop: StopRequest, work: Callable[[Started], int]) -> int:
+    """Return the exit code that `work` returns in the processes of the plan. Those that the plan leaves over wait for
+    it, without memory of a GPU, and end like the others where a process is lost. A signal that one of them gets is
+    passed on to the `stop` of rank 0."""
+    process = Process.from_environment()
+    choice = recipe.choose_plan(process.world)
+    if process.rank >= choice.plan.world:
+        with watch_over(process, choice, recipe.timeout, recipe.lost_after) as watch, stop:
+            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
+            return watch.wait_for_end(lambda: stop.requested)
+    with ExitStack() as stack:
+        begun = start(recipe, stack)
+        if begun.watch is not None:
+            begun.watch.on_stop = stop.ask
+        code = work(begun)
+        if begun.watch is not None and process.rank == 0:
+            begun.watch.end_run(code)
+        return code
+
+
+@contextmanager
+def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after: float) -> Iterator[Watch]:
+    """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
+    `lost_after`: as of `watch_peers`. Raises UserError where they do not meet within `timeout` seconds, or this one
+    differs from rank 0."""
+    with watch_peers(process, timeout, lost_after) as watch:
+        store, plan = watch.meeting.store, choice.plan.name
+        if process.rank == 0:
+            store.set("plan", plan)
+        if len(choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:
+            raise UserError(
+                f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
+                "rank with the same command on the same code"
+            )
+        yield watch
 
 
 @contextmanager

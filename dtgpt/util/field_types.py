@@ -83,9 +83,10 @@ def changed_fields(config: Any) -> set[str]:
 
 
 def check_value(name: str, value: Any, rule: Bounds | Pattern) -> None:
-    """Raise UserError where `value`, unless it is None, breaks `rule`."""
-    if value is not None and (problem := rule.problem(value)):
-        raise UserError(f"{name}={shown(value)} {problem}")
+    """Raise UserError where `value`, or one of several, breaks `rule`. None breaks none."""
+    for each in value if isinstance(value, tuple) else (value,):
+        if each is not None and (problem := rule.problem(each)):
+            raise UserError(f"{name}={shown(each)} {problem}")
 
 
 def annotations(config: Any) -> Iterator[tuple[str, Any, list[Bounds | Pattern]]]:
@@ -117,12 +118,14 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if kind == tuple[str, ...]:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
     return isinstance(value, kind) if kind in KINDS or is_dataclass(kind) else True
 
 
 def _words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple and get_args(kind)[0] is int:
+        return "a list of whole numbers"
     return KINDS.get(get_origin(kind) or kind) or f"{kind.__name__}(...)"

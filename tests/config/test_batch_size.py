@@ -49,11 +49,19 @@ def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(recipe):
         ]
 
 
+@pytest.fixture(scope="module")
+def one_process() -> dict:
+    """The losses of one process, made once."""
+    return {}
+
+
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero2", "tp2", "pp2", "pp2_gpipe"])
-def test_every_plan_follows_the_ramp_of_one_process(recipe, plan):
+def test_every_plan_follows_the_ramp_of_one_process(recipe, one_process, plan):
     recipe = replace(recipe, micro_batch_size=1)
-    train(replace(recipe, plan="single"))
-    whole = losses(newest_run(recipe))
+    if not one_process:
+        train(replace(recipe, plan="single"))
+        one_process["losses"] = losses(newest_run(recipe))
+    whole = one_process["losses"]
     parted = replace(recipe, plan=plan, runs=f"{recipe.runs}-{plan}")
     assert pool().run(2, train, parted) == [0, 0]
     assert losses(newest_run(parted)) == pytest.approx(whole, rel=1e-5)

@@ -218,9 +218,11 @@ def test_a_constant_schedule_has_no_end(recipe):
 def test_notes_tell_what_has_no_effect(recipe, arguments, dp, words):
     changed = apply_overrides(recipe, arguments)
     changed.validate()
-    told = changed.notes(dp, "cpu")
+    named = next(iter(changed.alternatives().values()))
+    choice = changed.choose_plan(dp * named.tp)
+    told = changed.notes(choice, "cpu")
     assert told == [] if words is None else words in told[0]
-    assert not any("attention" in note for note in changed.notes(dp, "cuda"))
+    assert not any("attention" in note for note in changed.notes(choice, "cuda"))
 
 
 def bounded(config, prefix=""):

@@ -173,6 +173,8 @@ def test_a_hang_and_a_crash_are_failures_and_the_next_case_runs(setting, pool):
     assert found.verdict == "fails" and "ZeroDivisionError: division by zero (bodies_fuzz.py:" in found.sentence
     found = Runner(setting, pool, partial(hang, "die")).run(case)
     assert found.verdict == "fails" and "exit code 3" in found.sentence
+    found = Runner(setting, pool, partial(hang, "crash")).run(case)
+    assert found.verdict == "fails" and "exit code -11 in hang (bodies_fuzz.py:" in found.sentence
     assert Runner(setting, pool).run(case).verdict == "right"
 
 

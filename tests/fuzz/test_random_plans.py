@@ -17,6 +17,14 @@ MINUTES = 1.5  # after which no other case begins: two at the most with that cas
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 
+def test_the_seed_is_that_of_the_week_or_as_asked_for(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    year, week = divmod(seed_of_the_week(), 100)
+    assert year >= 2026 and 1 <= week <= 53
+    monkeypatch.setenv(VARIABLE, "202601")
+    assert seed_of_the_week() == 202601
+
+
 def test_random_cases_of_the_week_are_right_or_refused(capsys):
     seed = seed_of_the_week()
     words = ["--random", "60", "--seed", str(seed), "--minutes", f"{MINUTES:g}", "--device", "cpu"]

@@ -283,8 +283,10 @@ def test_large_scores_do_not_overflow():
 @pytest.mark.parametrize("size, kv_heads", [(64, 0), (64, 2), (128, 1)])
 def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_keys(size, kv_heads):
     """Groups of heads drop nothing, which other kernels compute: there, the key scales the queries."""
-    leaves, _ = inputs((2, 1024, 4, size), BF16, "cuda", kv_heads)
-    keys, others = (keys_of(2, seed).cuda() for seed in (1, 2))
+    stream = torch.cuda.Stream()  # autograd waits for the stream on which leaves were made: one that can be captured
+    with torch.cuda.stream(stream):
+        leaves, _ = inputs((2, 1024, 4, size), BF16, "cuda", kv_heads)
+        keys, others = (keys_of(2, seed).cuda() for seed in (1, 2))
 
     def attend(key, *leaves):
         if kv_heads:
@@ -295,16 +297,14 @@ def test_every_run_gives_the_same_bits_eager_compiled_and_in_a_graph_with_new_ke
         out = function(key, *leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    static = keys.clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        static = keys.clone()
         first, second = run(keys), run(others)
         compiled = run(keys, torch.compile(attend, fullgraph=True, dynamic=False))
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         captured = run(static)
+    torch.cuda.current_stream().wait_stream(stream)
     for key, expected in ((keys, first), (others, second)):
         static.copy_(key)
         graph.replay()

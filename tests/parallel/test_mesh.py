@@ -97,7 +97,7 @@ def test_what_ranks_decide_together_is_the_same_on_all(world):
         assert answer["dtype"] == torch.float64
         assert answer["max"] == (world - 1) * 1.5
         assert answer["any"] == [False, True, True]
-        assert answer["vote"] == [False, True, False]
+        assert answer["vote"] == [[False, True], [True, False], [False, False]]
         assert answer["gather"] == [{"rank": rank} for rank in ranks]
         assert answer["turns"] == [rank * 10 if rank % 2 else None for rank in ranks]
         assert answer["on_rank_0"] == "by 0"

@@ -16,6 +16,7 @@ GPUS = [Device(HERE, "GPU-0", True), Device(HERE, "GPU-1", True)]
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with three GPUs, of which the last one has no link to the others."""
+    monkeypatch.setattr(symmetric, "may_share", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one != other and 2 not in (one, other))
@@ -70,7 +71,7 @@ def test_all_ranks_get_memory_or_none(monkeypatch, capsys, fails, usable, error,
 
     monkeypatch.setattr(symmetric, "share_memory", share)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
-    found = symmetric_memory(Ranks(fails), 64, usable)
+    found = symmetric_memory(Ranks(fails), Ranks.tp_group, 64, usable)
     assert found == ("64 bytes" if shared else None)
     printed = capsys.readouterr()
     assert ("no handle): NCCL" in printed.out + printed.err) is (error is not None)

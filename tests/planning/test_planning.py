@@ -28,8 +28,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def report_of(recipe, world, gpu):
-    settings = recipe.planned(world)
-    return describe_plan(settings, recipe.name, recipe.notes(settings.plan.dp, settings.device.type), gpu)
+    settings, choice = recipe.planned(world), recipe.planned_choice(world)
+    return describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), gpu)
 
 
 def planned(recipe, plan: str):
@@ -79,6 +79,19 @@ def test_the_messages_are_those_that_are_sent(recipe, plan):
             if c.kind != "send":
                 kind = c.kind.replace("-", "_")
                 expected[kind] = expected.get(kind, 0) + c.count
+        assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("plan", ["tp2", "tp2_sp"])
+def test_blocks_that_run_again_send_again(recipe, plan, dropout):
+    recipe = replace(planned(recipe, plan), recompute="full", model=replace(recipe.model, dropout=dropout))
+    seen = pool().run(2, bodies_dryrun.messages, recipe)
+    for rank in range(2):
+        expected: dict[str, int] = {}
+        for c in collectives_of(recipe.planned(2), rank):
+            kind = c.kind.replace("-", "_")
+            expected[kind] = expected.get(kind, 0) + c.count
         assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
 
 

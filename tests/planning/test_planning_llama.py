@@ -10,7 +10,7 @@ import torch
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
+from dtgpt.models.llama import LLAMA3_8B, LLAMA31_405B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.parallel.stages import balanced_cut
 from dtgpt.planning.activations import block_activations
 from dtgpt.planning.memory import fullest, memory_by_rank
@@ -28,6 +28,7 @@ SMALL = LlamaConfig(
 )  # fmt: skip
 PUBLISHED = {  # parameters, of the models' own files
     "Llama 3 8B": (LLAMA3_8B, 8_030_261_248),
+    "Llama 3.1 405B": (LLAMA31_405B, 405_853_388_800),
     "Llama 3.2 1B": (LLAMA32_1B, 1_235_814_400),
     "Qwen3 0.6B": (QWEN3_0_6B, 596_049_920),
 }

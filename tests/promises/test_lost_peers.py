@@ -47,7 +47,7 @@ def hang(*_, **__):
 CASES = {f"rank {r} dies in {what}": {r: (point, die)} for what, point in POINTS.items() for r in (0, 1)}
 CASES["rank 0 never starts"] = {0: None}
 CASES["rank 1 never starts"] = {1: None}
-CASES["rank 0 dies before the others join"] = {0: ("torch.distributed.init_process_group", begin_to_meet_and_die)}
+CASES["rank 0 dies before the others join"] = {0: ("dtgpt.parallel.watch.meet", begin_to_meet_and_die)}
 CASES["rank 0 never comes to torchrun's store"] = {0: None}
 CASES["rank 1 dies in the first step of a pipeline"] = CASES["rank 1 dies in the first step"]
 CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the first step"]
@@ -147,10 +147,8 @@ def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
             words = ["the processes did not find each other"]
         elif "hangs" in name:
             words = [f"another process of the run did not answer within timeout={TIMEOUT} s"]
-        elif name.startswith("rank 0 dies in the agreement"):
-            words = ["process"]  # the other has perhaps not met it yet
         else:
-            words = ["another process of the run ended; see what it says, and start the run again"]
+            words = [f"rank {name[5]} ", "is lost: its process has ended; start the run again"]
         assert last.startswith("dtgpt: ") and all(word in last for word in words), name + left["out"]
         assert seconds < 3 * TIMEOUT + 5, name
 

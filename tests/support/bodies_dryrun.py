@@ -3,6 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtgpt.train.one_rank import BuiltRank, describe_built
 from dtgpt.train.startup import open_trainer
 
 
@@ -37,3 +38,9 @@ def memory_of_weights(recipe) -> int:
     """Bytes of weights on this rank."""
     with open_trainer(recipe) as training:
         return sum(shard.local.numel() * torch.float32.itemsize for shard in training.shards)
+
+
+def built(recipe) -> BuiltRank:
+    """What this rank of a real process group holds."""
+    with open_trainer(recipe) as training:
+        return describe_built(training.stages, training.shards, training.optimizer.adamw, training.settings)

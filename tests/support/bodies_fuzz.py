@@ -1,6 +1,7 @@
 """Bugs put into the ranks of a random case on purpose, each as dtgpt could have it."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,12 +95,14 @@ def with_bug(name: str, setting: Setting, case: Case, run: Run) -> Seen | None:
 
 
 def hang(how: str, setting: Setting, case: Case, run: Run) -> Seen | None:
-    """Fail on rank 1 in one of three ways, while rank 0 waits for it."""
+    """Fail on rank 1 in one of four ways, while rank 0 waits for it."""
     if os.environ["RANK"] == "1":
         if how == "wait":
             time.sleep(60)
         elif how == "raise":
             1 / 0  # noqa: B018
+        elif how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         else:
             os._exit(3)
     return measure(setting, case, run)

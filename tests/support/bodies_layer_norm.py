@@ -207,7 +207,8 @@ def check_rotary(
     def oracle(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         return rotary.reference(qkv, positions, table, *weights, eps=EPS)
 
-    check(fast, oracle, inputs)
+    sums = normed and dtype == torch.float32  # gradients of a few weights are sums of thousands
+    check(fast, oracle, inputs, tolerance=4e-6 if sums else 0.0)
 
 
 def custom_ops() -> ExitStack:

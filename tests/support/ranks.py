@@ -26,7 +26,11 @@ import torch.distributed as dist
 from dtgpt.fuzz.pool import Died, Worker
 
 # Imported once, so that a rank is a quick fork; none of them starts a thread. The first DTensor would load dynamo.
-PARALLEL = ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
+    "torch.distributed.tensor.experimental", "torch.distributed.tensor.parallel", "einops", "safetensors.torch",
+    "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn",
+]  # fmt: skip
 COLLECT = 0.3  # seconds to wait for the failures of other ranks after the first that arrived
 LINGER = 10  # seconds that a rank which returned keeps its group, for ranks that still talk to it
 
@@ -47,7 +51,7 @@ class RankPool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", *PARALLEL])
+        self._context.set_forkserver_preload(PRELOADED)
         self._ranks: dict[int, Rank] = {}
         atexit.register(self.close)
 

@@ -110,7 +110,7 @@ def test_auto_takes_the_recipe_of_the_run_that_it_finds(recipe, capsys):
 def test_plans_are_the_recipe_files_and_their_names_the_runs(recipe):
     wide = {"wide": Plan(tp=2)}
     run = saved(replace(recipe, plan="wide", plans=wide))
-    assert settle(replace(recipe, plans=wide), ["--resume", str(run)]).named_plan() == Plan(tp=2)
+    assert settle(replace(recipe, plans=wide), ["--resume", str(run)]).alternatives() == {"wide": Plan(tp=2)}
 
 
 def test_an_older_run_has_what_it_lacks_from_the_file_and_decays_over_its_steps(recipe, capsys):

@@ -1,0 +1,112 @@
+"""What tensor-parallel ranks do between two pairs of matrices: activations that each rank has whole, or its part of the
+sequence of, become the input of a matrix that is cut by columns, and so does the sum of a matrix that is cut by rows.
+
+In eager execution on GPUs of one host, kernels that reach the other ranks' memory take the place of NCCL.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dtgpt.config.execution import Settings
+from dtgpt.ops.collectives.peers import Peers
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.symmetric import share_peers
+
+PROGRAMS = 64  # of a kernel, while nothing else runs
+
+
+def make_peers(settings: Settings, mesh: Mesh) -> Peers | None:
+    """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
+    ranks take part."""
+    config = settings.model
+    whole = settings.micro_batch_size * config.seq_length * config.hidden_size * settings.dtype.itemsize
+    return share_peers(mesh, mesh.tp_group, whole, PROGRAMS)
+
+
+def takes(peers: Peers | None, whole: Sequence[int], itemsize: int, placement: Placement) -> bool:
+    """Return whether the kernels can gather or sum a tensor of the shape `whole` that is laid out by `placement`."""
+    if peers is None or torch.compiler.is_compiling():
+        return False
+    if isinstance(placement, Shard):
+        part = [*whole]
+        part[placement.dim], rest = divmod(part[placement.dim], peers.ranks)
+        return not rest and peers.takes(part, placement.dim, itemsize)
+    size, rest = divmod(math.prod(whole), peers.ranks)
+    return not rest and peers.takes([size], 0, itemsize)
+
+
+def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> Tensor:
+    """Return the sum of the ranks' `part`, laid out by `placement`: `Replicate` or `Shard`. The sum that all ranks keep
+    may take the place of its addend."""
+    if takes(peers, part.shape, part.itemsize, placement):
+        return _SumByPeers.apply(part, placement, peers)
+    if placement.is_replicate() and not torch.compiler.is_compiling():
+        return _SumInPlace.apply(part, mesh.get_group())
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(mesh, [placement]).to_local()
+
+
+class _SumInPlace(torch.autograd.Function):
+    """All-reduce in place, forward, where DTensor would copy its addend first; the identity backward, since the
+    gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(part, group=group)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _SumByPeers(torch.autograd.Function):
+    """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, placement: Placement, peers: Peers) -> Tensor:
+        ctx.placement, ctx.peers = placement, peers
+        return peers.sum_part(part, placement.dim) if isinstance(placement, Shard) else peers.sum(part)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if isinstance(ctx.placement, Shard):
+            grad = ctx.peers.gather(grad, ctx.placement.dim)
+        return grad, None, None
+
+
+class _WholeByPeers(torch.autograd.Function):
+    """A local activation as a DTensor that each rank has whole, by an all-gather where it is a part; backward, the sum
+    of the gradients of the ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers) -> DTensor:
+        ctx.mesh, ctx.placement, ctx.peers = mesh, placement, peers
+        whole = peers.gather(x, placement.dim) if isinstance(placement, Shard) else x.view_as(x)
+        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor):
+        placement, peers = ctx.placement, ctx.peers
+        if grad.placements[0].is_partial():
+            part = grad.to_local()
+            summed = peers.sum_part(part, placement.dim) if isinstance(placement, Shard) else peers.sum(part)
+        else:
+            summed = grad.redistribute(ctx.mesh, [placement]).to_local()
+        return summed, None, None, None
+
+
+def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> DTensor:
+    """Return a local activation, laid out by `placement`, as a DTensor that each rank has whole."""
+    shape = [*x.shape]
+    if isinstance(placement, Shard):
+        shape[placement.dim] *= mesh.size()
+    if takes(peers, shape, x.itemsize, placement):
+        return _WholeByPeers.apply(x, mesh, placement, peers)
+    part = DTensor.from_local(x, mesh, [placement], run_check=False)
+    return part if placement.is_replicate() else part.redistribute(mesh, [Replicate()])

@@ -1,0 +1,109 @@
+"""The table of `dtgpt plan`: several plans on several numbers of processes, a line each."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dtgpt.config.execution import Settings
+from dtgpt.models.config import LARGEST_SIZE
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.memory import Memory, fullest, memory_by_rank
+from dtgpt.planning.report import GIB, find_device, fits_into
+from dtgpt.planning.traffic import bubble, sent_bytes
+from dtgpt.util.console import byte_size, hanging, parameters
+
+GRAIN = 1024  # tokens, of the longest sequence
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan for a number of processes, by the name that the user gave it."""
+
+    plan: str
+    settings: Settings
+
+
+def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: str | None) -> str:
+    """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
+    gpu: as in `describe_plan`."""
+    device, size = find_device(gpu)
+    memories = [fullest(memory_by_rank(case.settings)) for case in cases]
+    largest = max(memory.total for memory in memories)
+    unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")
+    memory = [["plan", "GPUs", "weights", "moments", "grads", "activations", "other", "total", "fits"]]
+    step = [["plan", "GPUs", "micro-batches", "bubble", "tp", "dp", "pp", "longest"]]
+    for case, most in zip(cases, memories, strict=True):
+        settings, start = case.settings, [case.plan, f"{case.settings.plan.world:,}"]
+        fits = "yes" if fits_into(most.total, size) else "NO"
+        memory.append([*start, *(_figure(n / unit) for n in (*_parts(most), most.total)), fits])
+        step.append([*start, *_step(settings, unit), f"{longest_sequence(settings, size):,}"])
+    lines = [
+        *_heading(name, cases[0].settings),
+        "",
+        f"{unit_name} on the fullest rank; {device} has {byte_size(size)}",
+        *_aligned(memory),
+        "",
+        f"a step: {unit_name} that a rank sends; tokens of the longest sample that fits",
+        *_aligned(step),
+    ]
+    return "\n".join([*lines, *[""] * bool(notes), *(hanging(note, 2) for note in notes)])
+
+
+def longest_sequence(settings: Settings, size: float) -> int:
+    """Return the tokens of the longest sample, a multiple of GRAIN and of tp, with which the plan fits into `size`
+    bytes, with the same stages and as many samples in a micro-batch; 0 where none fits."""
+    grain = math.lcm(GRAIN, settings.plan.tp)
+    sizes = tuple(len(blocks) for blocks in block_ranges(settings.model, settings.plan))
+    plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
+
+    def fits(grains: int) -> bool:
+        model = replace(settings.model, seq_length=grains * grain)
+        return fits_into(fullest(memory_by_rank(replace(settings, plan=plan, model=model))).total, size)
+
+    low, high = 0, LARGEST_SIZE // grain + 1  # `low` grains fit, `high` do not, or are not allowed
+    guess = max(1, settings.model.seq_length // grain)
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low, guess = guess, 2 * guess if high > LARGEST_SIZE // grain else (guess + high) // 2
+        else:
+            high, guess = guess, (low + guess) // 2
+    return low * grain
+
+
+def _heading(name: str, settings: Settings) -> list[str]:
+    config, tokens = settings.model, settings.global_batch_size * settings.model.seq_length
+    lines = [
+        f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
+        f"T={config.seq_length}, {str(settings.dtype).removeprefix('torch.')}, recompute {settings.recompute}",
+        f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
+        f"{settings.micro_batch_size}",
+    ]
+    return [hanging(line, 8) for line in lines]
+
+
+def _parts(memory: Memory) -> list[int]:
+    """Return weights (masters, and what matmuls read), moments, gradients, activations and the rest, in bytes."""
+    weights, rest = memory.weights + memory.gathered, memory.edges + memory.working
+    return [weights, memory.optimizer, memory.gradients, memory.activations, rest]
+
+
+def _step(settings: Settings, unit: float) -> list[str]:
+    plan, passes = settings.plan, settings.micro_batches
+    idle = bubble(plan, passes) if plan.pp > 1 else 0.0
+    sent = [sent_bytes(settings, rank) for rank in memory_by_rank(settings)]
+    most = [max(each[over] for each in sent) / unit for over in ("tp", "dp", "pp")]
+    return [f"{passes:,}", "unknown" if idle is None else f"{idle:.1%}", *map(_figure, most)]
+
+
+def _figure(size: float) -> str:
+    return f"{size:.2f}" if size < 100 else f"{size:,.1f}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append(" ".join([first.ljust(widths[0]), *right]))
+    return lines
