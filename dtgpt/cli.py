@@ -35,6 +35,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       show memory, messages and pipeline bubble of a plan; no GPU is needed
   dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
       run the same steps under several plans and on one process, and compare
+  dtgpt compare RUN_A RUN_B [--output FILE.png]
+      show where the curves of two runs part, and in what the runs differ
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
       continue texts with a run's newest checkpoint, another model, or a server
   dtgpt serve MODEL [--host ADDRESS] [--port N]

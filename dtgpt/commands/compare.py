@@ -1,10 +1,11 @@
-"""`dtgpt compare`: the same steps under several plans and on one process."""
+"""`dtgpt compare`: the same steps under several plans and on one process; or two runs (`compare_runs`)."""
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from dtgpt.commands import compare_runs
 from dtgpt.commands.recipes import RecipeCommand
 from dtgpt.config.overrides import Options, as_words, take
 from dtgpt.config.plan_names import parse_plan
@@ -22,6 +23,9 @@ class CompareOptions:
     Options of the recipe can be added. With --random, random small models run under random plans instead, each against
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
     command that repeats it is printed.
+
+    With two runs, dtgpt compare RUN_A RUN_B shows where their curves part and what differs; dtgpt compare RUN_A --help
+    lists its options.
     """
 
     plans: Annotated[tuple[str, ...], "plans to compare with one process"] = ()
@@ -69,4 +73,11 @@ def record(words: list[str]) -> int:
 
 REFUSED = {"plan": "use --plans", "resume": "it begins with initial weights; leave --resume out"}
 EXAMPLE = "recipes/gpt2_tiny.py --plans tp2 pp2"
-command = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXAMPLE, refused=REFUSED)
+of_plans = RecipeCommand("compare RECIPE.py", CompareOptions, compare_plans, EXAMPLE, refused=REFUSED)
+
+
+def command(words: list[str]) -> int:
+    """Compare the plans of a recipe, or two runs, and return the exit code. Raises UserError."""
+    if not words:
+        raise UserError(f"dtgpt compare needs a recipe, such as {EXAMPLE}, or two runs, such as {compare_runs.EXAMPLE}")
+    return compare_runs.command(words) if compare_runs.means_runs(words) else of_plans(words)

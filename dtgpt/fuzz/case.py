@@ -1,12 +1,13 @@
 """A case: one model, one plan and one way to train, small enough to run in a second, as one line of text."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -22,6 +23,7 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.parallel.tensor import make_table
 from dtgpt.train.settle import check_run
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 MODELS: dict[str, ModelConfig] = {  # what a case's values change
@@ -35,6 +37,14 @@ CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
 DOCUMENTS = 400
 PLAN = "case"  # its name in the recipe
+Run = Literal["plan", "first", "reference", "exact", "moved"]  # `first`: under the first of two plans
+
+
+class First(NamedTuple):
+    """The beginning of a case that is saved under one plan and goes on under another."""
+
+    plan: str  # the name of a standard plan
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -46,10 +56,13 @@ class Case:
     values: Mapping[str, Any] = field(default_factory=dict)  # by the names of recipe fields
     blocks_per_stage: tuple[int, ...] | None = None
     table: str | None = None  # one of TABLES: how tp ranks share a pair of matrices in every block
+    first: First | None = None  # after which a checkpoint is written, from which `plan` goes on
 
     def __str__(self) -> str:
         """Return the case as `parse` reads it."""
         words = [self.architecture, self.plan]
+        if self.first:
+            words.append(f"first={self.first.plan}:{self.first.steps}")
         if self.blocks_per_stage:
             words.append(f"blocks_per_stage={','.join(map(str, self.blocks_per_stage))}")
         if self.table:
@@ -58,9 +71,23 @@ class Case:
 
     def parallel_plan(self) -> Plan:
         """Return the plan with one replica where its name says nothing of them. Raises UserError."""
-        plan = parse_plan(self.plan)
+        plan = _with_replicas(self.plan)
         table = styles(self.table, MODELS[self.architecture]) if self.table else {}
-        return replace(plan, dp=plan.dp or 1, blocks_per_stage=self.blocks_per_stage, table=table)
+        return replace(plan, blocks_per_stage=self.blocks_per_stage, table=table)
+
+    def first_plan(self) -> Plan | None:
+        """Return the plan of the first steps, if there are two: with the table where it has tp, and the cut where it
+        has as many stages. Raises UserError."""
+        if self.first is None:
+            return None
+        plan, then = _with_replicas(self.first.plan), self.parallel_plan()
+        cut = self.blocks_per_stage if plan.num_stages == then.num_stages else None
+        return replace(plan, blocks_per_stage=cut, table=then.table if plan.tp > 1 else {})
+
+
+def _with_replicas(name: str) -> Plan:
+    plan = parse_plan(name)
+    return replace(plan, dp=plan.dp or 1)
 
 
 def styles(table: str, model: ModelConfig) -> dict[str, ParallelStyle | None]:
@@ -96,15 +123,18 @@ def parse(text: str) -> Case:
         if not equals:
             raise UserError(f"--case has the word {shown(word)} without a value; write words such as model.num_heads=2")
         options[name] = value
-    cut, table = options.pop("blocks_per_stage", None), options.pop("table", None)
+    cut, table, first = (options.pop(name, None) for name in ("blocks_per_stage", "table", "first"))
     if table is not None and table not in TABLES:
         raise UserError(f"--case has table={shown(table)}, which is not a choice; use one of {', '.join(TABLES)}")
     if cut is not None and not all(part.isdecimal() for part in cut.split(",")):
         raise UserError(f"--case has blocks_per_stage={shown(cut)}; give whole numbers such as 3,1")
+    if first is not None and not re.fullmatch(r"\w+:[1-9]\d{0,6}", first):
+        raise UserError(f"--case has first={shown(first)}; give a plan and its number of steps, such as tp2:1")
     given = take(blank, read_words([f"--{name}={value}" for name, value in options.items()], blank)[1])
     values = {name: attrgetter(name)(given) for name in options}
     blocks = tuple(map(int, cut.split(","))) if cut else None
-    return Case(words[0], words[1], values, blocks, table)
+    before = First(first.partition(":")[0], int(first.partition(":")[2])) if first is not None else None
+    return Case(words[0], words[1], values, blocks, table, before)
 
 
 def _blank(architecture: str) -> Recipe:
@@ -141,12 +171,29 @@ class Setting:
         blank = _blank(case.architecture)
         known = (self.given.keys() - {"seed"}) & {name for name, *_ in leaves(blank)}
         given = take(blank, {name: self.given[name] for name in known})
-        return replace(case, values={**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}})
+        values = {**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}}
+        steps = values.get("steps")
+        short = case.first is not None and isinstance(steps, int) and steps <= case.first.steps
+        return replace(case, values=values, first=None if short else case.first)
 
-    def recipe_of(self, case: Case) -> Recipe:
-        """Return the recipe of a case under its plan. Raises UserError."""
+    @property
+    def run_folder(self) -> Path:
+        """Where the first plan of a case saves its checkpoint."""
+        return self.text.with_name("run")
+
+    def recipe_for(self, case: Case, run: Run) -> Recipe | None:
+        """Return the recipe of one of a case's runs; None where it does not have this run. Raises UserError."""
+        if run == "plan":
+            return self.recipe_of(case)
+        if run == "first":
+            plan = case.first_plan()
+            return None if plan is None else self.recipe_of(case, plan)
+        return self.exact_of(case) if run == "exact" else self.reference_of(case)
+
+    def recipe_of(self, case: Case, plan: Plan | None = None) -> Recipe:
+        """Return the recipe of a case under its plan, or another one. Raises UserError."""
         data = DataConfig(path=str(self.text), tokenizer="bytes")
-        plan = case.parallel_plan()
+        plan = plan or case.parallel_plan()
         recipe = replace(self.base, model=MODELS[case.architecture], data=data)
         return replace(replace_values(recipe, case.values), plan=PLAN, plans={PLAN: plan})
 
@@ -170,10 +217,16 @@ class Setting:
         """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""
         recipe = self.recipe_of(case)
         check_run(recipe)
-        plan = recipe.plan_for(recipe.plans[PLAN].world)
-        if plan.tp > 1:
-            make_table(recipe.model, plan)
-        return plan
+        if case.first and case.first.steps >= recipe.num_steps:
+            raise UserError(
+                f"first={case.first.plan}:{case.first.steps} leaves none of {counted(recipe.num_steps, 'step')} to the "
+                "other plan; give fewer"
+            )
+        for plan in filter(None, (case.first_plan(), case.parallel_plan())):
+            found = self.recipe_of(case, plan).plan_for(plan.world)
+            if found.tp > 1:
+                make_table(recipe.model, found)
+        return found
 
 
 def write_text(path: Path) -> Path:

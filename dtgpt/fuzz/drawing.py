@@ -1,16 +1,19 @@
 """Which models, plans and options the cases have. A few are drawn without regard to what fits together, so that the
 rules that refuse them are tried as well."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.plan import SCHEDULES, Plan
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.fuzz.case import MODELS, TABLES, Case
+from dtgpt.fuzz.case import MODELS, TABLES, Case, First
 from dtgpt.fuzz.draws import Draws
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
+LONG = 130  # tokens
 FIRST_VOCABULARY = 257  # bytes and the end of text
 
 
@@ -19,18 +22,38 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     plans to choose from, none: all that dtgpt has."""
     draws = Draws(seed, index)
     careless = draws.chance("careless", 12)
-    plan = parse_plan(draws.pick("plan", plans)) if plans else draw_plan(draws, ranks)
-    if plan.dp is None and plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as there are processes
-        plan = replace(plan, dp=draws.between("replicas", 2, max(2, ranks)))
+    plan, both = _plan(draws, ranks, plans), []
+    if draws.chance("two plans", 4):
+        both = [_plan(Draws(seed, index, "first "), ranks, plans)]
+    both.append(plan)
     architecture = draws.pick("architecture", list(MODELS))
-    layers = draws.between("layers", 1, 4) if careless else plan.num_stages + draws.below("more layers", 3)
-    model = _model(draws, architecture, plan, careless)
-    values = {"model.num_layers": layers, **model, **_batch(draws, plan, careless), **_training(draws, careless)}
+    stages = max(each.num_stages for each in both)
+    layers = draws.between("layers", 1, 4) if careless else stages + draws.below("more layers", 3)
+    model = _model(draws, architecture, both, careless)
+    values = {"model.num_layers": layers, **model, **_batch(draws, both, careless), **_training(draws, careless)}
+    values |= _length(draws, values)
+    first = _first(draws, both[0], values) if both[1:] else None
+    if first:
+        values["checkpoint.background"] = draws.chance("saves behind the steps", 2)
     cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
     table = None
-    if plan.tp > 1 and (careless or not plan.sequence_parallel) and draws.chance("own table", 2):
+    if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
-    return Case(architecture, plan.name, values, cut, table)
+    return Case(architecture, plan.name, values, cut, table, first)
+
+
+def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
+    plan = parse_plan(draws.pick("plan", plans)) if plans else draw_plan(draws, ranks)
+    if plan.dp is None and plan.tp * plan.pp == 1:  # `dp` or `zero3`: as many replicas as there are processes
+        return replace(plan, dp=draws.between("replicas", 2, max(2, ranks)))
+    return plan
+
+
+def _first(draws: Draws, plan: Plan, values: dict[str, Any]) -> First | None:
+    """Return how many steps the first of two plans takes: not all."""
+    sizes = BatchSizes(values["global_batch_size"], values.get("rampup_batch_size"))
+    steps = values["steps"] or sizes.steps_within(values["train_samples"])
+    return First(plan.name, draws.between("steps of the first plan", 1, steps - 1)) if steps > 1 else None
 
 
 def draw_plan(draws: Draws, ranks: int) -> Plan:
@@ -50,11 +73,12 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
     return Plan(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence, **options)
 
 
-def _model(draws: Draws, architecture: str, plan: Plan, careless: bool) -> dict[str, Any]:
-    tp = 1 if careless else plan.tp
-    length = draws.between("length", 1, 27)
-    if plan.sequence_parallel and not careless:
-        length = plan.tp * draws.between("length of a rank", 1, 8)
+def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
+    tp = 1 if careless else math.lcm(*(plan.tp for plan in plans))
+    share = 1 if careless else math.lcm(*(p.tp for p in plans if p.sequence_parallel))
+    length = draws.between("length", 1, 27) if share == 1 else share * draws.between("length of a rank", 1, 8)
+    if draws.chance("long", 10):  # more than one tile of a kernel
+        length = share * (LONG // share + draws.below("more tokens", 90))
     sizes = _gpt2(draws, tp) if architecture == "gpt2" else _llama(draws, tp)
     sizes |= {
         "seq_length": length,
@@ -66,7 +90,7 @@ def _model(draws: Draws, architecture: str, plan: Plan, careless: bool) -> dict[
 
 
 def _gpt2(draws: Draws, tp: int) -> dict[str, Any]:
-    heads = tp * draws.between("heads of a rank", 1, 3)
+    heads = tp * draws.between("heads of a rank", 1, 3 if tp <= 4 else 1)
     size = draws.pick("size of a head", (3, 4, 5, 7, 8, 11, 16))
     while heads * size < NARROWEST:
         size += 3
@@ -74,7 +98,7 @@ def _gpt2(draws: Draws, tp: int) -> dict[str, Any]:
 
 
 def _llama(draws: Draws, tp: int) -> dict[str, Any]:
-    groups = tp * draws.between("groups of a rank", 1, 2)
+    groups = tp * draws.between("groups of a rank", 1, 2 if tp <= 4 else 1)
     sizes: dict[str, Any] = {
         "num_kv_heads": groups,
         "num_heads": groups * draws.between("queries of a group", 1, 3),
@@ -92,29 +116,46 @@ def _llama(draws: Draws, tp: int) -> dict[str, Any]:
     return sizes
 
 
-def _batch(draws: Draws, plan: Plan, careless: bool) -> dict[str, Any]:
+def _batch(draws: Draws, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
     micro = draws.pick("micro-batch", (1, 1, 2, 3))
-    fewest = plan.pp if plan.pp > 1 and plan.schedule in ("1F1B", "Interleaved1F1B") else 1
-    share, more = micro * (plan.dp or 1), draws.between("micro-batches", 1, 3)
     if careless:
         return {"micro_batch_size": micro, "global_batch_size": draws.between("batch", 1, 12)}
-    count = fewest * more if plan.schedule == "Interleaved1F1B" else fewest + more - 1
-    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": share * count}
+    share = micro * math.lcm(*(plan.dp or 1 for plan in plans))
+    multiples = (share * count for count in range(1, 99))
+    sizes = [size for size in multiples if all(_runs(plan, size // micro // (plan.dp or 1)) for plan in plans)]
+    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": draws.pick("micro-batches", sizes[:3])}
     if draws.chance("ramp", 6):
-        start, steps = share * fewest, draws.between("sizes of the ramp", 1, 2)
-        values["global_batch_size"] = start * (steps + 1)
-        values["rampup_batch_size"] = f"{start},{start},{start * steps * draws.between('length of the ramp', 1, 2)}"
+        start, more = sizes[0], draws.between("sizes of the ramp", 1, 2)
+        values["global_batch_size"] = start * (more + 1)
+        values["rampup_batch_size"] = f"{start},{start},{start * more * draws.between('length of the ramp', 1, 2)}"
     return values
+
+
+def _runs(plan: Plan, count: int) -> bool:
+    """Return whether the schedule of a plan can run `count` micro-batches, and all multiples of them."""
+    if plan.pp == 1 or plan.schedule in ("GPipe", "ZBVZeroBubble"):
+        return True
+    return count >= plan.pp if plan.schedule == "1F1B" else count % plan.pp == 0
+
+
+def _length(draws: Draws, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the length of the run, in some cases by its samples."""
+    steps = draws.between("steps", 2, 5)
+    if not draws.chance("counts samples", 6):
+        return {"steps": steps}
+    whole = values["global_batch_size"]
+    samples = BatchSizes(whole, values.get("rampup_batch_size")).before(steps) + draws.below("samples left", whole)
+    return {"steps": None, "train_samples": samples}
 
 
 def _training(draws: Draws, careless: bool) -> dict[str, Any]:
     back_ends = ["auto", "explicit", "fused_softmax", "flash"]
     if careless or draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)) == 0:
         back_ends.append("sdpa")
-    return {
-        "steps": draws.between("steps", 2, 5),
+    precision = draws.pick("kind of 16 bits", ("bf16", "bf16", "fp16")) if draws.chance("16 bits", 8) else "fp32"
+    values = {
         "seed": draws.below("seed of the run", 1 << 20),
-        "precision": "bf16" if draws.chance("16 bits", 8) else "fp32",
+        "precision": precision,
         "attention": draws.pick("attention", back_ends),
         "recompute": draws.pick("recompute", ("none", "none", "selective", "full")),
         "graph": draws.pick("graph", ("auto", "off")),
@@ -122,12 +163,24 @@ def _training(draws: Draws, careless: bool) -> dict[str, Any]:
         # Of AdamW's usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
         "optimizer.eps": draws.pick("smallest root", (1e-3, 1e-2)),
         "optimizer.schedule": draws.pick("learning rates", ("cosine", "linear", "constant", "wsd")),
+        "optimizer.warmup": draws.pick("warmup", (0.0, 0.0, 0.5)),
+        "optimizer.min_lr": draws.pick("least learning rate", (0.0, 5e-4)),
         "optimizer.clip": draws.pick("clip", (0.0, 0.1, 1.0)),
         "data.reset_position_ids": draws.chance("positions of documents", 3),
         "data.reset_attention_mask": draws.chance("attention within documents", 3),
         "data.eod_mask_loss": draws.chance("loss of ends", 3),
         "log.eval_samples": draws.between("held-out samples", 1, 9),
+        "log.eval_interval": draws.pick("steps between evaluations", (0, 0, 1, 2)),
+        "log.sample_interval": draws.pick("steps between texts", (0, 0, 0, 1, 2)),
+        "log.sample_tokens": draws.below("tokens of a text", 9),
+        "log.temperature": draws.pick("temperature", (0.0, 0.7, 1.0)),
+        "log.top_k": draws.pick("likeliest tokens", (0, 3, 50)),
     }
+    if precision == "fp16":  # a scale at which no step overflows, and one at which all do
+        values["loss_scale.initial"] = draws.pick("loss scale", (2.0**8, 2.0**10, 2.0**40))
+        values["loss_scale.window"] = draws.pick("steps until the scale doubles", (1, 2, 1000))
+        values["loss_scale.hysteresis"] = draws.between("overflows until the scale halves", 1, 2)
+    return values
 
 
 def _cut(draws: Draws, layers: int, stages: int) -> tuple[int, ...] | None:

@@ -10,14 +10,14 @@ Choice = TypeVar("Choice")
 
 
 class Draws:
-    """The decisions of case `index`."""
+    """The decisions of case `index`. part: what the names of some of them begin with."""
 
-    def __init__(self, seed: int, index: int):
-        self.seed, self.index = seed, index
+    def __init__(self, seed: int, index: int, part: str = ""):
+        self.seed, self.index, self.part = seed, index, part
 
     def below(self, name: str, count: int) -> int:
         """Return a whole number in [0, count)."""
-        return fold_words(self.seed, "random case", self.index, name)[0] * count >> 32
+        return fold_words(self.seed, "random case", self.index, self.part + name)[0] * count >> 32
 
     def between(self, name: str, first: int, last: int) -> int:
         """Return a whole number in [first, last]."""

@@ -1,13 +1,23 @@
 """What a rank does with a case: a few steps, an evaluation, and digests of all that copies must agree in."""
 
 import hashlib
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtgpt.fuzz.case import Case, Setting
+from dtgpt.checkpoint.manifest import MOMENTS
+from dtgpt.checkpoint.save import Saver
+from dtgpt.fuzz.case import Case, Run, Setting
+from dtgpt.parallel.shards import Shard
+from dtgpt.train.checkpoints import state_of
 from dtgpt.train.compare import Record, record
+from dtgpt.train.loop import is_due
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -20,35 +30,94 @@ class Seen(NamedTuple):
     dp: int  # the coordinate of this rank
     samples: list[list[tuple[int, str]]]  # (sample, digest of its tokens) of each step
     copies: list[tuple[str, str]]  # (name and region, digest) of each tensor that this rank holds
-
-
-Run = Literal["plan", "reference", "exact", "moved"]
+    between: tuple[float | None, ...] = ()  # mean held-out losses after earlier steps
+    texts: tuple[str | None, ...] = ()  # generated after earlier steps and the last
+    begin: str = ""  # digest of weights and moments, on rank 0, before the first step
+    end: str = ""  # after the last
 
 
 def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
-    """Train all steps of a case: in each process of its plan, or on one process as its reference. To know what rounding
-    does to the case: on one process in fp32 (`exact`; None if the case is in fp32), or from initial weights that are
-    `moved` by a last bit."""
-    make = {"plan": setting.recipe_of, "exact": setting.exact_of}.get(run, setting.reference_of)
-    recipe = make(case)
+    """Train the steps of a case: in each process of its plan, or all of them on one process as its reference. Where the
+    case has two plans, the steps under the `first` end with a checkpoint, from which the `plan` goes on. To know what
+    rounding does to the case: on one process in fp32 (`exact`; None if the case is in fp32), or from initial weights
+    that are `moved` by a last bit."""
+    recipe = setting.recipe_for(case, run)
     if recipe is None:
         return None
-    with open_trainer(recipe) as trainer:
+    resumes = case.first is not None and run == "plan"
+    with open_trainer(recipe, setting.run_folder if resumes else None) as trainer:
         if run == "moved":
             _move_weights(trainer)
-        samples = _note_samples(trainer)
-        made = record(trainer, recipe.num_steps)
-        held_out = trainer.held_out_loss()
-        return Seen(made, held_out and held_out[0], trainer.mesh.place.dp, samples, _copies(trainer))
+        samples, notes, begin = _note_samples(trainer), _Notes(trainer), _digest_of_state(trainer)
+        last = case.first.steps if case.first and run == "first" else trainer.steps
+        made = record(trainer, last - trainer.step, notes.after_step)
+        seen = Seen(
+            made, notes.held_out, trainer.mesh.place.dp, list(samples), _copies(trainer), tuple(notes.between),
+            tuple(notes.texts), begin, _digest_of_state(trainer),
+        )  # fmt: skip
+        if run == "first":
+            _save(trainer, setting.run_folder / "checkpoints", asdict(recipe))
+        return seen
+
+
+class _Notes:
+    """Held-out losses and generated texts of a trainer: after its last step, and in between as its recipe wants."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.held_out: float | None = None
+        self.between: list[float | None] = []
+        self.texts: list[str | None] = []
+
+    def after_step(self) -> None:
+        log, step, is_last = self.trainer.log, self.trainer.step, self.trainer.step == self.trainer.steps
+        if is_last:
+            self.held_out = self._evaluate()
+        elif is_due(step, log.eval_interval):
+            self.between.append(self._evaluate())
+        if is_last or is_due(step, log.sample_interval):
+            self.texts.append(self.trainer.sample())
+
+    def _evaluate(self) -> float | None:
+        found = self.trainer.held_out_loss()
+        return found and found[0]
+
+
+def _save(trainer: Trainer, folder: Path, recipe: dict[str, Any]) -> None:
+    """Write a checkpoint while the next step, which is not part of the case, changes weights and moments. recipe: its
+    fields."""
+    background = recipe["checkpoint"]["background"]
+    with Saver(folder, trainer.shards, trainer.optimizer.adamw, background=background) as saver:
+        trainer.before_update = saver.before_update
+        saver.save(trainer.step, state_of(trainer, recipe))
+        trainer.train_step()
+
+
+def _of_shard(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
+    return tensors[shard.index]
+
+
+def _digest_of_state(trainer: Trainer) -> str:
+    """Return a digest of all weights and moments, the same under every plan; one of nothing on ranks other than 0."""
+    found, adamw = hashlib.sha256(), trainer.optimizer.adamw
+    kinds: list[Callable[[Shard], Tensor]] = [attrgetter("local")]
+    kinds += [partial(_of_shard, getattr(adamw, moment)) for moment in MOMENTS]
+    for value in kinds:
+        for _, whole in trainer.shards.gather(value):
+            found.update(b"" if whole is None else whole.numpy().tobytes())
+    return found.hexdigest()
 
 
 @torch.no_grad()
 def _move_weights(trainer: Trainer) -> None:
-    """Add or subtract 2^-23 of each initial weight, half of them each, on one process in fp32."""
+    """Add or subtract of each initial weight, on one process, what the last bit of the run's type can add: half of them
+    each."""
+    bit = max(2.0**-23, torch.finfo(trainer.settings.dtype).eps / 2)
     generator = torch.Generator().manual_seed(0)
     for shard in trainer.shards:
         up = torch.rand(shard.local.shape, generator=generator) < 0.5
-        shard.local.mul_(torch.where(up, 1 + 2.0**-23, 1 - 2.0**-23).to(shard.local.device))
+        shard.local.mul_(torch.where(up, 1 + bit, 1 - bit).to(shard.local.device))
+    trainer.shards.publish()
 
 
 def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:
@@ -66,10 +135,11 @@ def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:
 
 
 def _copies(trainer: Trainer) -> list[tuple[str, str]]:
-    found = []
+    found, adamw = [], trainer.optimizer.adamw
     for shard in trainer.shards:
         where = f"{shard.name} {[(part.start, part.stop) for part in shard.region]}"
         found.append((where, digest(shard.local)))
+        found += [(f"{where}.{moment}", digest(getattr(adamw, moment)[shard.index])) for moment in MOMENTS]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
     return found

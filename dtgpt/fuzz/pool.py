@@ -1,19 +1,24 @@
 """Processes that stay alive between cases, since a start of Python and PyTorch takes longer than a small case.
 
-Each case gets a process group of its own, which ends with it, so that nothing of a case can reach the next one. After a
-failure the processes of the case are ended and started anew: they may wait for each other for ever.
+On CPUs each job gets a process group of its own, which ends with it, so that nothing of a job can reach the next one.
+On GPUs a group lives as long as its processes, and each number of processes has processes of its own: a process that
+began a second group through NCCL after the end of its first died of a segmentation fault (torch 2.11). After a failure
+the processes of the job are ended and started anew: they may wait for each other for ever.
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,7 +39,9 @@ IMPORTS = [
     "dtgpt.fuzz.measure",
 ]  # fmt: skip
 COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
+SHOWN = 4  # functions of a process that crashed
 LEAVE = 20.0  # seconds in which a process group must end
+MOST_JOBS = 100  # of processes on GPUs, which keep the communicators of all meshes
 LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
 
 
@@ -46,6 +53,14 @@ class Answer(NamedTuple):
     failure: str = ""  # the last line of any other exception, and where it was raised
     kind: str = ""  # the exception's type
     when: float = 0.0  # of a failure
+
+
+class Key(NamedTuple):
+    """Which of a pool's processes."""
+
+    place: int  # of its job among those that run side by side
+    world: int | None  # of its jobs; None: any
+    rank: int
 
 
 class Job(NamedTuple):
@@ -61,13 +76,14 @@ class Pool:
 
     def __init__(self, device: str):
         self.device = device
-        on_gpus = choose_device(device).type == "cuda"
+        self._on_gpus = on_gpus = choose_device(device).type == "cuda"
         # A process that has asked for CUDA devices cannot be forked.
         self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         if not on_gpus:
             self._context.set_forkserver_preload(IMPORTS)
         self._folder = tempfile.TemporaryDirectory(prefix="dtgpt-ranks-", ignore_cleanup_errors=True)
-        self._ranks: dict[tuple[int, int], _Process] = {}  # by place among the jobs, and rank
+        self._ranks: dict[Key, Worker] = {}
+        self._jobs: Counter[Key] = Counter()  # that a process has begun
 
     def __enter__(self) -> "Pool":
         return self
@@ -84,29 +100,36 @@ class Pool:
                 self._begin(place, job, timeout)
             deadline, results = time.monotonic() + timeout, []
             for place, job in enumerate(jobs):
-                keys = [(place, rank) for rank in range(job.world)]
-                results.append(self._collect(keys, deadline))
+                results.append(self._collect(self._keys(place, job), deadline))
             return results
         except BaseException:  # Ctrl-C too: a rank in the middle of a job is of no use to the next one
             self._end(list(self._ranks))
             raise
 
-    def _begin(self, place: int, job: Job, timeout: float) -> None:
-        store = f"{self._folder.name}/store-{time.monotonic_ns()}"
-        for rank in range(job.world):
-            if (place, rank) not in self._ranks:
-                self._ranks[place, rank] = _Process(self._context, f"{self._folder.name}/{place}-{rank}.log")
-            message = job.function, job.arguments, rank, job.world, store, timeout + LATE, self.device
-            self._ranks[place, rank].send(message)
+    def _keys(self, place: int, job: Job) -> list[Key]:
+        """Return which processes do a job, by rank."""
+        return [Key(place, job.world if self._on_gpus else None, rank) for rank in range(job.world)]
 
-    def _collect(self, keys: list[tuple[int, int]], deadline: float) -> list[Answer] | None:
-        answers: dict[tuple[int, int], Answer] = {}
+    def _begin(self, place: int, job: Job, timeout: float) -> None:
+        store, keys = f"{self._folder.name}/store-{time.monotonic_ns()}", self._keys(place, job)
+        if self._on_gpus and any(self._jobs[key] >= MOST_JOBS for key in keys):
+            self._end(keys)
+        for key in keys:
+            if key not in self._ranks:
+                log = f"{self._folder.name}/{'-'.join(map(str, key))}.log"
+                self._ranks[key] = Worker(self._context, serve, log)
+            self._jobs[key] += 1
+            message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
+            self._ranks[key].send(message)
+
+    def _collect(self, keys: list[Key], deadline: float) -> list[Answer] | None:
+        answers: dict[Key, Answer] = {}
         self._gather(keys, deadline, answers)
         fine = len(answers) == len(keys) and not any(a.failure for a in answers.values())
         if fine:
             for key in keys:  # no rank leaves the group before all have answered
                 self._ranks[key].send("leave")
-            left: dict[tuple[int, int], Answer] = {}
+            left: dict[Key, Answer] = {}
             self._gather(keys, time.monotonic() + LEAVE, left)
             fine = len(left) == len(keys) and not any(a.failure for a in left.values())
         if not fine:
@@ -115,40 +138,54 @@ class Pool:
         spoke = len(known) == len(keys) or any(a.failure or a.refusal for a in known)
         return known if spoke else None
 
-    def _gather(self, keys: list[tuple[int, int]], deadline: float, answers: dict[tuple[int, int], Answer]) -> None:
+    def _gather(self, keys: list[Key], deadline: float, answers: dict[Key, Answer]) -> None:
         waiting = {self._ranks[key].connection: key for key in keys}
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 key = waiting.pop(connection)  # type: ignore[arg-type]
-                answers[key] = answer = self._ranks[key].answer()
+                try:
+                    answer = self._ranks[key].receive()
+                except Died as died:
+                    answer = Answer(failure=f"a process {died}", kind=f"exit code {died.code}")
+                answers[key] = answer
                 if answer.failure or answer.refusal:
                     deadline = min(deadline, time.monotonic() + COLLECT)
 
-    def _end(self, keys: list[tuple[int, int]]) -> None:
+    def _end(self, keys: list[Key]) -> None:
         for key in keys:
             self._ranks.pop(key).end()
+            del self._jobs[key]
 
 
-class _Process:
-    """The parent's end of one process."""
+class Died(Exception):
+    """A process ended before it answered. `code`: its exit code. `where`: in which functions, as far as known."""
 
-    def __init__(self, context: Any, log: str):
+    def __init__(self, code: int | None, where: str = ""):
+        super().__init__(f"died with exit code {code}" + (f" in {where}" if where else ""))
+        self.code = code
+
+
+class Worker:
+    """The parent's end of a process that runs `serve(connection, log)`; messages both ways are pickled."""
+
+    def __init__(self, context: Any, serve: Callable[[Any, str], None], log: str):
+        self._log = log
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
         self.process.start()
         theirs.close()  # else its death would not close the connection
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it just died: `answer` says so
+        with contextlib.suppress(OSError):  # it just died: `receive` says so
             self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
-    def answer(self) -> Answer:
+    def receive(self) -> Any:
+        """Return the next message of the process; raise Died where there is none."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5)
-            code = self.process.exitcode
-            return Answer(failure=f"a process died with exit code {code}", kind=f"exit code {code}")
+            raise Died(self.process.exitcode, crash_site(Path(self._log))) from None
 
     def end(self) -> None:
         self.process.kill()
@@ -156,13 +193,23 @@ class _Process:
         self.connection.close()
 
 
+def crash_site(log: Path) -> str:
+    """Return the innermost functions of the thread that crashed, as `faulthandler` wrote them; empty where it did
+    not."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    _, _, stack = text.partition("Current thread ")
+    calls = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack.partition("\n\n")[0])
+    return " < ".join(f"{name} ({file}:{line})" for file, line, name in calls[:SHOWN])
+
+
 def serve(connection: Any, log: str) -> None:
     """Work as a rank: do one job after the other until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND)  # append: each job truncates
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -193,14 +240,14 @@ def _work(body: bytes) -> Any:
     function, arguments, rank, world, store, timeout, device = pickle.loads(body)
     values = {"rank": rank, "world": world, "local_rank": rank, "local_world": world}
     os.environ.update({VARIABLES[name]: str(value) for name, value in values.items()})
-    if world > 1:
+    if world > 1 and not dist.is_initialized():
         where = choose_device(device, rank)
         start_process_group(where, timeout, store=dist.FileStore(store, world), rank=rank, world_size=world)
     return function(*arguments)
 
 
 def _leave() -> None:
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_backend() != "nccl":
         end_process_group()
     forget_meshes()
     torch.compiler.reset()

@@ -2,8 +2,8 @@
 
 import math
 import shlex
+import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dtgpt.config.execution import choose_device
-from dtgpt.config.plan import SCHEDULES
 from dtgpt.fuzz.case import Case, Setting, parse
 from dtgpt.fuzz.drawing import draw_case
-from dtgpt.fuzz.judge import Figures, Outcome, judge
+from dtgpt.fuzz.judge import Outcome, judge
 from dtgpt.fuzz.measure import Seen, measure
 from dtgpt.fuzz.pool import Answer, Job, Pool
+from dtgpt.fuzz.report import line, table
 from dtgpt.fuzz.shrink import shrink
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError
@@ -24,6 +24,7 @@ from dtgpt.util.errors import UserError
 RANKS_ON_CPU = 4
 TRIES = 60  # cases to run while one is shrunk
 TRIES_OF_A_HANG = 4  # each of which takes the whole timeout
+SHRINKING = 60.0  # seconds that the search for a smaller case may take where --minutes are over
 TIMEOUT = 120.0  # seconds for a case
 
 Work = Callable[..., Any]
@@ -41,16 +42,27 @@ class Runner:
     def run(self, case: Case) -> Outcome:
         """Run a case under its plan and on one process, side by side, and return the verdict."""
         try:
-            world = self.setting.check(case).world
+            world, before = self.setting.check(case).world, case.first_plan()
         except UserError as error:
             return Outcome(case, "refused", str(error))
         except Exception as error:
             return Outcome(case, "fails", f"the check of the plan raised {error!r}", kind=type(error).__name__)
-        jobs = [
-            Job(1, references, (self.setting, case)),
-            Job(world, self.work, (self.setting, case, "plan")),
-        ]
-        reference, ranks = self.pool.run(jobs, self.timeout)
+        alone = Job(1, references, (self.setting, case))
+        plan = Job(world, self.work, (self.setting, case, "plan"))
+        if before is None:
+            ranks, reference = self.pool.run([plan, alone], self.timeout)
+            return self._problem(case, ranks, reference) or self._judge(case, ranks, reference)
+        shutil.rmtree(self.setting.run_folder, ignore_errors=True)
+        self.setting.run_folder.mkdir()
+        begin = Job(before.world, self.work, (self.setting, case, "first"))
+        first, reference = self.pool.run([begin, alone], self.timeout)
+        if problem := self._problem(case, first, reference):
+            return problem
+        (ranks,) = self.pool.run([plan], self.timeout)
+        return self._problem(case, ranks, reference) or self._judge(case, ranks, reference, first)
+
+    def _problem(self, case: Case, ranks: list[Answer] | None, reference: list[Answer] | None) -> Outcome | None:
+        """Return the outcome of a case whose plan, or the one process beside it, did not come to its end."""
         for answers, where in ((ranks, ""), (reference, "on one process: ")):
             if answers is None:
                 return Outcome(case, "hangs", f"{where}no answer within {self.timeout:g} s", kind="hangs")
@@ -61,19 +73,29 @@ class Runner:
             return Outcome(case, "refused", refusal)
         if refusal := next((a.refusal for a in _said(reference) if a.refusal), None):
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
-        (alone, exact), seen = _said(reference)[0].value, [a.value for a in _said(ranks)]
-        outcome = judge(case, seen, alone, exact, self.tolerance)
-        if outcome.verdict == "right" or exact is not None or self.tolerance is not None:
+        return None
+
+    def _judge(
+        self, case: Case, ranks: list[Answer] | None, reference: list[Answer] | None, first: list[Answer] | None = None
+    ) -> Outcome:
+        """Judge what ran to its end; where it is not right, with regard to what rounding does to the case."""
+        (alone, *others), seen, before = _said(reference)[0].value, _values(ranks), _values(first)
+        outcome = judge(case, seen, alone, others, self.tolerance, before)
+        if outcome.verdict == "right" or self.tolerance is not None:
             return outcome
         (answers,) = self.pool.run([Job(1, measure, (self.setting, case, "moved"))], self.timeout)
-        return judge(case, seen, alone, answers[0].value) if answers and answers[0].value else outcome
+        moved = [value for value in _values(answers) if value is not None]
+        return judge(case, seen, alone, [*others, *moved], first=before)
 
-    def shrink(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
-        """Return the outcome of the smallest case found that fails in the same way."""
+    def shrink(self, outcome: Outcome, tries: int = TRIES, until: float = math.inf) -> Outcome:
+        """Return the outcome of the smallest case found that fails in the same way. None is tried after `until` on the
+        monotonic clock."""
         smallest = outcome
 
         def fails(case: Case) -> bool:
             nonlocal smallest
+            if time.monotonic() >= until:
+                return False
             found = self.run(case)
             if found.is_bad and found.kind == outcome.kind:
                 smallest = found
@@ -84,13 +106,17 @@ class Runner:
         return smallest
 
 
-def references(setting: Setting, case: Case) -> tuple[Seen | None, Seen | None]:
-    """Return what one process does, and in fp32 if the case is in 16 bits."""
-    return measure(setting, case, "reference"), measure(setting, case, "exact")
+def references(setting: Setting, case: Case) -> list[Seen]:
+    """Return what one process does, and what it does in fp32 if the case is in 16 bits."""
+    return [seen for run in ("reference", "exact") if (seen := measure(setting, case, run)) is not None]
 
 
 def _said(answers: list[Answer] | None) -> list[Answer]:
     return answers or []
+
+
+def _values(answers: list[Answer] | None) -> list[Seen]:
+    return [answer.value for answer in _said(answers)]
 
 
 def most_ranks(device: str) -> int:
@@ -126,65 +152,16 @@ def run_random(
             outcomes.append(outcome)
             say(hanging(line(index, outcome), 4))
             if outcome.is_bad:
-                smallest = runner.shrink(outcome) if numbered else outcome
-                say(hanging(f"  smallest: {smallest.sentence}", 4))
-                say(f"  repeat: dtgpt compare {shlex.quote(str(path))} --case {shlex.quote(str(smallest.case))}")
+                say_repeat(outcome, path)  # before the search for a smaller one, which takes minutes
+            if outcome.is_bad and numbered:
+                smallest = runner.shrink(outcome, until=max(end, time.monotonic() + SHRINKING))
+                if smallest is not outcome:
+                    say(hanging(f"  smallest: {smallest.sentence}", 4))
+                    say_repeat(smallest, path)
     say(table(outcomes))
     return 1 if any(outcome.is_bad for outcome in outcomes) else 0
 
 
-def line(index: int, outcome: Outcome) -> str:
-    """Return the progress line of a case."""
-    case, figures = outcome.case, outcome.figures
-    own = [word for word, there in (("cut", case.blocks_per_stage), ("table", case.table)) if there]
-    name = " ".join([case.architecture, case.plan, *own, case.values.get("precision", "")])
-    said = outcome.sentence
-    if outcome.verdict == "right" and figures is not None:
-        said = f"loss {figures.loss:.0e}, gradient {figures.gradient:.0e}, weight {figures.weight:.0e}"
-    return f"{index:>4} {outcome.verdict:<8}{name}: {said}"
-
-
-def kinds(case: Case) -> list[str]:
-    """Return the kinds of plan and training that a case belongs to."""
-    plan = case.parallel_plan()
-    found = [case.architecture, str(case.values.get("precision", "fp32"))]
-    if plan.world == 1:
-        found.append("one process")
-    if (plan.dp or 1) > 1:
-        found.append(f"dp zero{plan.zero}")
-    if plan.tp > 1:
-        found.append("tp sp" if plan.sequence_parallel else "tp")
-    if plan.pp > 1:
-        found.append(f"pp {next(word for word, name in SCHEDULES.items() if name == plan.schedule)}")
-    found += ["own cut"] * bool(case.blocks_per_stage) + ["own table"] * bool(case.table)
-    return found
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return counts and largest differences by kind. A case belongs to several kinds; those in 16 bits have rows of
-    their own, since their rounding hides that of the others."""
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
-    bad = sum(outcome.is_bad for outcome in outcomes)
-    lines = ["", f"{'largest relative differences':<30}{'cases':>6}{'refused':>8}{'wrong':>6}"
-             f"{'loss':>9}{'gradient':>10}{'weight':>9}{'held-out':>10}"]  # fmt: skip
-    rows: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        narrow = outcome.case.values.get("precision", "fp32") != "fp32"
-        try:
-            names = kinds(outcome.case)
-        except UserError:
-            names = ["other"]
-        for name in names[1:2] if narrow else names:
-            rows.setdefault(name, []).append(outcome)
-    for name, some in sorted(rows.items()):
-        largest = [max(values) for values in zip(*(o.figures for o in some if o.figures), strict=True)] or [
-            math.nan
-        ] * 4
-        refused, wrong = sum(o.verdict == "refused" for o in some), sum(o.is_bad for o in some)
-        figures = Figures(*largest)
-        lines.append(
-            f"{name:<30}{len(some):>6}{refused:>8}{wrong:>6}"
-            f"{figures.loss:>9.0e}{figures.gradient:>10.0e}{figures.weight:>9.0e}{figures.held_out:>10.0e}"
-        )
-    lines += ["", f"{counted(verdicts['right'], 'case')} right, {verdicts['refused']} refused, {bad} wrong"]
-    return "\n".join(lines)
+def say_repeat(outcome: Outcome, path: Path) -> None:
+    """Print the command that repeats a case of the recipe at `path`."""
+    say(f"  repeat: dtgpt compare {shlex.quote(str(path))} --case {shlex.quote(str(outcome.case))}")

@@ -6,13 +6,15 @@ from typing import Any
 
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.fuzz.case import Case
+from dtgpt.fuzz.case import Case, First
 
 PLAINEST: dict[str, Any] = {
     "precision": "fp32", "rampup_batch_size": None, "model.dropout": 0.0, "recompute": "none", "attention": "explicit",
     "data.reset_position_ids": False, "data.reset_attention_mask": False, "data.eod_mask_loss": False, "graph": "off",
     "model.qk_norm": False, "model.rope_factor": 1.0, "model.tied": False, "optimizer.clip": 0.0, "optimizer.lr": 1e-3,
-    "optimizer.schedule": "constant", "model.vocab_size": 257, "log.eval_samples": 1, "steps": 1, "micro_batch_size": 1,
+    "optimizer.schedule": "constant", "optimizer.warmup": 0.0, "optimizer.min_lr": 0.0, "log.eval_interval": 0,
+    "log.sample_interval": 0, "log.sample_tokens": 0, "checkpoint.background": False, "model.vocab_size": 257,
+    "log.eval_samples": 1, "steps": 1, "micro_batch_size": 1,
 }  # fmt: skip
 SIZES = ("model.num_layers", "global_batch_size", "model.seq_length", "model.ffn_hidden_size", "steps")
 WIDTHS = {"gpt2": ("model.num_heads", "model.hidden_size"), "llama": ("model.num_kv_heads", "model.num_heads")}
@@ -40,20 +42,40 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int) -> Case:
 def candidates(case: Case) -> Iterator[Case]:
     """Yield cases that are a step smaller, the largest steps first. Not all of them can be run."""
     plain = {name: PLAINEST[name] for name in case.values if name in PLAINEST}
-    yield replace(case, values={**case.values, **plain})
+    if "train_samples" in case.values:
+        plain["train_samples"] = None
+    if case.first:
+        yield replace(case, first=None)
+        yield replace(case, first=None, plan=case.first.plan, blocks_per_stage=None, table=None)
+        plain["steps"] = 2
+        yield replace(case, values={**case.values, **plain}, first=case.first._replace(steps=1))
+    else:
+        yield replace(case, values={**case.values, **plain})
     yield from _plans(case)
+    if case.first:
+        yield from _firsts(case, case.first)
     if case.table:
         yield replace(case, table=None)
     if case.blocks_per_stage:
         yield replace(case, blocks_per_stage=None)
+    if plain.pop("train_samples", 0) is None:
+        yield replace(case, values={**case.values, "steps": 5, "train_samples": None})
     for name, value in plain.items():
         if case.values[name] != value:
             yield replace(case, values={**case.values, name: value})
     yield from _sizes(case)
 
 
-def _plans(case: Case) -> Iterator[Case]:
-    plan = parse_plan(case.plan)
+def _firsts(case: Case, first: First) -> Iterator[Case]:
+    """Yield cases whose first plan, or the number of its steps, is smaller."""
+    for values in _smaller(parse_plan(first.plan)):
+        yield replace(case, first=first._replace(plan=replace(parse_plan(first.plan), **values).name))
+    if first.steps > 1:
+        yield replace(case, first=first._replace(steps=1))
+
+
+def _smaller(plan: Plan) -> list[dict[str, Any]]:
+    """Return what makes a plan smaller, the largest steps first."""
     dp = plan.dp or 1
     smaller: list[dict[str, Any]] = [{"pp": n, "schedule": "1F1B", "stages_per_rank": None} for n in range(1, plan.pp)]
     smaller += [{"tp": n} if n > 1 else {"tp": 1, "sequence_parallel": False} for n in range(1, plan.tp)]
@@ -63,7 +85,13 @@ def _plans(case: Case) -> Iterator[Case]:
     if plan.pp > 1:
         smaller += [{"schedule": s, "stages_per_rank": None} for s in ("GPipe", "1F1B") if s != plan.schedule]
         smaller += [{"pp": n} for n in range(2, plan.pp)]
-    for values in smaller:
+    return smaller
+
+
+def _plans(case: Case) -> Iterator[Case]:
+    plan = parse_plan(case.plan)
+    dp = plan.dp or 1
+    for values in _smaller(plan):
         changed: Plan = replace(plan, **values)
         table = case.table if changed.tp > 1 else None
         yield replace(case, plan=changed.name, blocks_per_stage=None, table=table)
@@ -76,7 +104,7 @@ def _plans(case: Case) -> Iterator[Case]:
 def _sizes(case: Case) -> Iterator[Case]:
     values = case.values
     for name in SIZES:
-        for smaller in _below(values.get(name, 1)):
+        for smaller in _below(values.get(name) or 1):
             yield replace(case, values={**values, name: smaller}, blocks_per_stage=None)
     first, second = WIDTHS[case.architecture]
     heads, wide = values.get(first, 1), values.get(second, 1)

@@ -24,13 +24,9 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.symmetric import share_peers
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
-
-SUMMED = 1 << 25  # bytes of gradients that replicas sum at once
-PROGRAMS = 32  # of a kernel that sums, beside backward
 
 
 def build_stages(
@@ -101,9 +97,7 @@ def make_engine(
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
-        mesh = shards.mesh
-        peers = share_peers(mesh, mesh.dp_group, SUMMED, PROGRAMS) if settings.dtype.itemsize == 2 else None
-        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, peers)
+        shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.collectives.peers import WORD, Peers
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.torch_private import all_gather_single
 
@@ -50,10 +49,9 @@ class NarrowSum(Sum):
     """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
     piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, peers: Peers | None = None):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
         super().__init__(flat, group)
-        self._peers = peers
-        self.pieces = torch.empty_like(flat) if peers is None else flat
+        self.pieces = torch.empty_like(flat)
         self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
@@ -65,9 +63,6 @@ class NarrowSum(Sum):
             self._run()
 
     def _run(self) -> None:
-        if self._peers is not None:
-            self._peers.sum_in_place(self.flat)
-            return
         dist.all_to_all_single(self.pieces, self.flat, group=self.group)
         own = self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
         all_gather_single(self.flat, own, self.group)
@@ -85,25 +80,21 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas of
-    `group`. What 16-bit weights send to other replicas has 16 bits too. `peers`: what sums it, where kernels can."""
+    `group`. What 16-bit weights send to other replicas has 16 bits too."""
 
-    def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool,
-        peers: Peers | None = None,
-    ):  # fmt: skip
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool):
         self.parameters, self.passes = parameters, passes
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         dtype = torch.float32 if group is None else locals_[0].dtype
-        narrow = dtype != torch.float32
-        multiple = 1 if group is None else group.size() * (WORD if narrow else 1)  # whole words of each replica
+        multiple = 1 if group is None else group.size()
         self.wire, self.sums = _flat(locals_, dtype, multiple)
         self.flat, self._totals = self.wire, self.sums
-        if narrow and passes > 1:  # a single pass needs no sum of its own
+        if dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
             self.flat, self._totals = _flat(locals_, torch.float32, multiple)
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
         self._over_replicas: Sum | None = None
         if group is not None:
-            self._over_replicas = NarrowSum(self.wire, group, peers) if narrow else Sum(self.wire, group)
+            self._over_replicas = (Sum if dtype == torch.float32 else NarrowSum)(self.wire, group)
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -144,7 +135,7 @@ class Bucket:
     def bytes(self) -> tuple[int, int]:
         """Return (bytes of gradients, bytes of padding) that the bucket holds."""
         held = [self.flat] if self.flat is self.wire else [self.flat, self.wire]
-        if isinstance(self._over_replicas, NarrowSum) and self._over_replicas.pieces is not self.wire:
+        if isinstance(self._over_replicas, NarrowSum):
             held.append(self._over_replicas.pieces)
         used = sum(total.numel() for total in self.sums)
         return sum(used * t.element_size() for t in held), sum((t.numel() - used) * t.element_size() for t in held)
@@ -162,13 +153,10 @@ class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
     gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
 
-    def __init__(
-        self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool,
-        peers: Peers | None = None,
-    ):  # fmt: skip
+    def __init__(self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool):
         self.hooks = hooks
         passes = passes if hooks else 1
-        self.all = [Bucket(part, group, passes, hooks, peers) for stage in stages for part in _parts(stage)]
+        self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""

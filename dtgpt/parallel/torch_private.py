@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from dtgpt.util.hardware import count_memory
+
 
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default group met. Raises RuntimeError where there is none."""
@@ -65,5 +67,6 @@ def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> S
     handle = _symmetric_memory.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
+    count_memory(own)
     buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
     return SharedMemory(own, tuple(buffer.data_ptr() for buffer in buffers))

@@ -1,28 +1,22 @@
 """The run folder: what was asked for, on what it ran, and what came out.
 
 runs/gpt2_tiny-001/
-  recipe.json  environment.json  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
+  recipe.json  environment.json  starts.jsonl  tokenizer.json  metrics.jsonl  loss.png  lock  samples/  checkpoints/
 """
 
-import filecmp
 import os
 import re
-import shutil
 import time
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.manifest import STATE, list_checkpoints
 from dtgpt.config.overrides import leaves, value_text
 from dtgpt.config.recipe import Recipe
-from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.util.console import say
-from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError, remedy, shown_name
-from dtgpt.util.storage import FileLock, Held, read_json, remove_leftovers, write_json
+from dtgpt.util.storage import FileLock, Held, read_json, remove_leftovers
 
 ABSENT = object()
 LOOK = 1.0  # s between two looks at whether the folder is still there
@@ -168,29 +162,3 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
         if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
             changes.append(f"{name} {shown_name(value_text(before))} -> {value_text(value)}")
     return changes
-
-
-def describe_run(folder: Path, recipe: dict[str, Any], mesh: Mesh, data: dict[str, Any], step: int) -> None:
-    """Write the resolved recipe and the environment of a run that begins or resumes after `step`."""
-    for name in ("recipe", "environment"):
-        keep_old(folder / f"{name}.json", step)
-    write_json(folder / "recipe.json", recipe)
-    waiting = max(0, Process.from_environment().world - mesh.world)
-    where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
-    write_json(folder / "environment.json", {**environment(mesh.device), **where, "data": data})
-
-
-def keep_old(path: Path, step: int) -> None:
-    """Keep a file that is about to be written anew as NAME-step-00000040.json, or under a free name beside it."""
-    if not path.is_file():
-        return
-    for number in count(1):
-        copy = path.with_name(f"{path.stem}-step-{step:08d}{f'-{number}' if number > 1 else ''}{path.suffix}")
-        if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
-            return  # kept when the run went on from here before
-        if not os.path.lexists(copy):
-            try:
-                os.link(path, copy)  # whole at once; what is written anew is another file
-            except OSError:  # a file system without such links
-                shutil.copyfile(path, copy)
-            return

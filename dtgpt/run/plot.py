@@ -14,8 +14,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     """Draw training and held-out loss of each run folder over its steps into `output` (.png), and below them the main
     figure of each task that a run has measured. Raises UserError if a run has no losses, or `output` cannot be
     written."""
-    if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
-        raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
+    check_picture(output)
     pyplot = import_pyplot()
     records = {run: read_records(run / "metrics.jsonl") for run in runs}
     for run, own in records.items():
@@ -39,11 +38,22 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     panels[-1, 0].set(xlabel="optimizer step")
+    save_picture(picture, output)
+
+
+def check_picture(output: Path) -> None:
+    """Raise UserError where `output` cannot be the name of a picture."""
+    if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
+        raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
+
+
+def save_picture(picture: Any, output: Path) -> None:
+    """Write a figure of pyplot as PNG and close it. Raises OSError."""
     try:
         with atomic_file(output) as file:
             picture.savefig(file, format="png", dpi=120)
     finally:
-        pyplot.close(picture)
+        import_pyplot().close(picture)
 
 
 def main_figures(record: dict[str, Any]) -> list[str]:

@@ -15,9 +15,10 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Dataset, Part, bits_per_byte
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.run.folder import describe_run, values_of
+from dtgpt.run.folder import values_of
 from dtgpt.run.plot import plot_runs
 from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline, timer_line
+from dtgpt.run.starts import describe_run
 from dtgpt.run.tensorboard import TensorBoard
 from dtgpt.util.console import counted, hanging, parameters, say
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
@@ -42,7 +43,8 @@ class Report:
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
-        describe_run(run, asdict(recipe), mesh, {**described, "tokens": tokenizer.vocab_size}, step)
+        of_data = {**described, "tokens": tokenizer.vocab_size}
+        describe_run(run, asdict(recipe), settings, mesh, of_data, step)
         tokenizer.save(run / "tokenizer.json")
         former = read_records(run / "metrics.jsonl")
         self.sinks.append(JsonLines(run / "metrics.jsonl", keep_until_step=step))

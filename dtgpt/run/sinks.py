@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from dtgpt.config.sections import LogConfig
 from dtgpt.util.console import duration
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json, write_text
+from dtgpt.util.storage import open_regular, parse_json, write_text
+
+LONGEST_LINE = 1 << 20  # bytes of a record
 
 
 class Sink(Protocol):
@@ -44,15 +46,28 @@ class JsonLines:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, without lines that a killed process or a full disk left half written."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+    return [record for record in map(parse_record, metric_lines(path)) if record is not None]
+
+
+def metric_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a metrics.jsonl; nothing where there is no such file. Of a line above `LONGEST_LINE` only the
+    beginning is read, which is no record."""
+    if not path.is_file():
+        return
+    with open_regular(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            yield line
+            while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, None where it holds none."""
+    try:
+        record = parse_json(line.decode(errors="replace"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 class Wandb:

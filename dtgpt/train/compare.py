@@ -73,8 +73,9 @@ class Difference:
         return self.same_initial and self.loss <= loss and self.gradient <= tensors and self.weight <= tensors
 
 
-def record(trainer: Trainer, steps: int) -> Record | None:
-    """Train `steps` steps, in each process of the plan, and return the record on rank 0."""
+def record(trainer: Trainer, steps: int, after_step: Callable[[], None] = lambda: None) -> Record | None:
+    """Train `steps` steps, in each process of the plan, and return the record on rank 0. `after_step` is called after
+    each."""
     mesh, settings = trainer.mesh, trainer.settings
     kept: dict[str, Tensor] = {}
 
@@ -96,6 +97,7 @@ def record(trainer: Trainer, steps: int) -> Record | None:
         losses.append(trainer.mean_loss(result))
         norms.append(result.norm.item())
         travel += trainer.optimizer.lr.item()
+        after_step()
     memory = mesh.gather(peak_memory(mesh.device))
     keep("weight", attrgetter("local"))
     planned = None

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.load import check_same_model, load_training
+from dtgpt.checkpoint.load import check_same_model
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
-from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
@@ -21,6 +20,7 @@ from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
+from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
 from dtgpt.train.tasks import TaskEvaluation, tasks_of
@@ -105,8 +105,7 @@ class Loop:
         """Go on from a checkpoint of any plan."""
         run, state, trainer = checkpoint.folder.parents[1], checkpoint.state, self.trainer
         startup.check_tokenizer(run, trainer.dataset.tokenizer)
-        load_training(checkpoint, trainer.shards, trainer.optimizer.adamw)
-        trainer.restore(state, self.recipe.batch_sizes(state["step"], state["consumed_samples"]))
+        restore(checkpoint, trainer, self.recipe.batch_sizes)
         self.interval.restore(state)
         if state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
@@ -116,6 +115,7 @@ class Loop:
         `left`: what of the last step is to be reported, where all steps are done."""
         recipe, trainer, checkpoints = self.recipe, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
+            options = recipe.checkpoint
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
@@ -264,9 +264,7 @@ class Loop:
         save: then this waits until it is written."""
         self._check_folder()
         trainer, checkpoints = self.trainer, self.saver.checkpoints
-        samples = trainer.samples_before(trainer.step)
-        state = describe(asdict(self.recipe), trainer.settings, trainer.schedule, trainer.step, samples)
-        state |= {"data_digest": trainer.dataset.digest, **trainer.optimizer.state(), **self.interval.state()}
+        state = state_of(trainer, asdict(self.recipe)) | self.interval.state()
         begin = time.perf_counter()
         try:
             self.saver.save(trainer.step, state, must)

@@ -32,6 +32,7 @@ from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
 from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
+from dtgpt.train.checkpoints import restore
 from dtgpt.train.interval_loss import check_interval
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
@@ -122,12 +123,17 @@ def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after:
 
 
 @contextmanager
-def open_trainer(recipe: Recipe) -> Iterator[Trainer]:
-    """Yield a trainer of the recipe at its first step, without a run folder: processes, data, model, optimizer."""
+def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
+    """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
+    step, or at that of the newest checkpoint in the folder of `run`."""
     with ExitStack() as stack:
         begun = start(recipe, stack)
+        checkpoint = None if run is None else find_checkpoint(begun.mesh, run)
         dataset = read_on_every_node(lambda: read_dataset(begun.recipe), begun.mesh, begun.process)
-        yield make_trainer(begun, dataset)
+        trainer = make_trainer(begun, dataset, resuming=checkpoint is not None)
+        if checkpoint is not None:
+            restore(checkpoint, trainer, begun.recipe.batch_sizes)
+        yield trainer
 
 
 def make_trainer(begun: Started, dataset: Dataset, resuming: bool = False) -> Trainer:

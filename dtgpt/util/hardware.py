@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -92,10 +93,26 @@ def why_no_compiler(device: torch.device) -> str | None:
     return None
 
 
+_beside_allocator = 0  # bytes
+
+
+def count_memory(tensor: Tensor) -> None:
+    """Count in `peak_memory`, as long as the tensor lives, its memory, of which PyTorch's allocator does not know."""
+    global _beside_allocator
+
+    def forget(size: int) -> None:
+        global _beside_allocator
+        _beside_allocator -= size
+
+    _beside_allocator += tensor.nbytes
+    weakref.finalize(tensor, forget, tensor.nbytes)
+
+
 def peak_memory(device: torch.device) -> float:
-    """Return the largest use so far in GiB: of the allocator on CUDA, resident memory on a CPU."""
+    """Return the largest use so far in GiB: of the allocator on CUDA, and what is counted beside it; resident memory on
+    a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return (torch.cuda.max_memory_allocated(device) + _beside_allocator) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -5,11 +5,13 @@ import json
 import math
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from dtgpt.checkpoint.load import read_part
 from dtgpt.checkpoint.shard_file import (
     LARGEST_HEADER,
     PIECES,
@@ -84,6 +86,19 @@ def test_any_part_of_any_cut_is_read_element_by_element(tmp_path, seed):
             assert sum(counts) == target.numel()
             assert torch.equal(target, whole[slices(part)])
             assert beyond.isnan().sum() == beyond.numel() - target.numel()  # nothing beside it
+
+
+def test_a_rank_that_holds_nothing_of_a_tensor_reads_nothing(tmp_path):
+    """ZeRO over more replicas than a tensor has rows leaves some of them without any."""
+    write(tmp_path / "x", [("w", torch.rand(1, 4), (range(1), range(4)))])
+    ((piece, position),) = read_header(tmp_path / "x")
+    checkpoint = SimpleNamespace(folder=tmp_path, pieces=lambda name: [("x", piece, position)])
+    for part in ((range(1, 1), range(4)), (range(1), range(4))):
+        target = torch.zeros([len(r) for r in part])
+        read_part(checkpoint, "w", (1, 4), part, target)
+        assert (target > 0).all()
+    with pytest.raises(Damaged, match="0 elements are there, where 4 are needed"):
+        read_part(SimpleNamespace(folder=tmp_path, pieces=lambda name: []), "w", (1, 4), part, target)
 
 
 @pytest.mark.parametrize("seed", range(10))

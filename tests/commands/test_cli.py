@@ -1,7 +1,5 @@
 """The program from outside: commands, exit codes, sentences, signals."""
 
-import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 
 import dtgpt
 from dtgpt.cli import main
+from tests.support.programs import TORCHRUN, Program, run_program
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
@@ -38,15 +37,14 @@ def here(tmp_path, monkeypatch):
 
 
 def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = run([*torchrun, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
+    done = run([sys.executable, *TORCHRUN, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("pydoc_data.topics", "step 3/3", "held out", "sample at step 3", "runs/gpt2_tiny-001"):
         assert words in done.stdout
 
 
 def test_a_recipe_file_runs_as_a_plain_script_and_explains_itself(tmp_path):
-    done = run([sys.executable, TINY, "--help"], tmp_path)
+    done = run_program([TINY, "--help"], tmp_path)
     assert done.returncode == 0
     assert "--optimizer.lr FLOAT" in done.stdout and "peak learning rate [0.003]" in done.stdout
     assert "2 CPU cores" in done.stdout
@@ -193,9 +191,11 @@ def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
 
 
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path):
-    command = shlex.join([sys.executable, str(TINY), *SMALL, "--steps", "20", "--log.interval", "1"])
-    done = run(["bash", "-c", f"{command} | head -2"], tmp_path)
-    assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 2
+    program = Program([TINY, *SMALL, "--steps", "20", "--log.interval", "1"], tmp_path)
+    assert all(program.stdout.readline() for _ in range(2))
+    program.stdout.close()
+    program.wait(60)
+    assert "Traceback" not in program.stderr.read()
     assert (tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints" / "step_00000020").is_dir()
 
 
@@ -224,9 +224,18 @@ def test_a_run_can_be_continued_in_text_and_drawn(here, capsys):
 
 @pytest.mark.parametrize("launcher, number", [("torchrun", signal.SIGTERM), ("python", signal.SIGINT)])
 def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher, number):
-    program = [sys.executable] + (["-m", "torch.distributed.run", "--standalone"] if launcher == "torchrun" else [])
-    command = [*program, str(TINY), *SMALL, "--steps", "100000", "--log.interval", "5", "--checkpoint.interval", "0"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        *(TORCHRUN if launcher == "torchrun" else []),
+        TINY,
+        *SMALL,
+        "--steps",
+        "100000",
+        "--log.interval",
+        "5",
+        "--checkpoint.interval",
+        "0",
+    ]
+    process = Program(command, tmp_path)
     watchdog = threading.Timer(60, process.kill)
     watchdog.start()
     try:
@@ -245,23 +254,22 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_it_resumes(tmp_path, launcher
     (checkpoint,) = (folder / "checkpoints").glob("step_*")
     stopped = int(checkpoint.name.removeprefix("step_"))
     resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(stopped + 2), "--log.sample_tokens", "0"]
-    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    done = run_program([TINY, *SMALL, *resume], tmp_path)
     assert done.returncode == 0 and f"from step {stopped}" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path):
     """SIGKILL at an arbitrary moment, with a checkpoint at every step: the newest one resumes."""
-    command = [sys.executable, str(TINY), *SMALL, "--steps", "100000", "--checkpoint.interval", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Program([TINY, *SMALL, "--steps", "100000", "--checkpoint.interval", "1"], tmp_path)
     checkpoints = tmp_path / "runs" / "gpt2_tiny-001" / "checkpoints"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (checkpoints.exists() and len(list(checkpoints.glob("step_*"))) >= 2):
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     newest = int(max(checkpoints.glob("step_*")).name.removeprefix("step_"))
     resume = ["--resume", "runs/gpt2_tiny-001", "--steps", str(newest + 1), "--log.sample_tokens", "0"]
-    done = run([sys.executable, TINY, *SMALL, *resume], tmp_path)
+    done = run_program([TINY, *SMALL, *resume], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +24,11 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
+from tests.support.programs import TORCHRUN, run_program
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=64, vocab_size=257, init_std=0.5)
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtgpt"]
+DTGPT = [*TORCHRUN, "--nproc-per-node", "2", "-m", "dtgpt"]
 
 
 @pytest.fixture(scope="module")
@@ -259,13 +258,11 @@ def test_ctrl_c_ends_the_text_and_not_the_program(generate, monkeypatch):
 def test_two_processes_under_a_plan_write_one_text(folder, generate, tmp_path):
     words = ["--prompt", "shared", "--tokens", "12", "--seed", "5"]
     alone = generate(*words)[1]
-    command = [*TORCHRUN, "generate", str(folder), *words, "--plan", "pp2", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_program([*DTGPT, "generate", folder, *words, "--plan", "pp2", "--device", "cpu"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == alone and "pp2" in done.stderr
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
-    command = [*TORCHRUN, "generate", str(folder), "--prompts-file", "p.jsonl", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_program([*DTGPT, "generate", folder, "--prompts-file", "p.jsonl", "--device", "cpu"], tmp_path)
     assert done.returncode != 0 and done.stdout == "" and "dtgpt: p.jsonl, line 2" in done.stderr
     assert str(ROOT / "dtgpt") not in done.stderr  # no line of a traceback through dtgpt
 

@@ -11,10 +11,10 @@ import torch
 
 from dtgpt.cli import main
 from dtgpt.run.sinks import read_records
+from tests.support.programs import TORCHRUN, run_program
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
 
 
@@ -30,15 +30,11 @@ def sentences(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("dtgpt: ")]
 
 
-@pytest.mark.parametrize(
-    "plan, words",
-    [("tp2", ["tp=2", "start 2 (torchrun --nproc-per-node)"]), ("tp2_zreo1", ["'zreo1'", "did you mean zero1?"])],
-)
-def test_a_wrong_plan_from_a_shell_is_one_sentence_at_once(tmp_path, plan, words):
-    done, seconds = run([TINY, "--plan", plan], tmp_path)
+def test_a_wrong_plan_from_a_shell_is_one_sentence_at_once(tmp_path):
+    done, seconds = run([TINY, "--plan", "tp2"], tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert len(sentences(done.stderr)) == done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in words) and "Traceback" not in done.stderr
+    assert "tp=2" in done.stderr and "start 2 (torchrun --nproc-per-node)" in done.stderr
     assert not list(tmp_path.iterdir())
     assert seconds < 5
 
@@ -81,6 +77,7 @@ def test_alternatives_that_cannot_be_used_are_one_sentence(tmp_path, monkeypatch
     "options, words",
     [
         (["--plan", "pp2"], ["pp=2", "start 2"]),
+        (["--plan", "tp2_zreo1"], ["'zreo1'", "did you mean zero1?"]),
         (["--plan", "dp4"], ["dp=4", "start 4", "or use dp1 with 1"]),
         (["--plan", "zbv"], ["ZBVZeroBubble", "add pp2"]),
         (["--plan", "sp"], ["tp=1", "leave sp out"]),
@@ -100,7 +97,7 @@ def test_a_wrong_plan_leaves_nothing(tmp_path, monkeypatch, capsys, options, wor
 
 def test_all_processes_of_a_wrong_plan_say_the_same_sentence_and_leave_nothing(tmp_path):
     """torchrun adds a report of its own."""
-    done, _ = run([*TORCHRUN, "2", TINY, "--plan", "tp3"], tmp_path)
+    done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--plan", "tp3"], tmp_path)
     assert done.returncode != 0 and done.stdout == ""
     (sentence,) = set(sentences(done.stderr))
     assert "needs tp=3" in sentence and "2 were started" in sentence and "start 3" in sentence
@@ -111,7 +108,8 @@ def test_all_processes_of_a_wrong_plan_say_the_same_sentence_and_leave_nothing(t
 def test_an_error_that_only_one_process_sees_reaches_all_as_one_sentence(tmp_path):
     """The first process alone makes the run folder."""
     (tmp_path / "file").write_text("")
-    done, _ = run([*TORCHRUN, "2", TINY, *SMALL, "--plan", "tp2", "--steps", "1", "--runs", "file/runs"], tmp_path)
+    words = [TINY, *SMALL, "--plan", "tp2", "--steps", "1", "--runs", "file/runs"]
+    done = run_program([*TORCHRUN, "--nproc-per-node", "2", *words], tmp_path)
     assert done.returncode != 0
     (sentence,) = set(sentences(done.stderr))
     assert "runs=file/runs" in sentence and "another --runs" in sentence
@@ -122,7 +120,7 @@ def test_an_error_that_only_one_process_sees_reaches_all_as_one_sentence(tmp_pat
 def test_a_run_of_two_processes_is_one_run(tmp_path):
     """One voice, one run folder, which knows its plan."""
     options = ["--plan", "tp2_sp", "--steps", "3", "--log.interval", "1", "--log.sample_tokens", "4"]
-    done, _ = run([*TORCHRUN, "2", TINY, *SMALL, *options], tmp_path)
+    done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, *SMALL, *options], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "plan    tp2_sp\n" in done.stdout and "device  2 x CPU" in done.stdout
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")].count("3/3") == 1
@@ -138,6 +136,6 @@ def test_groups_on_gpus_are_made_without_a_warning(tmp_path):
     """Two dimensions of the mesh are split from the group of all ranks, one with options of NCCL."""
     world = "4" if torch.cuda.device_count() >= 4 else "2"
     plan = "tp2_pp2" if world == "4" else "tp2"
-    done, _ = run([*TORCHRUN, world, TINY, "--plan", plan, "--steps", "2"], tmp_path)
+    done, _ = run([*TORCHRUN, "--nproc-per-node", world, TINY, "--plan", plan, "--steps", "2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ProcessGroupGloo" not in done.stderr

@@ -1,14 +1,12 @@
 """What is wrong with a recipe file is one sentence that names file and line, whoever runs it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from dtgpt.cli import main, run_recipe
 from dtgpt.config.recipe_file import call_recipe
 from dtgpt.train.settle import load_recipe
 from dtgpt.util.errors import UserError
+from tests.support.programs import run_program
 from tests.support.runs import change
 
 RECIPE = """
@@ -106,7 +104,7 @@ def test_a_file_that_cannot_be_run_is_one_sentence(tmp_path, text, words):
 
 def test_a_recipe_run_as_a_script_says_the_same(tmp_path):
     path = write(tmp_path / "mine.py", "return tiny(steps='ten')")
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_program([path], tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("dtgpt: steps='ten'") and done.stderr.count("\n") == 1
 
 

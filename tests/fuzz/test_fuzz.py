@@ -1,6 +1,7 @@
 """Random cases: what is drawn, which bugs are found, how a failure is shrunk and repeated."""
 
 import math
+import shlex
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 
 from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe_file import call_recipe, load_module
-from dtgpt.fuzz.case import TABLES, Case, Setting, parse, plain, write_text
+from dtgpt.fuzz.case import TABLES, Case, First, Setting, parse, plain, write_text
 from dtgpt.fuzz.drawing import draw_case
 from dtgpt.fuzz.judge import BAD, Outcome, judge
 from dtgpt.fuzz.measure import Seen
 from dtgpt.fuzz.pool import Job, Pool
-from dtgpt.fuzz.run import Runner, kinds, table
+from dtgpt.fuzz.report import kinds, table
+from dtgpt.fuzz.run import Runner, run_random
 from dtgpt.fuzz.shrink import candidates, shrink
 from dtgpt.train.compare import Record
 from dtgpt.util.errors import UserError
@@ -27,19 +29,13 @@ PINNED = (
     "llama tp4 model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 model.hidden_size=9 "
     "model.ffn_hidden_size=76 model.tied=off model.qk_norm=off model.norm_eps=1e-05 model.rope_theta=100.0 "
     "model.rope_factor=8.0 model.rope_original_length=64 model.seq_length=5 model.vocab_size=358 "
-    "model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 steps=4 seed=111193 "
-    "precision=fp32 attention=flash recompute=none graph=off optimizer.lr=0.003 optimizer.eps=0.001 "
-    "optimizer.schedule=linear optimizer.clip=1.0 data.reset_position_ids=off data.reset_attention_mask=off "
-    "data.eod_mask_loss=off log.eval_samples=4"
+    "model.dropout=0.1 model.init_std=0.05 micro_batch_size=2 global_batch_size=6 seed=111193 precision=fp32 "
+    "attention=flash recompute=none graph=off optimizer.lr=0.003 optimizer.eps=0.001 optimizer.schedule=linear "
+    "optimizer.warmup=0.5 optimizer.min_lr=0.0 optimizer.clip=1.0 data.reset_position_ids=off "
+    "data.reset_attention_mask=off data.eod_mask_loss=off log.eval_samples=4 log.eval_interval=1 "
+    "log.sample_interval=0 log.sample_tokens=0 log.temperature=0.7 log.top_k=0 steps=none train_samples=27"
 )
 MOST = 50  # cases in which a bug must be found
-PLANS = {  # that could show a bug
-    "gradient not summed over sp": ["tp2_sp", "dp2_tp2_sp"],
-    "mask offset": ["tp2", "tp2_sp"],
-    "wrong share of the loss": ["dp2", "dp2_zero2"],
-    "tied table summed twice": ["pp2", "pp2_gpipe"],
-    "stale buffer": ["dp2"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,7 @@ def test_200_cases_have_every_kind_of_plan_and_option(setting):
     cases = [draw_case(1, index, 4) for index in range(200)]
     found = Counter(kind for case in cases for kind in kinds(case))
     expected = {"gpt2", "llama", "fp32", "bf16", "one process", "tp", "tp sp", "own cut", "own table"}
-    expected |= {f"dp zero{level}" for level in range(4)}
+    expected |= {f"dp zero{level}" for level in range(4)} | {"fp16", "two plans"}
     expected |= {f"pp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")}
     assert found.keys() == expected and min(found.values()) >= 3, found
     assert {case.table for case in cases} == {None, *TABLES}
@@ -99,8 +95,9 @@ def test_the_text_of_a_case_gives_the_case(setting):
 
 @pytest.mark.parametrize(
     "text",
-    ["bert tp2", "gpt2", "gpt2 tp2 layers", "gpt2 tp2 model.layers=2", "gpt2 tp2 table=none", "gpt2 pp2 steps=x"],
-)
+    ["bert tp2", "gpt2", "gpt2 tp2 layers", "gpt2 tp2 model.layers=2", "gpt2 tp2 table=none", "gpt2 pp2 steps=x",
+     "gpt2 pp2 first=tp2", "gpt2 pp2 first=tp2:0", "gpt2 pp2 first=tp2:x"],
+)  # fmt: skip
 def test_a_text_that_is_not_a_case_is_refused(text):
     with pytest.raises(UserError):
         parse(text)
@@ -119,15 +116,16 @@ def test_options_hold_in_every_case_as_far_as_its_architecture_has_them(tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug, setting, pool):
-    runner, plans = Runner(setting, pool, partial(with_bug, bug)), PLANS[bug]
+    runner = Runner(setting, pool, partial(with_bug, bug))
     for index in range(MOST):
-        case = draw_case(0, index, 4, plans)
+        case = draw_case(0, index, 4)
         outcome = runner.run(case)
         assert outcome.verdict in ("right", "refused", "differs"), outcome
         if outcome.is_bad:
             break
     else:
         pytest.fail(f"{bug} was not found")
+    print(f"{bug}: found in case {index}")
     assert Runner(setting, pool).run(case).verdict == "right"
     assert outcome.sentence and "repeat" not in outcome.sentence
 
@@ -145,6 +143,26 @@ def test_a_failure_is_shrunk_to_a_small_case(setting, pool):
     assert smallest.case.values["model.dropout"] == 0.25 and smallest.case.values["recompute"] == "none"
     assert smallest.case.values["steps"] == 1
     assert runner.run(parse(str(smallest.case))).verdict == "differs"
+
+
+def test_a_failure_prints_commands_that_repeat_it(setting, monkeypatch, capsys):
+    asked: list[Case] = []
+
+    def run(self, case):
+        asked.append(case)
+        return Outcome(case, "differs" if case.values["model.num_layers"] >= 2 else "right", "why", kind="differs")
+
+    monkeypatch.setattr(Runner, "run", run)
+    assert run_random(setting, Path("my recipe.py"), 3, which="2") == 1
+    said = capsys.readouterr().out
+    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  repeat: ")]
+    assert {tuple(words[:5]) for words in commands} == {("repeat:", "dtgpt", "compare", "my recipe.py", "--case")}
+    first, smallest = (parse(words[5]) for words in commands[:2])
+    assert first == asked[0] == setting.pin(draw_case(setting.base.seed, 2, 4))
+    assert smallest.values["model.num_layers"] == 2 and smallest.plan == "single"
+    asked.clear()
+    assert run_random(setting, Path("my recipe.py"), 3, which=str(smallest)) == 1
+    assert asked == [smallest]  # which is not shrunk again
 
 
 def test_shrinking_ends_with_the_smallest_case_or_its_tries():
@@ -176,6 +194,8 @@ def test_a_hang_and_a_crash_are_failures_and_the_next_case_runs(setting, pool):
     assert found.verdict == "fails" and "ZeroDivisionError: division by zero (bodies_fuzz.py:" in found.sentence
     found = Runner(setting, pool, partial(hang, "die")).run(case)
     assert found.verdict == "fails" and "exit code 3" in found.sentence
+    found = Runner(setting, pool, partial(hang, "crash")).run(case)
+    assert found.verdict == "fails" and "exit code -11 in hang (bodies_fuzz.py:" in found.sentence
     assert Runner(setting, pool).run(case).verdict == "right"
 
 
@@ -206,6 +226,45 @@ def test_what_is_not_equal_is_said(setting):
     assert "initial weights differ" in judge(case, [first._replace(record=drawn), second], one).sentence
     moved = replace(record, tensors={"weight/a": torch.tensor([1.0, 1.0, math.nan])})
     assert "weight of a" in judge(case, [first._replace(record=moved), second], one).sentence
+    texts = [seen._replace(texts=("a",)) for seen in (first, second)]
+    assert "1 text, one process 0" in judge(case, texts, one).sentence
+    assert "text 1 of 1 differs" in judge(case, texts, one._replace(texts=("b",))).sentence
+    assert judge(case, texts, one._replace(texts=("b",)), [one]).verdict == "right"  # rounding decides on it
+    assert "ranks have different texts" in judge(case, [texts[0], second], one._replace(texts=("a",))).sentence
+    earlier = [seen._replace(between=(5.0,)) for seen in (first, second)]
+    assert judge(case, earlier, one._replace(between=(5.0,))).verdict == "right"
+    assert "held-out" in judge(case, earlier, one._replace(between=(5.1,))).sentence
+    assert "held-out" in judge(case, earlier, one).sentence
+
+
+def test_two_plans_are_judged_as_one_run():
+    case = Case("gpt2", "dp2", {}, first=First("single", 1))
+    whole = Record("torch.float32", [5.0, 4.0], [1.0, 2.0], [0.0], None, "same", 2e-3, tensors_of(1.0, 2.0, 3.0))
+    reference = Seen(whole, 4.0, 0, [[(0, "a")], [(1, "b"), (2, "c")]], [], texts=("x",))
+    begin = replace(whole, losses=[5.0], norms=[1.0], travel=1e-3, tensors=tensors_of(1.0, 1.0, 1.0))
+    end = replace(whole, losses=[4.0], norms=[2.0], travel=1e-3, initial="later", tensors=tensors_of(2.0, 2.0, 3.0))
+    first = [Seen(begin, None, 0, [[(0, "a")]], [], end="saved")]
+    ranks = [Seen(end if dp == 0 else None, 4.0, dp, [[(1 + dp, "bc"[dp])]], [], (), ("x",), "saved") for dp in (0, 1)]
+    assert judge(case, ranks, reference, first=first).verdict == "right"
+    lost = [first[0]._replace(end="other")]
+    assert judge(case, ranks, reference, first=lost).sentence == "weights or moments read are not those saved"
+    late = [ranks[0]._replace(samples=[[(2, "c")]]), ranks[1]]
+    assert "step 2 has other samples" in judge(case, late, reference, first=first).sentence
+    other = [first[0]._replace(record=replace(begin, losses=[5.1]))]
+    assert "loss differs" in judge(case, ranks, reference, first=other).sentence
+
+
+def tensors_of(first: float, last: float, weight: float) -> dict[str, torch.Tensor]:
+    values = {"first gradient/a": first, "last gradient/a": last, "weight/a": weight}
+    return {name: torch.full((3,), value) for name, value in values.items()}
+
+
+def test_steps_that_fp16_skips_must_be_the_same():
+    case, tensors = Case("gpt2", "dp2", {}), tensors_of(math.inf, 1.0, 3.0)
+    one = Seen(Record("torch.float16", [5.0, 5.0], [math.inf, 1.0], [0.0], None, "", 1e-3, tensors), 5.0, 0, [], [])
+    assert judge(case, [one], one).verdict == "right"
+    never = one._replace(record=replace(one.record, norms=[1.0, 1.0]))
+    assert judge(case, [one], never).sentence == "skips steps [1], one process []"
 
 
 def test_the_table_counts_cases_by_kind():

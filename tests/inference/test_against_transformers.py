@@ -60,8 +60,7 @@ def test_greedy_text(models, rules):
         assert own[-1].finish == ("stop" if ended else "length")
 
 
-@pytest.mark.parametrize("width", [2, 5])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
+@pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (5, 1.0), (5, 0.0), (2, 2.5), (5, -1.0)])
 @pytest.mark.parametrize("rules", [
     {}, {"early_stopping": True}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}, {"returned": 1},
 ], ids=str)  # fmt: skip

@@ -78,6 +78,8 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
     for architecture, config in CONFIGS.items():
         if architecture is GroupedConfig and "tp4" in plan:  # two heads of keys
             continue
+        if training and architecture is not GroupedConfig:  # the draws below are GPT-2's, some of them greedy
+            continue
         events = pool().run(world, bodies.generate, config, plan, asked, 3, training)[0]
         assert list(bodies.texts(events).values()) == [
             greedy[architecture][request] for request, _ in bodies.texts(events)

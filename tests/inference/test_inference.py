@@ -1,8 +1,5 @@
 """`dtgpt.load`: under every plan each rank gets the logits and the samples of the whole model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -22,6 +19,7 @@ from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import scatter
 from tests.support import bodies_inference as bodies
+from tests.support.programs import TORCHRUN, run_program
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 from tests.support.sources import TOLERANCE
@@ -179,8 +177,7 @@ torch.save(model(torch.arange(5)[None]), f"{model.mesh.rank}.pt")
 
 def test_a_program_that_torchrun_started_needs_no_process_group_of_its_own(theirs, folder, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "program.py", folder], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_program([*TORCHRUN, "--nproc-per-node", "2", "program.py", folder], tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert far(torch.load(tmp_path / f"{rank}.pt"), theirs, torch.arange(5)[None]) < TOLERANCE

@@ -90,9 +90,6 @@ def check_turn(made: Peers, whole: Tensor, dim: int, group: dist.ProcessGroup) -
         assert torch.equal(found, part) and found.is_contiguous()
     if whole.numel() // made.ranks * whole.itemsize % 16 == 0:
         assert torch.equal(made.sum(whole), expected)
-        flat = whole.repeat(9, 1, 1).flatten()
-        made.sum_in_place(flat)
-        assert torch.equal(flat, expected.repeat(9, 1, 1).flatten())
 
 
 def check_replays(made: Peers, mesh: Mesh) -> None:

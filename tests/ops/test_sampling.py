@@ -30,7 +30,7 @@ from tests.support.bodies_sampling import (
 from tests.support.serving import serving_cases
 
 POSITIONS = 12
-DRAWS = 100_000
+DRAWS = 40_000
 
 
 def draw(rows: list[Row], variant: Variant | None = None, padding: int = 3) -> Sampled:

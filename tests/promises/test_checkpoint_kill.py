@@ -21,7 +21,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("DTGPT_KILLS", "3"))
-STEPS, AT = 10, 4
+STEPS, AT = 7, 4
 OPTIONS = {
     "model.hidden_size": 32, "model.num_heads": 2, "model.seq_length": 16, "model.vocab_size": 257,
     "model.dropout": 0.1, "micro_batch_size": 4, "global_batch_size": 8, "steps": STEPS, "device": "cpu",

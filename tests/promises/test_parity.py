@@ -19,9 +19,9 @@ from dtgpt.train.loop import train
 from tests.support.ranks import pool
 from tests.support.runs import record
 
-# fp32 sums in another order differ in the last of 24 bits, and five steps of AdamW carry that on: 1e-6 is what is seen.
+# fp32 sums in another order differ in the last of 24 bits, and steps of AdamW carry that on: 1e-6 is what is seen.
 TOLERANCE = 1e-5
-STEPS = 5
+STEPS = 3
 DATA = [f"dp{n}_zero{zero}" for n in (2, 4) for zero in (0, 1, 2, 3)]
 TENSOR = ["tp2", "tp4", "tp2_sp", "tp4_sp"]
 PIPELINE = [f"pp{n}_{schedule}" for n in (2, 4) for schedule in ("gpipe", "1f1b")]

@@ -22,6 +22,20 @@ def recipe(recipe):
     return change(recipe, model=shape, micro_batch_size=2, steps=6, log={"eval_interval": 6, "eval_samples": 7})
 
 
+@pytest.fixture(scope="module")
+def made() -> dict:
+    """The run folder of one process, made once."""
+    return {}
+
+
+@pytest.fixture
+def whole(recipe, made):
+    if not made:
+        train(replace(recipe, plan="single"))
+        made["run"] = newest_run(recipe)
+    return made["run"]
+
+
 def world_of(plan: str) -> int:
     return parse_plan(plan).world
 
@@ -37,10 +51,8 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("before, after", PAIRS)
-def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, tmp_path, before, after):
+def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, whole, tmp_path, before, after):
     """A signal to one rank stops all of them, at the same step. Held-out loss and sample are those of one process."""
-    train(replace(recipe, plan="single"))
-    whole = newest_run(recipe)
     recipe = replace(recipe, runs=str(tmp_path / "parted"), plan=before)
     world = world_of(before)
     assert pool().run(world, train_until, recipe, 3, world - 1) == [128 + 15] * world
@@ -56,17 +68,15 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, tmp
 
 
 @pytest.mark.parametrize("plan, world", [("zero1", 1), ("zero3", 1), ("tp2_zero1", 2), ("pp2_zero3", 2)])
-def test_zero_with_one_replica_is_the_plan_without_it(recipe, tmp_path, capsys, plan, world):
+def test_zero_with_one_replica_is_the_plan_without_it(recipe, whole, tmp_path, capsys, plan, world):
     """And goes on under it, from its own checkpoint."""
-    train(replace(recipe, plan="single"))
-    whole = losses(newest_run(recipe))
     recipe = replace(recipe, runs=str(tmp_path / "zero"), plan=plan, checkpoint=CheckpointConfig(interval=3))
     capsys.readouterr()
     for part in (replace(recipe, steps=3, optimizer=replace(recipe.optimizer, decay_steps=6)), recipe):
         part = replace(part, resume="auto" if part is recipe else None)
         codes = [train(part)] if world == 1 else pool().run(world, train, part)
         assert codes == [0] * world
-    assert losses(newest_run(recipe)) == pytest.approx(whole, rel=1e-5)
+    assert losses(newest_run(recipe)) == pytest.approx(losses(whole), rel=1e-5)
     if world == 1:
         told = capsys.readouterr()
         assert told.err.count(f"ZeRO-{plan[-1]} shards over replicas, and there is only one") == 2

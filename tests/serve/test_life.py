@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,11 +23,12 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.serve.log import log, takes
 from tests.interop.test_interop_huggingface import InMemory
+from tests.support import programs as support
 from tests.support.server import http_client, wait_until
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=4096, vocab_size=257)
 LONG = {"prompt": "Hello", "max_tokens": 4000, "seed": 1, "ignore_eos": True}  # takes longer than any test here
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [*support.TORCHRUN, "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,8 @@ class Program:
     """A server in a process of its own, or in those of torchrun."""
 
     def __init__(self, folder, *words, launcher=()):
-        command = [sys.executable, *launcher, "-m", "dtgpt", "serve", str(folder), "--port", "0", "--slots", "4"]
-        self.process = subprocess.Popen(
-            [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        command = [*launcher, "-m", "dtgpt", "serve", str(folder), "--port", "0", "--slots", "4", *words]
+        self.process = support.Program(command, ".", start_new_session=True)
         self.lines, self.errors = [], []
         self._readers = [
             threading.Thread(target=lambda: self.lines.extend(iter(self.process.stdout.readline, ""))),
@@ -154,12 +152,10 @@ def test_the_death_of_a_rank_ends_an_idle_server(folder):
 
 
 def rank_of(launcher, rank):
-    """The id of the process of a rank among the children of a launcher."""
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        if f"RANK={rank}" in environment:
-            return int(pid)
-    raise AssertionError(f"rank {rank} does not run")
+    """The id of the process of a rank among the children of a launcher, which starts them in this order."""
+    pids = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    assert len(pids) == 2, pids
+    return pids[rank]
 
 
 @pytest.fixture

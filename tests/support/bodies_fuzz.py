@@ -1,6 +1,7 @@
 """Bugs put into the ranks of a random case on purpose, each as dtgpt could have it."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dtgpt.fuzz.case import Case, Setting
-from dtgpt.fuzz.measure import Run, Seen, measure
+from dtgpt.checkpoint.load import load_training
+from dtgpt.fuzz.case import Case, Run, Setting
+from dtgpt.fuzz.measure import Seen, measure
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.tensor import DropoutShard
@@ -65,10 +67,24 @@ def stale_buffer() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forgotten_moment() -> Iterator[None]:
+    """A resumed run begins with the mean of its gradients at zero."""
+
+    def forget(checkpoint, shards, optimizer):
+        load_training(checkpoint, shards, optimizer)
+        for moment in optimizer.exp_avg:
+            moment.zero_()
+
+    with mock.patch("dtgpt.train.checkpoints.load_training", forget):
+        yield
+
+
 BUGS: dict[str, Callable] = {
     body.__name__.replace("_", " "): body
     for body in (
         gradient_not_summed_over_sp, mask_offset, wrong_share_of_the_loss, tied_table_summed_twice, stale_buffer,
+        forgotten_moment,
     )
 }  # fmt: skip
 
@@ -79,12 +95,14 @@ def with_bug(name: str, setting: Setting, case: Case, run: Run) -> Seen | None:
 
 
 def hang(how: str, setting: Setting, case: Case, run: Run) -> Seen | None:
-    """Fail on rank 1 in one of three ways, while rank 0 waits for it."""
+    """Fail on rank 1 in one of four ways, while rank 0 waits for it."""
     if os.environ["RANK"] == "1":
         if how == "wait":
             time.sleep(60)
         elif how == "raise":
             1 / 0  # noqa: B018
+        elif how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         else:
             os._exit(3)
     return measure(setting, case, run)

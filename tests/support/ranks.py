@@ -23,8 +23,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dtgpt.fuzz.pool import Died, Worker
+
 # Imported once, so that a rank is a quick fork; none of them starts a thread. The first DTensor would load dynamo.
-PARALLEL = ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
+    "torch.distributed.tensor.experimental", "torch.distributed.tensor.parallel", "einops", "safetensors.torch",
+    "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn",
+]  # fmt: skip
 COLLECT = 0.3  # seconds to wait for the failures of other ranks after the first that arrived
 LINGER = 10  # seconds that a rank which returned keeps its group, for ranks that still talk to it
 
@@ -45,7 +51,7 @@ class RankPool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", *PARALLEL])
+        self._context.set_forkserver_preload(PRELOADED)
         self._ranks: dict[int, Rank] = {}
         atexit.register(self.close)
 
@@ -77,32 +83,22 @@ class RankPool:
 
     def _discard(self, ranks: list["Rank"]) -> None:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.join(5)
-            rank.connection.close()
+            rank.end()
             del self._ranks[rank.index]
 
 
-class Rank:
+class Rank(Worker):
     """The parent's end of one process."""
 
     def __init__(self, index: int, context: Any, log: Path) -> None:
+        super().__init__(context, serve, str(log))
         self.index, self.log = index, log
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, str(log)), daemon=True)
-        self.process.start()
-        theirs.close()  # else its death would not close the connection
-
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # the rank just died: `answer` says so
-            self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
     def answer(self) -> Answer:
         try:
-            return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            self.process.join(5)
-            return Answer(failure=f"died with exit code {self.process.exitcode}")
+            return self.receive()
+        except Died as died:
+            return Answer(failure=str(died))
 
     def output(self) -> str:
         text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""

@@ -106,17 +106,17 @@ def one_process() -> dict:
 
 @pytest.mark.parametrize(
     "plan, micro_batch_size",
-    [("dp", 1), ("dp", 4), ("dp2", 8), ("dp2", 2), ("dp2_zero1", 4), ("dp2_zero3", 4), ("tp2_sp", 4), ("pp2", 4)],
+    [("dp", 2), ("dp2", 8), ("dp2_zero1", 4), ("dp2_zero3", 4), ("tp2_sp", 4), ("pp2", 4)],
 )
 def test_every_plan_and_micro_batch_skips_the_same_steps_while_the_scale_searches(
     recipe, one_process, plan, micro_batch_size
 ):
-    recipe, steps = searching(recipe), 30
+    recipe, steps = searching(recipe), 20
     if not one_process:
         one_process["skipped"] = skipped_after_each_step(replace(recipe, micro_batch_size=16), steps)
     recipe = replace(recipe, plan=plan, micro_batch_size=micro_batch_size)
     expected = one_process["skipped"]
-    assert 10 < expected[-1] < 28
+    assert 10 < expected[-1] < 18
     if plan == "dp":
         assert skipped_after_each_step(recipe, steps) == expected
         return

@@ -28,22 +28,23 @@ def _place(addresses, target, source, call, capacity, like, RANKS: tl.constexpr)
 
 
 @triton.jit
-def _flag(addresses, target, source, program, RANKS: tl.constexpr):
-    first = tl.load(addresses + RANKS + target).to(tl.pointer_type(tl.int32))
+def _flag(flags, target, source, program):
+    first = tl.load(flags + target).to(tl.pointer_type(tl.int32))
     return first + source * tl.num_programs(0) + program
 
 
 @triton.jit
-def _meet(addresses, program, call, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell the same program of the other ranks that this one has written, and wait until they have."""
+def meet(flags, program, call, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell the same program of the other ranks that this one has written, and wait until they have. flags: addresses of
+    the flags of each rank."""
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.atomic_xchg(_flag(addresses, peer, RANK, program, RANKS), call, sem="release", scope="sys")
+            tl.atomic_xchg(_flag(flags, peer, RANK, program), call, sem="release", scope="sys")
     first = globaltimer()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            flag = _flag(addresses, RANK, peer, program, RANKS)
+            flag = _flag(flags, RANK, peer, program)
             while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0:
                 if globaltimer() - first > PATIENCE:
                     tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [call], tl.int32, is_pure=False, pack=1)
@@ -67,7 +68,7 @@ def _gather_kernel(
                 place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
                 tl.store(place + row * inner + column, x, inside)
         tl.store(whole + (row * RANKS + RANK) * inner + column, x, inside)
-    _meet(addresses, program, call, RANK, RANKS)
+    meet(addresses + RANKS, program, call, RANK, RANKS)
     for tile in range(program, rows * tiles, tl.num_programs(0)):
         row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
         inside = column < inner
@@ -95,7 +96,7 @@ def _sum_kernel(
                 x = tl.load(whole + (row * RANKS + peer) * inner + column, inside)
                 place = _place(addresses, peer, RANK, call, capacity, part, RANKS)
                 tl.store(place + row * inner + column, x, inside)
-    _meet(addresses, program, call, RANK, RANKS)
+    meet(addresses + RANKS, program, call, RANK, RANKS)
     for tile in range(program, rows * tiles, tl.num_programs(0)):
         row, column = (tile // tiles).to(tl.int64), tile % tiles * BLOCK + columns
         inside = column < inner

@@ -30,17 +30,15 @@ class Peers:
         size, inner = math.prod(part) * itemsize, math.prod(part[dim:]) * itemsize
         return 0 < size <= self.part_bytes and inner % WORD == 0
 
-    def gather(self, part: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        """Return the parts of all ranks, one behind the other along `dim`. out: a contiguous tensor to fill."""
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return the parts of all ranks, one behind the other along `dim`."""
         from dtgpt.ops.collectives.peer_kernels import launch_gather
 
-        part = part.contiguous()
-        if out is None:
-            shape = list(part.shape)
-            shape[dim] *= self.ranks
-            out = part.new_empty(shape)
-        launch_gather(part, out, *self._arguments(part, dim))
-        return out
+        shape = list(part.shape)
+        shape[dim] *= self.ranks
+        part, whole = part.contiguous(), part.new_empty(shape)
+        launch_gather(part, whole, *self._arguments(part, dim))
+        return whole
 
     def sum_part(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's part along `dim`, which the number of ranks divides, of the sum over the ranks."""
@@ -55,11 +53,6 @@ class Peers:
     def sum(self, whole: Tensor) -> Tensor:
         """Return the sum over the ranks, whose number divides that of the elements."""
         return self.gather(self.sum_part(whole.flatten(), 0), 0).view(whole.shape)
-
-    def sum_in_place(self, flat: Tensor) -> None:
-        """Sum a contiguous tensor `[n]` of any length, which consists of whole words of each rank, over the ranks."""
-        for piece in flat.split(self.ranks * self.part_bytes // flat.itemsize):
-            self.gather(self.sum_part(piece, 0), 0, out=piece)
 
     def _arguments(self, part: Tensor, dim: int) -> tuple[Tensor, Tensor, int, int, int, int]:
         rows, capacity = math.prod(part.shape[:dim]), self.part_bytes // part.itemsize

@@ -1,0 +1,67 @@
+"""`dtgpt compare RUN_A RUN_B`: the curves of two runs, where they part, and what differs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from dtgpt.commands.command import Command
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRunsOptions:
+    """Compare the losses of two runs at the steps that both have recorded: whether they are equal bit for bit, within
+    rounding, or part, and at which step; and name each field in which recipe, data, code, execution or versions differ.
+    A run is a run folder, or a metrics.jsonl. The exit code is 1 if the runs part.
+
+    The plans of one recipe are compared by dtgpt compare RECIPE.py, see dtgpt compare --help."""
+
+    output: Annotated[str | None, "PNG file of the curves and of how far they are apart; none: no picture"] = None
+    tolerance: Annotated[float | None, "largest accepted relative difference; none: by precision", Bounds(0)] = None
+
+
+def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
+    """Print the comparison and return the exit code: 1 where the runs part, else 0. Raises UserError."""
+    if len(runs) != 2:
+        given = "one was" if len(runs) == 1 else f"{len(runs)} were"
+        first, second = (*runs, Path("runs/gpt2_tiny-002"))[:2]
+        raise UserError(
+            f"dtgpt compare takes two runs, and {given} given; use dtgpt compare {first} {second}, or dtgpt compare "
+            "RECIPE.py --plans NAME"
+        )
+    from dtgpt.config.execution import DTYPES
+    from dtgpt.run.plot import check_picture, import_pyplot
+    from dtgpt.run.two_runs import compare_runs
+    from dtgpt.run.two_runs_plot import plot_two_runs
+    from dtgpt.run.two_runs_report import report
+    from dtgpt.train.compare import TOLERANCE
+
+    if options.output is not None:
+        check_picture(Path(options.output))
+        import_pyplot()
+    by_precision = {name: TOLERANCE[str(dtype)][0] for name, dtype in DTYPES.items()}
+    two = compare_runs(*runs, options.tolerance, by_precision)
+    if options.output is not None:
+        plot_two_runs(two, Path(options.output))
+    say(report(two))
+    return 0 if two.parting is None else 1
+
+
+def of_recipes(name: str, value: str) -> str | None:
+    """Return why two runs do not have an option that a recipe has, None for an option that neither has."""
+    if name not in ("plans", "steps", "random", "case", "minutes"):
+        return None
+    return f"--{name} belongs to dtgpt compare RECIPE.py; two runs are compared with --output and --tolerance alone"
+
+
+EXAMPLE = "runs/gpt2_tiny-001 runs/gpt2_tiny-002"
+command = Command("compare RUN ...", CompareRunsOptions, compare_two_runs, EXAMPLE, explain=of_recipes)
+
+
+def means_runs(words: list[str]) -> bool:
+    """Return whether the words behind `dtgpt compare` name runs, and not a recipe."""
+    if words and not words[0].startswith("-"):
+        return not words[0].endswith(".py") or Path(words[0]).is_dir()
+    return any(word.endswith(".jsonl") or Path(word).is_dir() for word in words if not word.startswith("-"))

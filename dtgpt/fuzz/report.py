@@ -1,0 +1,70 @@
+"""What is said of random cases: a line of each, and a table of all."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from dtgpt.config.plan import SCHEDULES
+from dtgpt.fuzz.case import Case
+from dtgpt.fuzz.judge import Figures, Outcome
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+
+def line(index: int, outcome: Outcome) -> str:
+    """Return the progress line of a case."""
+    case, figures = outcome.case, outcome.figures
+    own = [word for word, there in (("cut", case.blocks_per_stage), ("table", case.table)) if there]
+    plans = f"{case.first.plan} > {case.plan}" if case.first else case.plan
+    name = " ".join([case.architecture, plans, *own, case.values.get("precision", "")])
+    said = outcome.sentence
+    if outcome.verdict == "right" and figures is not None:
+        said = f"loss {figures.loss:.0e}, gradient {figures.gradient:.0e}, weight {figures.weight:.0e}"
+    return f"{index:>4} {outcome.verdict:<8}{name}: {said}"
+
+
+def kinds(case: Case) -> list[str]:
+    """Return the kinds of plan and training that a case belongs to."""
+    plan = case.parallel_plan()
+    found = [case.architecture, str(case.values.get("precision", "fp32"))]
+    if plan.world == 1:
+        found.append("one process")
+    if (plan.dp or 1) > 1:
+        found.append(f"dp zero{plan.zero}")
+    if plan.tp > 1:
+        found.append("tp sp" if plan.sequence_parallel else "tp")
+    if plan.pp > 1:
+        found.append(f"pp {next(word for word, name in SCHEDULES.items() if name == plan.schedule)}")
+    found += ["own cut"] * bool(case.blocks_per_stage) + ["own table"] * bool(case.table)
+    found += ["two plans"] * bool(case.first)
+    return found
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return counts and largest differences by kind. A case belongs to several kinds; those in 16 bits have rows of
+    their own, since their rounding hides that of the others."""
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    bad = sum(outcome.is_bad for outcome in outcomes)
+    lines = ["", f"{'largest relative differences':<30}{'cases':>6}{'refused':>8}{'wrong':>6}"
+             f"{'loss':>9}{'gradient':>10}{'weight':>9}{'held-out':>10}"]  # fmt: skip
+    rows: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        narrow = outcome.case.values.get("precision", "fp32") != "fp32"
+        try:
+            names = kinds(outcome.case)
+        except UserError:
+            names = ["other"]
+        for name in names[1:2] if narrow else names:
+            rows.setdefault(name, []).append(outcome)
+    for name, some in sorted(rows.items()):
+        largest = [max(values) for values in zip(*(o.figures for o in some if o.figures), strict=True)] or [
+            math.nan
+        ] * 4
+        refused, wrong = sum(o.verdict == "refused" for o in some), sum(o.is_bad for o in some)
+        figures = Figures(*largest)
+        lines.append(
+            f"{name:<30}{len(some):>6}{refused:>8}{wrong:>6}"
+            f"{figures.loss:>9.0e}{figures.gradient:>10.0e}{figures.weight:>9.0e}{figures.held_out:>10.0e}"
+        )
+    lines += ["", f"{counted(verdicts['right'], 'case')} right, {verdicts['refused']} refused, {bad} wrong"]
+    return "\n".join(lines)

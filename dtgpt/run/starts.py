@@ -1,0 +1,134 @@
+"""What each start of a run was: the recipe, the code, the data and the machine with which it began or went on.
+
+A run that is resumed may change its plan, its machine and parts of its recipe. `starts.jsonl` has a line for each
+start, in the order of time. `recipe.json` and `environment.json` describe the last one, and copies of them, such as
+`recipe-step-00000040.json`, those from which the run went on at that step.
+"""
+
+import filecmp
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dtgpt.config.execution import DTYPES, Settings
+from dtgpt.parallel.launch import code_digests
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.process import Process
+from dtgpt.run.folder import read_recipe
+from dtgpt.util.environment import environment
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import parse_json, read_regular, write_json, write_text
+
+STARTS = "starts.jsonl"
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a Python object of a plan's table
+
+
+def describe_run(
+    folder: Path, recipe: dict[str, Any], settings: Settings, mesh: Mesh, data: dict[str, Any], step: int
+) -> None:
+    """Write the resolved recipe, the environment and the start of a run that begins or resumes after `step`."""
+    here, code = environment(mesh.device), code_digests()
+    start = {
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **_execution(settings, mesh),
+        "device": here["device"],
+        "torch": here["packages"]["torch"],
+        "git": here["git"],
+        "code": code_digest(code),
+        "data": data["digest"],
+        "tokenizer": data["tokenizer"],
+        "before": _changed(folder, recipe),
+    }
+    for name in ("recipe", "environment"):
+        keep_old(folder / f"{name}.json", step)
+    # First of all: a process that is killed in between leaves recipe.json as `before` of the next start needs it.
+    former = [json.dumps(known) for known in read_starts(folder)]
+    write_text(folder / STARTS, "\n".join([*former, json.dumps(start, default=repr)]) + "\n")
+    write_json(folder / "recipe.json", recipe)
+    waiting = max(0, Process.from_environment().world - mesh.world)
+    where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
+    write_json(folder / "environment.json", {**here, **where, "data": data, "code": code})
+
+
+def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
+    """Return what was decided for this machine, by the names of the recipe's fields."""
+    return {
+        "plan": mesh.plan.name,
+        "world": mesh.world,
+        "micro_batch_size": settings.micro_batch_size,
+        "precision": next((name for name, dtype in DTYPES.items() if dtype == settings.dtype), str(settings.dtype)),
+        "attention": settings.attention_backend,
+        "recompute": settings.recompute,
+        "compile": settings.compile,
+        "graph": settings.graphs,
+    }
+
+
+def _changed(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the former start, by dotted field name, of the fields in which `recipe` differs from it."""
+    try:
+        former = flat(read_recipe(folder)) if (folder / "recipe.json").is_file() else {}
+    except UserError:
+        return {}
+    now = flat(parse_json(json.dumps(recipe, default=repr)))
+    return {name: value for name, value in former.items() if name in now and now[name] != value}
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, oldest first; none for a folder of an older version. Lines that hold no start are
+    passed over."""
+    try:
+        lines = read_regular(folder / STARTS).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            start = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(start, dict) and type(start.get("step")) is int and start["step"] >= 0:
+            found.append(start)
+    return found
+
+
+def code_digest(files: dict[str, Any]) -> str:
+    """Return one digest of the digests of source files."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested values from JSON by dotted names. Addresses in texts are removed: they differ from run to run."""
+    found: dict[str, Any] = {}
+    left = [("", values)]
+    while left:  # without recursion, which a foreign file could nest too deeply for
+        prefix, group = left.pop()
+        for key, value in group.items():
+            if isinstance(value, dict):
+                left.append((f"{prefix}{key}.", value))
+            else:
+                found[f"{prefix}{key}"] = ADDRESS.sub("", value) if isinstance(value, str) else value
+    return found
+
+
+def keep_old(path: Path, step: int) -> None:
+    """Keep a file that is about to be written anew as NAME-step-00000040.json, or under a free name beside it."""
+    if not path.is_file():
+        return
+    for number in count(1):
+        copy = path.with_name(f"{path.stem}-step-{step:08d}{f'-{number}' if number > 1 else ''}{path.suffix}")
+        if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
+            return  # kept when the run went on from here before
+        if not os.path.lexists(copy):
+            try:
+                os.link(path, copy)  # whole at once; what is written anew is another file
+            except OSError:  # a file system without such links
+                shutil.copyfile(path, copy)
+            return

@@ -1,0 +1,25 @@
+"""What a checkpoint takes from a trainer, and gives to a trainer under any plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dtgpt.checkpoint.load import load_training
+from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.checkpoint.state import describe
+from dtgpt.config.batch_size import BatchSizes
+from dtgpt.train.trainer import Trainer
+
+
+def state_of(trainer: Trainer, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return what `state.json` says of the steps that are done. `recipe`: its fields."""
+    samples = trainer.samples_before(trainer.step)
+    state = describe(recipe, trainer.settings, trainer.schedule, trainer.step, samples)
+    return state | {"data_digest": trainer.dataset.digest, **trainer.optimizer.state()}
+
+
+def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int], BatchSizes]) -> None:
+    """Load the weights, the moments and the step of a checkpoint of any plan. `sizes` returns those of the batches of a
+    run that goes on at a step, after a number of samples."""
+    state = checkpoint.state
+    load_training(checkpoint, trainer.shards, trainer.optimizer.adamw)
+    trainer.restore(state, sizes(state["step"], state["consumed_samples"]))

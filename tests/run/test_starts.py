@@ -1,0 +1,46 @@
+"""What a run records of each of its starts."""
+
+import json
+
+import torch
+
+from dtgpt.parallel.launch import code_digests
+from dtgpt.run.starts import code_digest, read_starts
+from dtgpt.run.two_runs import compare_runs
+from dtgpt.train.loop import train
+from tests.support.runs import change, newest_run
+
+
+def test_a_resumed_run_records_each_start_and_compares_with_an_uninterrupted_one(recipe, tmp_path):
+    recipe = change(recipe, steps=6, optimizer={"decay_steps": 10}, log={"sample_tokens": 0})
+    train(recipe)
+    whole = newest_run(recipe)
+    train(change(recipe, steps=3, micro_batch_size=2, runs=str(tmp_path / "halves")))
+    half = tmp_path / "halves" / "test-001"
+    train(change(recipe, micro_batch_size=8, seed=recipe.seed, resume=str(half)))
+    first, second = read_starts(half)
+    assert (first["step"], second["step"], first["before"]) == (0, 3, {})
+    assert second["before"]["micro_batch_size"] == 2 and second["before"]["steps"] == 3
+    assert (first["micro_batch_size"], second["micro_batch_size"], second["precision"]) == (2, 8, "fp32")
+    assert first["torch"] == torch.__version__ and first["plan"] == "single" and first["world"] == 1
+    environment = json.loads((half / "environment.json").read_text())
+    assert environment["code"] == code_digests() and second["code"] == code_digest(code_digests())
+    assert second["data"] == environment["data"]["digest"]
+    two = compare_runs(whole, half, None, {"fp32": 1e-5, "bf16": 2e-3})
+    assert two.parting is None and two.tolerance.value == 1e-5 and two.steps == [1, 2, 3, 4, 5, 6]
+    assert all(two.groups[name].is_equal for name in ("data", "code", "versions"))
+    (size,) = two.groups["execution"].fields
+    assert size == ("micro_batch_size", "4", "2 to step 3, then 8")
+    assert two.groups["recipe"].fields == [("steps", "6", "3 to step 3, then 6")] and not two.groups["recipe"].missing
+
+
+def test_lines_that_hold_no_start_are_passed_over_and_left_out(recipe):
+    recipe = change(recipe, steps=2, log={"sample_tokens": 0, "eval_interval": 0})
+    train(recipe)
+    run = newest_run(recipe)
+    kept = (run / "starts.jsonl").read_text()
+    (run / "starts.jsonl").write_text('[1]\n{"step": -1}\n' + kept + '{"step": 3, "pl')
+    assert read_starts(run) == [json.loads(kept)]
+    train(change(recipe, steps=3, resume=str(run)))
+    lines = (run / "starts.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and lines[0] + "\n" == kept and json.loads(lines[1])["before"]["steps"] == 2
