@@ -42,16 +42,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.node_runs import STORE, NodeRun, reference
+from tests.support.node_runs import OUTSIDE, STORE, NodeRun, reference
 from tests.support.nodes import Node, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
 PER_RUN = 5  # failures that a run meets
 STEP = 0.5  # seconds
-STEPS = 120
+STEPS = 100
 INTERVAL = 10  # steps from one checkpoint to the next
 IMPATIENT = 0.3  # how often the next failure does not wait until the run has gone on
-OUTSIDE = {"host": "login", "settings": "last_call_timeout=5,read_timeout=300"}  # of a rendezvous outside of the nodes
 LIMIT = 300.0  # seconds for a run to go on, or to end
 TOLERANCE = 1e-5
 
@@ -128,7 +127,7 @@ def attempt(kind: str, number: int, seed: int, outside: bool) -> dict[str, Any]:
     count, elastic = 3 if kind == "partition" else 2, number % 2 == 1
     found: dict[str, Any] = {"kind": kind, "number": number, "elastic": elastic, "failures": [], "ended": False}
     with folder() as path, Nodes(count, path) as nodes:
-        place = OUTSIDE if outside else {}
+        place = {"host": "login", "settings": OUTSIDE} if outside else {}
         if outside:
             nodes.start_on_login(sys.executable, "-c", STORE)
         run = NodeRun(nodes, f"1:{count}" if elastic else str(count), "--steps", str(STEPS), step_seconds=STEP, **place)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.node_runs import STORE, NodeRun, reference
+from tests.support.node_runs import OUTSIDE, STORE, NodeRun, reference
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
@@ -68,7 +68,7 @@ def test_a_rendezvous_outside_of_the_nodes_survives_each_of_them(tmp_path):
     options = "--steps", "40"
     with Nodes(2, tmp_path) as nodes:
         nodes.start_on_login(sys.executable, "-c", STORE)
-        run = NodeRun(nodes, "1:2", *options, host="login", step_seconds=0.4)
+        run = NodeRun(nodes, "1:2", *options, host="login", settings=OUTSIDE, step_seconds=0.4)
         run.start()
         run.wait_for_step(12, 120)
         nodes[0].kill()

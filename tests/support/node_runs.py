@@ -12,8 +12,8 @@ from tests.support.nodes import ROOT, Node, Nodes, torchrun
 RECIPE = ROOT / "tests" / "support" / "slow_recipe.py"
 PORT = 29500
 PAUSE = 1  # seconds before torchrun is started again
-# Seconds of torchrun's rendezvous: for further nodes once there are enough, and for an answer of its store.
-SETTINGS = "last_call_timeout=5,read_timeout=20"
+SETTINGS = "last_call_timeout=5"  # seconds in which torchrun waits for further nodes, once there are enough
+OUTSIDE = f"{SETTINGS},read_timeout=300"  # the same, and that it waits for a rendezvous outside of the nodes
 # The Python program that keeps a rendezvous outside of the nodes: the line of docs/cluster.md.
 (STORE,) = re.findall(r"^python -c '(.*TCPStore.*)'$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
 
@@ -55,7 +55,8 @@ class NodeRun:
             "--rdzv-backend", "c10d", "--rdzv-id", "17", "--rdzv-endpoint", f"{host}:{PORT}",
             "--rdzv-conf", settings, *self.words,
         )  # fmt: skip
-        self.loop = f"until {shlex.join(command)}; do echo 'starting torchrun again'; sleep {PAUSE}; done"
+        again = f"echo starting torchrun again; sleep {PAUSE}"
+        self.loop = f"until [ -e over ]; do {shlex.join(command)} && touch over || {{ {again}; }}; done"
         self.environment = {"STEP_SECONDS": str(step_seconds), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         # Else a node that joins later is never told the address of rank 0 by agents that were there before.
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
