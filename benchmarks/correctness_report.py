@@ -10,7 +10,7 @@ PICTURE = {"single": "one process", "dp2": "dp2", "dp2_zero3": "zero3", "tp2_sp"
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of Okabe and Ito: told apart by the colour-blind
 WIDTHS = (8.0, 6.0, 4.2, 2.6, 1.2)  # a thinner line on a thicker one, so that all of them are seen
 SHORT = 20  # steps of the table in fp32
-HEIGHTS = {"fp32": 2e-6, "bf16": 2e-3}  # of the labels, above the curves
+HEIGHTS = {"fp32": 4e-7, "bf16": 3e-3}  # of the labels, above the curves
 FIGURES = ("loss", "first_gradient", "last_gradient", "weight", "travel")
 HEAD = ("plan", "model", "precision", "steps", "captured", "recompute", "loss", "first gradient", "last gradient",
         "weight", "of the way", "command")  # fmt: skip
@@ -56,7 +56,7 @@ def row(same: list[Result]) -> list[str]:
     recompute = words({result["recompute"] for result in same}, {"none": "none", "full": "full"})
     plan = first["label"] or f"`{first['plan']}`"
     found = [first["problem"], *[""] * 4] if "problem" in first else [f"{first[key]:.0e}" for key in FIGURES]
-    found = [value.replace("e-0", "e-").replace("0e+00", "0") for value in found]
+    found = [value.replace("e-0", "e-").replace("e+00", "") for value in found]
     known = [plan, first["family"], first["precision"], str(first["steps"]), captured, recompute]
     return [*known, *found, command(first)]
 
@@ -93,16 +93,18 @@ def draw(results: list[Result], output: Path) -> None:
     for of_plans in curves.values():
         for (plan, curve), color in zip(of_plans.items(), COLORS, strict=True):
             if plan != "single":
-                difference(right, curve, of_plans["single"], "-", color)
+                difference(right, curve, of_plans["single"], ".", color)
     if len(curves) > 1:
-        difference(right, curves["bf16"]["single"], curves["fp32"]["single"], ":", COLORS[0])
-        right.text(0.98, 2e-2, "one process: bf16 from fp32", transform=right.get_yaxis_transform(), ha="right")
+        difference(right, curves["bf16"]["single"], curves["fp32"]["single"], "-", "#9AA4B2")
+        right.text(
+            0.98, 2e-2, "line: bf16 from fp32, on one process", transform=right.get_yaxis_transform(), ha="right"
+        )
     for precision in curves:
         right.text(0.98, HEIGHTS[precision], precision, transform=right.get_yaxis_transform(), ha="right")
     left.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title=f"five plans, one curve ({shown})")
     left.legend(frameon=False)
-    right.set(xlabel="optimizer step", ylabel="relative difference of the loss", yscale="log", ylim=(1e-9, 1e-1),
-              title="from one process")  # fmt: skip
+    right.set(xlabel="optimizer step", ylabel="relative difference of the loss", yscale="log", ylim=(1e-8, 1e-1),
+              title="differences from one process")  # fmt: skip
     for panel in (left, right):
         panel.grid(alpha=0.25, axis="y")
         panel.spines[["top", "right"]].set_visible(False)
@@ -126,4 +128,4 @@ def losses(results: list[Result], precision: str) -> dict[str, list[float]]:
 
 def difference(axes: Any, curve: list[float], reference: list[float], style: str, color: str) -> None:
     apart = [abs(a - b) / b or None for a, b in zip(curve, reference, strict=True)]  # 0 has no place on a log axis
-    axes.plot(range(1, len(apart) + 1), apart, style, linewidth=1.2, color=color)
+    axes.plot(range(1, len(apart) + 1), apart, style, markersize=3, linewidth=1, color=color)
