@@ -57,7 +57,7 @@ class SaveClock:
 
     def __init__(self, minutes: float | None):
         self._seconds = math.inf if minutes is None else 60 * minutes
-        self._due = math.inf
+        self.restart()
 
     def restart(self) -> None:
         """Begin to count, also after a checkpoint for another reason."""

@@ -19,6 +19,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.meeting import Meeting, meet, not_found
 from dtgpt.parallel.mesh import Mesh, agree
+from dtgpt.parallel.network import cannot_connect, check_interfaces
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
 from dtgpt.parallel.watch import Watch
@@ -86,6 +87,7 @@ def start_process_group(
     environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
     gives gloo NCCL's options."""
+    check_interfaces(device.type)
     if not arguments:
         process = process or Process.from_environment()
         store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
@@ -104,6 +106,8 @@ def start_process_group(
             mesh_module.messages = dist.new_group(backend="gloo", timeout=settings["timeout"])
     except (ValueError, dist.DistError) as error:
         raise not_found(str(error).splitlines()[0]) from None
+    except RuntimeError as error:
+        raise cannot_connect(error) or error from None
 
 
 def end_process_group() -> None:

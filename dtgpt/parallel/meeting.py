@@ -8,7 +8,9 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -57,19 +59,19 @@ def prefix(name: str) -> str:
     return f"dtgpt/{name}"
 
 
-def meet(process: Process, seconds: float, place: str = "") -> Meeting:
-    """Wait until all processes of this start have come; each leaves the text `place` under place/RANK in the store.
-    Raises UserError after `seconds`."""
+def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Meeting:
+    """Wait until all processes of this start have come, each of which leaves its `values` in the store before anyone
+    goes on. Raises UserError after `seconds`."""
     end = time.monotonic() + seconds
     try:
         store = open_store(seconds)
         if process.rank == 0:
-            return _welcome(store, process.world, end, place)
+            return _welcome(store, process.world, end, values)
         nonce = secrets.token_hex(8)
         store.set(f"dtgpt/hello/{process.rank}", nonce)
         name = _wait(store, f"dtgpt/answer/{nonce}", end)
         own = dist.PrefixStore(prefix(name), store)
-        own.set(f"place/{process.rank}", place)
+        _leave(own, {**values, f"came/{process.rank}": ""})
         own.add("here", 1)
         _wait(own, "begin", end)
         return Meeting(name, own)
@@ -80,17 +82,17 @@ def meet(process: Process, seconds: float, place: str = "") -> Meeting:
         raise not_found(reason) from None
 
 
-def _welcome(store: dist.Store, world: int, end: float, place: str) -> Meeting:
+def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str]) -> Meeting:
     """Answer, on rank 0, every process that greets, until all ranks have answered back: what greeted before may be of
     an earlier start, whose processes have ended."""
     name = secrets.token_hex(8)
     own = dist.PrefixStore(prefix(name), store)
-    own.set("place/0", place)
+    _leave(own, values)
     greetings = [f"dtgpt/hello/{rank}" for rank in range(1, world)]
     answered: set[bytes] = set()
     while own.add("here", 0) < world - 1:
         if time.monotonic() > end:
-            missing = [str(rank) for rank in range(1, world) if not own.check([f"place/{rank}"])]
+            missing = [str(rank) for rank in range(1, world) if not own.check([f"came/{rank}"])]
             ranks = ", ".join(missing[:MOST_NAMED]) + ", ..." * (len(missing) > MOST_NAMED)
             raise not_found(f"rank {ranks} of {world} did not come in time")
         for nonce in set(store.multi_get(greetings)) - answered if store.check(greetings) else ():
@@ -99,6 +101,11 @@ def _welcome(store: dist.Store, world: int, end: float, place: str) -> Meeting:
         time.sleep(POLL)
     own.set("begin", "")
     return Meeting(name, own)
+
+
+def _leave(store: dist.Store, values: Mapping[str, str]) -> None:
+    for key, value in values.items():
+        store.set(key, value)
 
 
 def _wait(store: dist.Store, key: str, end: float) -> str:

@@ -99,11 +99,9 @@ class Watch:
             time.sleep(BEAT / 4)
 
     def begin(self) -> None:
-        if self.process.rank == 0:
-            self.meeting.store.set("stop", "")
-            self.meeting.store.set("verdict", "")
-        for thread in self._threads:
-            thread.start()
+        with suppress(RuntimeError):  # there can be no more threads: collectives alone notice a loss
+            for thread in self._threads:
+                thread.start()
 
     def finish(self) -> None:
         """End the watch of this process, which may end now without being missed."""
@@ -112,7 +110,7 @@ class Watch:
         self._news.set()
         if self._link:
             self._link.wake()
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(LEAVE)
         _within_leave(self._say_ended)
         if self._link:
@@ -130,7 +128,6 @@ class Watch:
         """Run the thread that talks to the store, which may block it where the network is gone."""
         store, count, heard, silent, last = None, 0, b"", 0.0, time.monotonic()
         keys, stopping = ["verdict", f"beat/{self._next}", "stop"], False
-        known = False  # whether the keys are there
         while not self._stopped.is_set():
             now = time.monotonic()
             passed, last = min(now - last, 2 * BEAT), now  # a process that was suspended accuses nobody of it
@@ -138,8 +135,7 @@ class Watch:
             try:
                 store = store or self.meeting.connect(self._lost_after)
                 store.set(f"beat/{self.process.rank}", f"{count} {self.step}")
-                known = known or store.check(keys)
-                verdict, beat, stop = store.multi_get(keys) if known else (b"", b"", b"")
+                verdict, beat, stop = store.multi_get(keys)
                 self._alone = 0.0
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
@@ -214,7 +210,10 @@ def _within_leave(work: Callable[[], None]) -> None:
             work()
 
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no more threads
+        return ask()
     thread.join(LEAVE)
 
 
@@ -230,8 +229,9 @@ def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER
         link = Link()
     except OSError:  # heartbeats suffice, with more time
         link = None
-    meeting = meet(process, timeout, json.dumps(own_place(link)._asdict()))
-    watch = Watch(process, meeting, link, lost_after)
+    values = {f"place/{process.rank}": json.dumps(own_place(link)._asdict()), f"beat/{process.rank}": "0 0"}
+    values |= {"verdict": "", "stop": ""} if process.rank == 0 else {}
+    watch = Watch(process, meet(process, timeout, values), link, lost_after)
     watch.begin()
     try:
         yield watch

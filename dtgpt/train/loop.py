@@ -97,8 +97,7 @@ class Loop:
     def __init__(self, recipe: Recipe, trainer: Trainer, lock: RunLock, stop: StopRequest, watch: Watch | None = None):
         self.recipe, self.trainer, self.lock, self.stop = recipe, trainer, lock, stop
         self.watch, self.mesh, self.interval = watch, trainer.mesh, IntervalLoss(trainer.mesh)
-        self.tasks = TaskEvaluation(trainer)
-        self.clock = SaveClock(recipe.checkpoint.minutes)
+        self.tasks, self.clock = TaskEvaluation(trainer), SaveClock(recipe.checkpoint.minutes)
         self.leaving = False  # because of `exit_interval`
         self.report: Report | NullReport = NullReport()
 
@@ -128,8 +127,9 @@ class Loop:
                 return f"go on with --resume {run}" if list_checkpoints(checkpoints) else "start the run again"
 
             if self.watch:
-                self.watch.remedy = remedy
+                self.watch.step, self.watch.remedy = trainer.step, remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
+            options = recipe.checkpoint
             self.saver = stack.enter_context(
                 Saver(
                     checkpoints, trainer.shards, trainer.optimizer.adamw, options.keep_last, options.keep_every,
@@ -148,7 +148,6 @@ class Loop:
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""
         trainer, first, stopping = self.trainer, self.trainer.step, self.interrupted()
-        self.clock.restart()
         while trainer.step < trainer.steps and not stopping:
             result = trainer.train_step()
             self.interval.add(result.loss)
