@@ -1,5 +1,6 @@
 """Runs over several nodes that come late, leave and come back, and what a wrong network says."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from tests.support.node_runs import OUTSIDE, STORE, NodeRun, reference
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
 FAILURES = ("worker", "agent", "node", "link", "partition")
+FLAGS = re.MULTILINE | re.DOTALL
 TOLERANCE = 1e-5  # between plans, in fp32
 
 
@@ -25,28 +27,30 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
 
 
 def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path):
-    options = "--steps", "60"
+    options = "--steps", "400", "--lost_after", "8"
     with Nodes(2, tmp_path) as nodes:
-        run = NodeRun(nodes, "1:2", *options, step_seconds=0.4)
+        run = NodeRun(nodes, "1:2", *options, step_seconds=0.5)
         run.start(nodes[0])
         run.wait_for_step(2, 120)
         run.start(nodes[1])
-        nodes.wait_until(lambda: "plan    dp2" in nodes[0].output(), 120, "two nodes")
+        nodes.wait_until(lambda: re.search("^plan +dp2$.*^step", nodes[0].output(), FLAGS), 120, "two nodes")
         joined = run.step()
-        run.wait_for_step(max(joined + 4, 11), 120)
+        run.wait_for_step(joined + 10, 120)
         nodes[1].kill()
         nodes.wait_until(lambda: nodes[0].output().count("plan    single") == 2, 120, "one node again")
+        run.hurry()
         nodes.wait_until(lambda: nodes[0].commands[-1].poll() == 0, 120, "the end")
         found, again = run.losses(), run.resumed()
     assert_same_curve(found, reference(tmp_path, *options))
-    assert len(again) == 2 and joined <= again[0] + 10, again
+    assert len(again) == 2 and again[0] > 1 and again[1] > joined - 10, again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interface", "words"),
     [
         ("eth9", "GLOO_SOCKET_IFNAME=eth9: node0 has no network interface eth9; name one of"),
-        pytest.param("lo", "GLOO_SOCKET_IFNAME", marks=pytest.mark.long),  # which connects to no other node
+        ("lo", "GLOO_SOCKET_IFNAME"),  # which connects to no other node
     ],
 )
 def test_a_wrong_interface_is_one_sentence(tmp_path, interface, words):

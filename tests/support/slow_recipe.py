@@ -1,7 +1,9 @@
-"""A tiny run whose steps last STEP_SECONDS (an environment variable), so that a failure finds it in the middle."""
+"""A tiny run whose steps last STEP_SECONDS (an environment variable), or as many seconds as the file `pace` of the
+working folder says, so that a failure finds it in the middle."""
 
 import os
 import time
+from pathlib import Path
 
 from dtgpt.cli import run_recipe
 from dtgpt.config.recipe import Recipe
@@ -24,18 +26,18 @@ def recipe() -> Recipe:
     )
 
 
-def slow_down(seconds: float) -> None:
+def slow_down(seconds: str) -> None:
     from dtgpt.train.trainer import Trainer
 
-    take_step = Trainer.train_step
+    take_step, pace = Trainer.train_step, Path("pace")
 
     def slow_step(self):
-        time.sleep(seconds)
+        time.sleep(float(pace.read_text() if pace.exists() else seconds))
         return take_step(self)
 
     Trainer.train_step = slow_step
 
 
 if __name__ == "__main__":
-    slow_down(float(os.environ.get("STEP_SECONDS", 0)))
+    slow_down(os.environ.get("STEP_SECONDS", "0"))
     run_recipe(recipe, __doc__)
