@@ -41,7 +41,7 @@ SLOW = {
     "test_samples_of_training", "test_sampling", "test_sampling_kernels", "test_scoring", "test_server",
     "test_settle", "test_shards", "test_signals", "test_slurm", "test_storage", "test_task_metrics", "test_timers",
     "test_token_properties", "test_tokenizer_beside", "test_tokenizer_export", "test_tokenizer_of_run",
-    "test_torch_dist_resume", "test_train", "test_watch",
+    "test_torch_dist_resume", "test_train", "test_waiting_ranks", "test_watch",
 }  # fmt: skip
 # Of those files, one plan of each kind against one process is part of it nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")

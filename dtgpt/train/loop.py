@@ -122,9 +122,8 @@ class Loop:
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
-        recipe, trainer, checkpoints = self.recipe, self.trainer, run / "checkpoints"
+        recipe, options, trainer, checkpoints = self.recipe, self.recipe.checkpoint, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
-            options = recipe.checkpoint
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step

@@ -1,10 +1,5 @@
 """Ranks that gather and sum through each other's memory, against NCCL, bit for bit. The kernels need two GPUs."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +11,7 @@ from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.symmetric import share_peers
-from tests.ops.test_exchange import delay
+from tests.ops.test_exchange import delay, run_on_two_gpus
 
 PART, PROGRAMS = 1 << 20, 48  # bytes
 PROGRAM = "from tests.ops.test_peers import check; check()"
@@ -53,11 +48,7 @@ def test_the_memory_of_areas_and_flags():
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_gather_and_sum_what_nccl_would(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_two_gpus(tmp_path, PROGRAM)
 
 
 def check() -> None:
