@@ -18,6 +18,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from dtgpt.config.execution import choose_device
 from dtgpt.fuzz.pool import Job, Pool
+from dtgpt.ops.fast import split_backward
 from dtgpt.train.compare import Record, read_record, record, save_record, tensor_differences
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
@@ -52,6 +54,7 @@ PLANS = {
 }  # fmt: skip
 STEPS = {"cuda": {"fp32": 20, "bf16": 200}, "cpu": {"fp32": 20, "bf16": 50}}
 START, EACH = 60.0, 60.0  # seconds that a job may take, and more for each of its cases
+PLAIN = "one process, PyTorch's ops"  # in place of kernels, as pp2_zbv runs them
 HANG = 30  # seconds after which a rank that waits for another one ends
 
 
@@ -105,6 +108,7 @@ def alone(kind: str) -> list[Case]:
     cases += [Case(f, "single", "bf16", steps, label=wide, other="--precision fp32") for f in RECIPES]
     cases += [Case(f, "single", p, s, recompute="full", label="one process") for f, p, s in kinds(kind)]
     if kind == "cuda":
+        cases += [Case(f, "single", "bf16", steps, label=PLAIN) for f in RECIPES]
         cases += [Case(f, "single", p, s, "off", label="one process") for f, p, s in kinds(kind)]
     return cases
 
@@ -136,7 +140,8 @@ def run_cases(work: Work) -> None:
 
 def run_case(case: Case, work: Work) -> None:
     begin, is_reference = time.perf_counter(), case == case.reference
-    with open_trainer(load_recipe(RECIPES[case.family], words(case, work.kind))) as trainer:
+    ops = split_backward() if case.label == PLAIN else nullcontext()
+    with ops, open_trainer(load_recipe(RECIPES[case.family], words(case, work.kind))) as trainer:
         initial = weights(trainer) if is_reference else {}
         found = record(trainer, case.steps)
         device, captured = trainer.mesh.device, trainer.settings.graphs

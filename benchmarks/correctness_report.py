@@ -1,7 +1,6 @@
 """The table and the picture of docs/correctness.md, from the results of correctness.py."""
 
 from collections import defaultdict
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ from dtgpt.run.plot import import_pyplot
 PICTURE = {"single": "one process", "dp2": "dp2", "dp2_zero3": "zero3", "tp2_sp": "tp2_sp", "pp2": "pp2"}
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")  # of Okabe and Ito: told apart by the colour-blind
 WIDTHS = (8.0, 6.0, 4.2, 2.6, 1.2)  # a thinner line on a thicker one, so that all of them are seen
+SHORT = 20  # steps of the table in fp32
+HEIGHTS = {"fp32": 4e-7, "bf16": 3e-3}  # of the labels, above the curves
 FIGURES = ("loss", "first_gradient", "last_gradient", "weight", "travel")
 HEAD = ("plan", "model", "precision", "steps", "captured", "recompute", "loss", "first gradient", "last gradient",
         "weight", "of the way", "command")  # fmt: skip
@@ -32,7 +33,7 @@ def table(results: list[Result]) -> str:
 def is_row(result: Result) -> bool:
     """Return whether a result stands in the table: neither a reference nor one that is there for the picture."""
     reference = result["plan"] == "single" and not result["label"]
-    return not reference and (result["precision"] == "fp32") == (result["steps"] <= 20)
+    return not reference and (result["precision"] == "fp32") == (result["steps"] <= SHORT)
 
 
 def merged(results: list[Result]) -> list[list[str]]:
@@ -55,7 +56,7 @@ def row(same: list[Result]) -> list[str]:
     recompute = words({result["recompute"] for result in same}, {"none": "none", "full": "full"})
     plan = first["label"] or f"`{first['plan']}`"
     found = [first["problem"], *[""] * 4] if "problem" in first else [f"{first[key]:.0e}" for key in FIGURES]
-    found = [value.replace("e-0", "e-").replace("0e+00", "0") for value in found]
+    found = [value.replace("e-0", "e-").replace("e+00", "") for value in found]
     known = [plan, first["family"], first["precision"], str(first["steps"]), captured, recompute]
     return [*known, *found, command(first)]
 
@@ -67,7 +68,7 @@ def words(values: set[str], names: dict[str, str]) -> str:
 def command(case: Result) -> str:
     """Return the command that repeats a case; `$gpt2` and `$llama` are recipes with options."""
     if case["plan"] == "single":
-        return ""
+        return "`python benchmarks/correctness.py`, as all rows"
     options = f"--precision {case['precision']}"
     options += " --graph off" if case["graph"] == "off" else ""
     options += f" --recompute {case['recompute']}" if case["recompute"] != "none" else ""
@@ -79,25 +80,31 @@ def on_cpu(result: Result) -> bool:
 
 
 def draw(results: list[Result], output: Path) -> None:
-    """Draw the losses of five plans, and beside them how far they are from those of one process."""
+    """Draw the losses of five plans, and beside them how far they are from those of one process, in each precision that
+    was measured."""
     from PIL import Image  # which the measurement does without
 
     pyplot = import_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.0), layout="constrained")
-    curves = {precision: losses(results, precision) for precision in ("fp32", "bf16")}
-    for (plan, curve), color, width in zip(curves["fp32"].items(), COLORS, WIDTHS, strict=True):
+    curves = {precision: found for precision in ("fp32", "bf16") if (found := losses(results, precision))}
+    shown = next(iter(curves))
+    for (plan, curve), color, width in zip(curves[shown].items(), COLORS, WIDTHS, strict=True):
         left.plot(range(1, len(curve) + 1), curve, linewidth=width, color=color, label=PICTURE[plan])
-    for precision, style in (("bf16", "-"), ("fp32", "-")):
-        for (plan, curve), color in zip(curves[precision].items(), cycle(COLORS)):
+    for of_plans in curves.values():
+        for (plan, curve), color in zip(of_plans.items(), COLORS, strict=True):
             if plan != "single":
-                difference(right, curve, curves[precision]["single"], style, color)
-    difference(right, curves["bf16"]["single"], curves["fp32"]["single"], ":", COLORS[0])
-    left.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title="five plans, one curve (fp32)")
+                difference(right, curve, of_plans["single"], ".", color)
+    if len(curves) > 1:
+        difference(right, curves["bf16"]["single"], curves["fp32"]["single"], "-", "#9AA4B2")
+        right.text(
+            0.98, 2e-2, "line: bf16 from fp32, on one process", transform=right.get_yaxis_transform(), ha="right"
+        )
+    for precision in curves:
+        right.text(0.98, HEIGHTS[precision], precision, transform=right.get_yaxis_transform(), ha="right")
+    left.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title=f"five plans, one curve ({shown})")
     left.legend(frameon=False)
-    right.set(xlabel="optimizer step", ylabel="relative difference of the loss", yscale="log", ylim=(1e-9, 1e-1),
-              title="from one process")  # fmt: skip
-    for text, height in (("bf16", 2e-3), ("fp32", 2e-6), ("one process: bf16 from fp32", 2e-2)):
-        right.text(0.98, height, text, transform=right.get_yaxis_transform(), ha="right")
+    right.set(xlabel="optimizer step", ylabel="relative difference of the loss", yscale="log", ylim=(1e-8, 1e-1),
+              title="differences from one process")  # fmt: skip
     for panel in (left, right):
         panel.grid(alpha=0.25, axis="y")
         panel.spines[["top", "right"]].set_visible(False)
@@ -106,16 +113,19 @@ def draw(results: list[Result], output: Path) -> None:
 
 
 def losses(results: list[Result], precision: str) -> dict[str, list[float]]:
-    """Return the losses of the plans of the picture: those of GPT-2 over the most steps."""
+    """Return the losses of the plans of the picture: those of GPT-2 over the most steps; nothing where one of them was
+    not measured."""
     some = [r for r in results if (r["family"], r["precision"], r["recompute"]) == ("gpt2", precision, "none")]
     most = max(result["steps"] for result in some)
     found: dict[str, list[float]] = {}
     for plan in PICTURE:
         of_plan = [r for r in some if r["plan"] == plan and r["steps"] == most and not r["label"] and "losses" in r]
+        if not of_plan or (precision == "fp32" and most <= SHORT):
+            return {}
         found[plan] = of_plan[0]["losses"]
     return found
 
 
 def difference(axes: Any, curve: list[float], reference: list[float], style: str, color: str) -> None:
     apart = [abs(a - b) / b or None for a, b in zip(curve, reference, strict=True)]  # 0 has no place on a log axis
-    axes.plot(range(1, len(apart) + 1), apart, style, linewidth=1.2, color=color)
+    axes.plot(range(1, len(apart) + 1), apart, style, markersize=3, linewidth=1, color=color)

@@ -28,19 +28,20 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 # Files that are not part of `-m quick`. A file that is not listed is: where it is slow, the two minutes show it.
 SLOW = {
-    "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage", "test_checkpoint_kill",
-    "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert", "test_data", "test_engine",
-    "test_eval_command", "test_extension", "test_foreign_files", "test_fuzz", "test_generate_command",
-    "test_generate_llama", "test_graphs", "test_harness", "test_hostile", "test_inference", "test_interop_huggingface",
-    "test_interval_loss", "test_last_step", "test_life", "test_llama", "test_llama_block", "test_llama_parity",
-    "test_llama_runs", "test_lm_eval", "test_lost_peers", "test_megatron_own", "test_nodes", "test_one_rank",
-    "test_openai_client", "test_optim", "test_page_browser", "test_parity", "test_pickles", "test_pipeline",
-    "test_plan_command", "test_precision", "test_prepare", "test_prepare_command", "test_prepared", "test_random_plans",
-    "test_ranks", "test_recipe_file", "test_recompute", "test_reshard", "test_resume", "test_resume_plans",
-    "test_run_folder", "test_same_text", "test_samples_of_training", "test_sampling", "test_sampling_kernels",
-    "test_scoring", "test_server", "test_settle", "test_shards", "test_signals", "test_slurm", "test_storage",
-    "test_task_metrics", "test_timers", "test_token_properties", "test_tokenizer_beside", "test_tokenizer_export",
-    "test_tokenizer_of_run", "test_torch_dist_resume", "test_train",
+    "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage",
+    "test_checkpoint_kill", "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert",
+    "test_data", "test_engine", "test_eval_command", "test_extension", "test_foreign_files", "test_fuzz",
+    "test_generate_command", "test_generate_llama", "test_graphs", "test_harness", "test_hostile", "test_inference",
+    "test_interop_huggingface", "test_interval_loss", "test_last_step", "test_life", "test_llama",
+    "test_llama_block", "test_llama_parity", "test_llama_runs", "test_lm_eval", "test_lost_peers",
+    "test_megatron_own", "test_nodes", "test_one_rank", "test_openai_client", "test_optim", "test_page_browser",
+    "test_parity", "test_pickles", "test_pipeline", "test_plan_command", "test_precision", "test_prepare",
+    "test_prepare_command", "test_prepared", "test_random_plans", "test_ranks", "test_recipe_file",
+    "test_recompute", "test_reshard", "test_resume", "test_resume_plans", "test_run_folder", "test_same_text",
+    "test_samples_of_training", "test_sampling", "test_sampling_kernels", "test_scoring", "test_server",
+    "test_settle", "test_shards", "test_signals", "test_slurm", "test_storage", "test_task_metrics", "test_timers",
+    "test_token_properties", "test_tokenizer_beside", "test_tokenizer_export", "test_tokenizer_of_run",
+    "test_torch_dist_resume", "test_train", "test_waiting_ranks", "test_watch",
 }  # fmt: skip
 # Of those files, one plan of each kind against one process is part of it nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")

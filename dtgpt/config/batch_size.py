@@ -53,9 +53,10 @@ class BatchSizes:
         return self._piece(step)[2]
 
     def before(self, step: int) -> int:
-        """Return the samples that the run has seen when `step` begins."""
+        """Return the samples that the run has seen when `step` begins. Of steps before the first one, whose sizes are
+        not known, an estimate, 0 at least."""
         first, seen, size = self._piece(step)
-        return seen + (step - first) * size
+        return max(0, seen + (step - first) * size)
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""

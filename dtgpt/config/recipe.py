@@ -121,8 +121,13 @@ class Recipe:
         )
 
     def batch_sizes(self, first_step: int = 0, first_sample: int = 0) -> BatchSizes:
-        """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples."""
-        return BatchSizes(self.global_batch_size, self.rampup_batch_size, first_step, first_sample)
+        """Return the batch size of every step of a run that begins with `first_step`, after `first_sample` samples. The
+        sizes of earlier steps are known where they were these all along."""
+        sizes = self.global_batch_size, self.rampup_batch_size
+        all_along = BatchSizes(*sizes)
+        if all_along.before(first_step) == first_sample:
+            return all_along
+        return BatchSizes(*sizes, first_step, first_sample)
 
     def counted(self, first_step: int = 0, first_sample: int = 0) -> "Recipe":
         """Return the same run with `steps` in place of `train_samples`: as many whole steps as the samples fill. A run

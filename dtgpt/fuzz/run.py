@@ -24,6 +24,7 @@ from dtgpt.util.errors import UserError
 RANKS_ON_CPU = 4
 TRIES = 60  # cases to run while one is shrunk
 TRIES_OF_A_HANG = 4  # each of which takes the whole timeout
+SHRINKING = 60.0  # seconds that the search for a smaller case may take where --minutes are over
 TIMEOUT = 120.0  # seconds for a case
 
 Work = Callable[..., Any]
@@ -86,12 +87,15 @@ class Runner:
         moved = [value for value in _values(answers) if value is not None]
         return judge(case, seen, alone, [*others, *moved], first=before)
 
-    def shrink(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
-        """Return the outcome of the smallest case found that fails in the same way."""
+    def shrink(self, outcome: Outcome, tries: int = TRIES, until: float = math.inf) -> Outcome:
+        """Return the outcome of the smallest case found that fails in the same way. None is tried after `until` on the
+        monotonic clock."""
         smallest = outcome
 
         def fails(case: Case) -> bool:
             nonlocal smallest
+            if time.monotonic() >= until:
+                return False
             found = self.run(case)
             if found.is_bad and found.kind == outcome.kind:
                 smallest = found
@@ -148,8 +152,16 @@ def run_random(
             outcomes.append(outcome)
             say(hanging(line(index, outcome), 4))
             if outcome.is_bad:
-                smallest = runner.shrink(outcome) if numbered else outcome
-                say(hanging(f"  smallest: {smallest.sentence}", 4))
-                say(f"  repeat: dtgpt compare {shlex.quote(str(path))} --case {shlex.quote(str(smallest.case))}")
+                say_repeat(outcome, path)  # before the search for a smaller one, which takes minutes
+            if outcome.is_bad and numbered:
+                smallest = runner.shrink(outcome, until=max(end, time.monotonic() + SHRINKING))
+                if smallest is not outcome:
+                    say(hanging(f"  smallest: {smallest.sentence}", 4))
+                    say_repeat(smallest, path)
     say(table(outcomes))
     return 1 if any(outcome.is_bad for outcome in outcomes) else 0
+
+
+def say_repeat(outcome: Outcome, path: Path) -> None:
+    """Print the command that repeats a case of the recipe at `path`."""
+    say(f"  repeat: dtgpt compare {shlex.quote(str(path))} --case {shlex.quote(str(outcome.case))}")

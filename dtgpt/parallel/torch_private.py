@@ -55,11 +55,7 @@ class SharedMemory(NamedTuple):
     """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
 
     own: Tensor  # uint8; the memory lives as long as this tensor
-    of_ranks: tuple[Tensor, ...]  # each rank's, as this rank's GPU reaches it
-
-    @property
-    def addresses(self) -> list[int]:
-        return [memory.data_ptr() for memory in self.of_ranks]
+    addresses: tuple[int, ...]  # of each rank's memory, for this rank's GPU
 
 
 def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SharedMemory:
@@ -72,4 +68,5 @@ def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> S
     own.zero_()
     torch.cuda.synchronize(device)
     count_memory(own)
-    return SharedMemory(own, tuple(handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())))
+    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    return SharedMemory(own, tuple(buffer.data_ptr() for buffer in buffers))

@@ -15,6 +15,7 @@ from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
+from dtgpt.parallel.process import Process
 from dtgpt.parallel.watch import Watch
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
@@ -23,6 +24,7 @@ from dtgpt.train import startup
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
 from dtgpt.train.interval_loss import IntervalLoss, check_finite
+from dtgpt.train.settle import check_run
 from dtgpt.train.tasks import TaskEvaluation, tasks_of
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say
@@ -37,7 +39,14 @@ def train(recipe: Recipe) -> int:
     or the machine raises UserError before a run folder is made or changed.
     """
     stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
-    return startup.run_together(recipe, stop, lambda begun: _train(begun, stop))
+    check_run(recipe)
+    process = Process.from_environment()
+    choice = recipe.choose_plan(process.world)
+    if process.rank >= choice.plan.world:
+        return startup.wait_for_others(process, choice, recipe.timeout, recipe.lost_after, stop)
+    with ExitStack() as stack:
+        begun = startup.start(recipe, stack)
+        return startup.run_watched(begun, stop, lambda: _train(begun, stop))
 
 
 def _train(begun: startup.Started, stop: StopRequest) -> int:
@@ -113,9 +122,8 @@ class Loop:
     def run_to_end(self, run: Path, left: list[str]) -> int:
         """Train, report into the folder `run`, which rank 0 has as its `lock`, and return the exit code of `train`.
         `left`: what of the last step is to be reported, where all steps are done."""
-        recipe, trainer, checkpoints = self.recipe, self.trainer, run / "checkpoints"
+        recipe, options, trainer, checkpoints = self.recipe, self.recipe.checkpoint, self.trainer, run / "checkpoints"
         with ExitStack() as stack:
-            options = recipe.checkpoint
 
             def open_report() -> None:
                 made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step

@@ -85,24 +85,24 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     return Started(recipe, settings, mesh, process, watch)
 
 
-def run_together(recipe: Recipe, stop: StopRequest, work: Callable[[Started], int]) -> int:
-    """Return the exit code that `work` returns in the processes of the plan. Those that the plan leaves over wait for
-    it, without memory of a GPU, and end like the others where a process is lost. A signal that one of them gets is
-    passed on to the `stop` of rank 0."""
-    process = Process.from_environment()
-    choice = recipe.choose_plan(process.world)
-    if process.rank >= choice.plan.world:
-        with watch_over(process, choice, recipe.timeout, recipe.lost_after) as watch, stop:
-            watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
-            return watch.wait_for_end(lambda: stop.requested)
-    with ExitStack() as stack:
-        begun = start(recipe, stack)
-        if begun.watch is not None:
-            begun.watch.on_stop = stop.ask
-        code = work(begun)
-        if begun.watch is not None and process.rank == 0:
-            begun.watch.end_run(code)
-        return code
+def wait_for_others(process: Process, choice: PlanChoice, timeout: float, lost_after: float, stop: StopRequest) -> int:
+    """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU. It
+    ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
+    with watch_over(process, choice, timeout, lost_after) as watch, stop:
+        watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
+        return watch.wait_for_end(lambda: stop.requested)
+
+
+def run_watched(begun: Started, stop: StopRequest, work: Callable[[], int]) -> int:
+    """Return the exit code that `work` returns, and tell it to the processes that wait. What one of these asks for by a
+    signal, rank 0's `stop` is asked for."""
+    if begun.watch is None:
+        return work()
+    begun.watch.on_stop = stop.ask
+    code = work()
+    if begun.process.rank == 0:
+        begun.watch.end_run(code)
+    return code
 
 
 @contextmanager

@@ -44,9 +44,17 @@ def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(recipe):
     whole = recipe.batch_sizes()
     for first in range(12):
         resumed = recipe.batch_sizes(first, whole.before(first))
-        assert [(resumed.at(s), resumed.before(s)) for s in range(first, 20)] == [
-            (whole.at(s), whole.before(s)) for s in range(first, 20)
+        assert [(resumed.at(s), resumed.before(s)) for s in range(20)] == [
+            (whole.at(s), whole.before(s)) for s in range(20)
         ]
+
+
+@pytest.mark.parametrize("seen", [4, 5])  # as many samples as the ramp has by then, or another number
+def test_a_schedule_of_samples_goes_on_amid_the_ramp(recipe, seen):
+    """Without a warmup there is no rate for a step that would begin after fewer than 0 samples."""
+    recipe = change(recipe, steps=None, train_samples=16, rampup_batch_size="4 12 4", optimizer={"warmup": 0})
+    rates = recipe.schedule.rates(2, recipe.batch_sizes(1, seen))
+    assert rates[0] == recipe.optimizer.lr and len(rates) == 2
 
 
 @pytest.fixture(scope="module")

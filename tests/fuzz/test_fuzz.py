@@ -1,6 +1,7 @@
 """Random cases: what is drawn, which bugs are found, how a failure is shrunk and repeated."""
 
 import math
+import shlex
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from dtgpt.fuzz.judge import BAD, Outcome, judge
 from dtgpt.fuzz.measure import Seen
 from dtgpt.fuzz.pool import Job, Pool
 from dtgpt.fuzz.report import kinds, table
-from dtgpt.fuzz.run import Runner
+from dtgpt.fuzz.run import Runner, run_random
 from dtgpt.fuzz.shrink import candidates, shrink
 from dtgpt.train.compare import Record
 from dtgpt.util.errors import UserError
@@ -142,6 +143,26 @@ def test_a_failure_is_shrunk_to_a_small_case(setting, pool):
     assert smallest.case.values["model.dropout"] == 0.25 and smallest.case.values["recompute"] == "none"
     assert smallest.case.values["steps"] == 1
     assert runner.run(parse(str(smallest.case))).verdict == "differs"
+
+
+def test_a_failure_prints_commands_that_repeat_it(setting, monkeypatch, capsys):
+    asked: list[Case] = []
+
+    def run(self, case):
+        asked.append(case)
+        return Outcome(case, "differs" if case.values["model.num_layers"] >= 2 else "right", "why", kind="differs")
+
+    monkeypatch.setattr(Runner, "run", run)
+    assert run_random(setting, Path("my recipe.py"), 3, which="2") == 1
+    said = capsys.readouterr().out
+    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  repeat: ")]
+    assert {tuple(words[:5]) for words in commands} == {("repeat:", "dtgpt", "compare", "my recipe.py", "--case")}
+    first, smallest = (parse(words[5]) for words in commands[:2])
+    assert first == asked[0] == setting.pin(draw_case(setting.base.seed, 2, 4))
+    assert smallest.values["model.num_layers"] == 2 and smallest.plan == "single"
+    asked.clear()
+    assert run_random(setting, Path("my recipe.py"), 3, which=str(smallest)) == 1
+    assert asked == [smallest]  # which is not shrunk again
 
 
 def test_shrinking_ends_with_the_smallest_case_or_its_tries():

@@ -29,10 +29,15 @@ PROGRAM = "from tests.ops.test_exchange import check; check()"
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_exchange_what_nccl_would(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+    run_on_two_gpus(tmp_path, PROGRAM)
+
+
+def run_on_two_gpus(folder: Path, program: str) -> None:
+    """Run a program in two ranks under torchrun."""
+    (folder / "program.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -110,7 +110,7 @@ def test_the_report_names_coordinates_groups_and_kinds_of_parameters(capsys):
     assert "rank    5 of 8: pp 1 of 2, dp 0 of 2, tp 1 of 2; node 2, GPU 1 of 2" in lines
     assert "tp          2 ranks: 4 5; node 2" in lines and "dp          2 ranks: 5 7; 2 nodes" in lines
     assert "pp          2 ranks: 1 5; 2 nodes; receives from 1" in lines
-    assert any(line.split()[:2] == ["blocks.*.attn.qkv.weight", "2"] and "tp 0, dp 0" in line for line in lines)
+    assert any(line.split()[:2] == ["blocks.*.attn.qkv.weight", "1"] and "tp 0, dp 0" in line for line in lines)
     assert any(line.startswith("fits: ") and "on this rank, H100" in line for line in lines)
 
 

@@ -58,7 +58,7 @@ def reductions(world: int) -> dict[str, Any]:
         "dtype": mesh.sum(1).dtype,
         "max": mesh.max(rank * 1.5),
         "any": [mesh.any(False), mesh.any(rank == world - 1), mesh.any(True)],
-        "vote": [mesh.vote(False, rank == 1), mesh.vote(rank == 0, False), mesh.vote(False, False)],
+        "vote": [mesh.vote(False, rank == mesh.world - 1), mesh.vote(rank == 0, False), mesh.vote(False, False)],
         "gather": mesh.gather({"rank": rank}),
         "turns": mesh.turns(lambda: rank * 10, lambda r: r % 2 == 1),
         "on_rank_0": mesh.on_rank_0(lambda: f"by {rank}"),
