@@ -147,8 +147,8 @@ class Watch:
                     self._judge(store, beat.decode())
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
-                if not is_torchruns() and is_refused():
-                    self._end(f"rank 0 (last step {self.step}) is lost: its process has ended", by=0)
+                if not is_torchruns() and is_refused():  # rank 1 says so: its node's first rank may be the lost one
+                    self._end(f"rank 0 (last step {self.step}) is lost: its process has ended", by=1)
             self._news.wait(BEAT)
             self._news.clear()
 

@@ -142,7 +142,9 @@ def test_the_loss_is_that_of_what_counts_in_the_global_batch(recipe):
     assert run.mean_loss(run.train_step()) == pytest.approx((total / batch.loss_weights.sum()).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2_zero2", "tp2_sp", "pp2", "pp2_zbv"])
+@pytest.mark.parametrize(
+    "plan", ["dp2", "tp2_sp", "pp2_zbv", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2_zero2", "pp2"))]
+)
 def test_every_plan_follows_one_process(recipe, plan):
     train(replace(recipe, plan="single"))
     whole = losses(newest_run(recipe))

@@ -97,7 +97,9 @@ def test_in_company_as_alone(actions, sizes, batch_tokens):
     check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)
 
 
-@pytest.mark.parametrize("plan, world", [("tp2", 2), ("pp2", 2), ("tp2_pp2", 4)])
+@pytest.mark.parametrize(
+    "plan, world", [("tp2_pp2", 4), *(pytest.param(plan, 2, marks=pytest.mark.long) for plan in ("tp2", "pp2"))]
+)
 @settings(
     max_examples=6, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -15,6 +15,9 @@ from torch.distributed import TCPStore
 from dtgpt.parallel import watch as module
 from dtgpt.parallel.process import Process
 
+pytestmark = (
+    pytest.mark.long
+)  # many processes whose heartbeats a busy machine delays; test_lost_peers.py is the short one
 ROOT = Path(__file__).parents[2]
 WORLD, VICTIM, LOST_AFTER, EVENT = 3, 1, 4.0, 25
 SECONDS = 20.0  # until a rank that nothing ends goes on to its normal end

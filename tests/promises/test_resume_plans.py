@@ -42,11 +42,11 @@ def world_of(plan: str) -> int:
 
 PAIRS = [
     ("dp2_zero3", "tp2_pp2"),
-    ("pp2_zbv", "dp4_zero1"),
+    pytest.param("pp2_zbv", "dp4_zero1", marks=pytest.mark.long),
     ("single", "pp2_zbv"),  # both ends of the model, which share a weight, are on one rank
     ("tp4_sp", "single"),
-    ("dp4", "pp2_interleaved_dp2_zero2"),
-    ("dp2_pp2_zbv_zero2", "dp2_pp2_zbv_zero2"),
+    pytest.param("dp4", "pp2_interleaved_dp2_zero2", marks=pytest.mark.long),
+    pytest.param("dp2_pp2_zbv_zero2", "dp2_pp2_zbv_zero2", marks=pytest.mark.long),
 ]
 
 

@@ -23,6 +23,7 @@ def assert_same(found: dict[int, float], expected: dict[int, float]) -> None:
     assert all(abs(found[step] - loss) < 1e-5 * loss for step, loss in expected.items())
 
 
+@pytest.mark.long
 def test_a_job_survives_a_killed_process_and_a_preemption(tmp_path):
     options = "--steps", "40", "--checkpoint.interval", "5"
     with Nodes(2, tmp_path) as nodes, Slurm(nodes, PYTHONPATH=str(ROOT), STEP_SECONDS="0.3") as slurm:

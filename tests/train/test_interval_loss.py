@@ -57,7 +57,14 @@ def test_a_record_has_the_mean_of_its_interval_and_the_loss_of_its_step(recipe, 
 
 
 @pytest.mark.parametrize(
-    "plan, stop", [("single", 2), ("single", 5), ("dp2", 5), ("tp2", 5), ("pp2", 5), ("dp2_zero2", 5), ("dp3", 5)]
+    "plan, stop",
+    [
+        ("single", 2),
+        ("single", 5),
+        ("dp2", 5),
+        ("pp2", 5),
+        *(pytest.param(plan, 5, marks=pytest.mark.long) for plan in ("tp2", "dp2_zero2", "dp3")),
+    ],
 )
 def test_a_resumed_run_has_the_records_of_an_uninterrupted_one_bitwise(recipe, tmp_path, plan, stop):
     """Stopped by a signal within an interval."""

@@ -106,7 +106,15 @@ def one_process() -> dict:
 
 @pytest.mark.parametrize(
     "plan, micro_batch_size",
-    [("dp", 2), ("dp2", 8), ("dp2_zero1", 4), ("dp2_zero3", 4), ("tp2_sp", 4), ("pp2", 4)],
+    [
+        ("dp", 2),
+        ("dp2_zero3", 4),
+        ("tp2_sp", 4),
+        *(
+            pytest.param(plan, size, marks=pytest.mark.long)
+            for plan, size in (("dp2", 8), ("dp2_zero1", 4), ("pp2", 4))
+        ),
+    ],
 )
 def test_every_plan_and_micro_batch_skips_the_same_steps_while_the_scale_searches(
     recipe, one_process, plan, micro_batch_size

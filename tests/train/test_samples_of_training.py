@@ -12,6 +12,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change, training
 
 PLANS = {"dp2_zero3": 2, "tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4, "dp2_tp2_zero1": 4}
+RARE = ("tp2_sp", "pp2_interleaved", "dp2_tp2_zero1")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def one_process() -> dict:
     return {}
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE)) for plan in PLANS])
 def test_the_text_of_a_seed_is_the_same_under_every_plan_and_changes_no_loss(recipe, one_process, plan):
     if not one_process:
         one_process["seen"] = pool().run(1, bodies.texts_between_steps, recipe, True)[0]
