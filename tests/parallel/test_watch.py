@@ -15,9 +15,8 @@ from torch.distributed import TCPStore
 from dtgpt.parallel import watch as module
 from dtgpt.parallel.process import Process
 
-pytestmark = (
-    pytest.mark.long
-)  # many processes whose heartbeats a busy machine delays; test_lost_peers.py is the short one
+# A busy machine delays the heartbeats of so many processes; test_lost_peers.py is the short test.
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 WORLD, VICTIM, LOST_AFTER, EVENT = 3, 1, 4.0, 25
 SECONDS = 20.0  # until a rank that nothing ends goes on to its normal end

@@ -20,7 +20,7 @@ POINTS = {
     "verifying the checkpoint": "dtgpt.checkpoint.manifest.Checkpoint.problem",
     "reading the data": "dtgpt.train.startup.read_dataset",
     "building the model": "dtgpt.train.trainer.build_stages",
-    "loading the checkpoint": "dtgpt.train.loop.load_training",
+    "loading the checkpoint": "dtgpt.train.checkpoints.load_training",
     "the first step": "dtgpt.train.trainer.Trainer.train_step",
     "the second step": "dtgpt.optim.update.Update.apply",
 }
@@ -97,7 +97,8 @@ def outcome(folder: Path, words: list[str], case: dict) -> dict:
     started = [i for i in range(2) if case.get(i, ()) is not None]
     pids = {i: rank(i, folder, port, words, case.get(i), store) for i in started}
     codes = {}
-    while set(codes) < set(pids) - ({1} if "rank 1 hangs" in str(folder) else set()):
+    awaited = set(pids) - ({1} if "rank 1 hangs" in str(folder) else set())  # it ends, too, when rank 0 has given up
+    while not awaited <= set(codes):
         pid, status = os.wait()
         index = next(i for i, theirs in pids.items() if theirs == pid)
         codes[index] = os.waitstatus_to_exitcode(status)

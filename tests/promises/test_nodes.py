@@ -26,6 +26,23 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
         assert abs(found[step] - loss) < TOLERANCE * loss, step
 
 
+def test_a_run_survives_the_loss_of_a_node(tmp_path):
+    options = "--steps", "200", "--lost_after", "5"
+    with Nodes(2, tmp_path) as nodes:
+        run = NodeRun(nodes, "1:2", *options, step_seconds=0.3)
+        run.start(*nodes)
+        run.wait_for_step(12, 120)
+        lost_at = run.step()
+        nodes[1].kill()
+        nodes.wait_until(lambda: "plan    single" in nodes[0].output(), 120, "one node")
+        run.hurry()
+        nodes.wait_until(lambda: nodes[0].commands[-1].poll() == 0, 120, "the end")
+        found, again = run.losses(), run.resumed()
+    assert_same_curve(found, reference(tmp_path, *options))
+    assert len(again) == 1 and again[0] >= lost_at - 10, again
+
+
+@pytest.mark.long
 def test_a_node_that_comes_late_joins_the_run_and_its_loss_is_survived(tmp_path):
     options = "--steps", "400", "--lost_after", "8"
     with Nodes(2, tmp_path) as nodes:
