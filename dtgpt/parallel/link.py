@@ -46,7 +46,8 @@ class Link:
 
     def turn(self, seconds: float) -> bool:
         """Handle for `seconds` what comes in, or less where something does; return whether the process that this one
-        follows is gone for certain: nobody, or another process, has its port, where there was a connection before."""
+        follows is gone for certain: nobody has its port on this machine, or nobody, or another process, where there
+        was a connection before."""
         if self._target and self._connection is None and time.monotonic() >= self._next_try and self._connect():
             return True
         for key, _ in self._selector.select(seconds):
@@ -103,8 +104,8 @@ class Link:
             return False
         try:
             connection = socket.create_connection(self._target[:2], timeout=WAIT)
-        except ConnectionRefusedError:
-            return self._was_connected
+        except ConnectionRefusedError:  # on another machine perhaps by what stands between the two
+            return self._was_connected or self._target[0] == own_address()
         except OSError:  # perhaps a slow network: heartbeats decide
             return False
         connection.setblocking(False)
