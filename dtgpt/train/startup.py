@@ -54,10 +54,9 @@ class Started(NamedTuple):
 
 
 def start(recipe: Recipe, stack: ExitStack) -> Started:
-    """Check the recipe against the plan and the machine, then bring the processes of the plan together; `stack` ends
-    the process group. Raises UserError in a process that the plan leaves over."""
+    """Check a recipe, which `check_run` accepts, against the plan and the machine, then bring the processes of the plan
+    together; `stack` ends the process group. Raises UserError in a process that the plan leaves over."""
     everyone = Process.from_environment()
-    check_run(recipe)
     recipe = counted(recipe)
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     choice = recipe.choose_plan(everyone.world)
@@ -126,6 +125,7 @@ def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after:
 def open_trainer(recipe: Recipe, run: Path | None = None) -> Iterator[Trainer]:
     """Yield a trainer of the recipe without a run of its own: processes, data, model, optimizer. It is at its first
     step, or at that of the newest checkpoint in the folder of `run`."""
+    check_run(recipe)
     with ExitStack() as stack:
         begun = start(recipe, stack)
         checkpoint = None if run is None else find_checkpoint(begun.mesh, run)
