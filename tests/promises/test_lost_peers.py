@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
 from pathlib import Path
-from unittest import mock
+
+from tests.support.forked_ranks import fork_rank
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 2  # seconds, of the run
@@ -54,35 +54,6 @@ CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the firs
 CASES["rank 1 hangs"] = {1: ("dtgpt.train.trainer.Trainer.train_step", hang)}
 
 
-def rank(index: int, folder: Path, port: int, words: list[str], change: tuple | None, store: bool) -> int:
-    """Fork one rank; returns its id. `store`: the place to meet is that of torchrun."""
-    child = os.fork()
-    if child:
-        return child
-    with suppress(BaseException):
-        os.chdir(folder)
-        log = os.open(f"log-{index}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        if store:
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        from dtgpt.cli import main
-
-        with mock.patch(*change) if change else nullcontext():
-            try:
-                main(["train", str(ROOT / "recipes" / "gpt2_tiny.py"), *words])
-            except SystemExit as end:
-                sys.stdout.flush()
-                os._exit(end.code or 0)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-    os._exit(99)
-
-
 def outcome(folder: Path, words: list[str], case: dict) -> dict:
     """Exit codes and outputs of the ranks that did not die of the case, and the seconds until all have ended."""
     with socket.socket() as free:
@@ -95,7 +66,7 @@ def outcome(folder: Path, words: list[str], case: dict) -> dict:
         kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # noqa: F841
     begin = time.monotonic()
     started = [i for i in range(2) if case.get(i, ()) is not None]
-    pids = {i: rank(i, folder, port, words, case.get(i), store) for i in started}
+    pids = {i: fork_rank(i, 2, port, words, folder, store, case.get(i)) for i in started}
     codes = {}
     awaited = set(pids) - ({1} if "rank 1 hangs" in str(folder) else set())  # it ends, too, when rank 0 has given up
     while not awaited <= set(codes):

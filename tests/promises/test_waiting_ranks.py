@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from dtgpt.run.sinks import read_records
+from tests.support.forked_ranks import fork_rank
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -63,32 +63,6 @@ CASES = {
 }  # fmt: skip
 
 
-def rank(index: int, case: Case, port: int) -> int:
-    """Fork one rank, which is under torchrun as far as it can tell; return its process id."""
-    if child := os.fork():
-        return child
-    with suppress(BaseException):
-        log = os.open(f"log-{index}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": case.world, "LOCAL_WORLD_SIZE": case.world}
-        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        from dtgpt.cli import main
-
-        words = [word for k, v in {**OPTIONS, **case.options}.items() for word in (f"--{k}", str(v))]
-        try:
-            main(["train", str(ROOT / "recipes" / "gpt2_tiny.py"), *words])
-        except SystemExit as end:
-            sys.stdout.flush()
-            os._exit(end.code or 0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-    os._exit(99)
-
-
 def outcome(case: Case) -> dict:
     """Exit codes, output, the seconds that the end took, and processor time of the rank that used least."""
     import torch.distributed as dist
@@ -97,7 +71,8 @@ def outcome(case: Case) -> dict:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as torchrun's process has it
-    pids = [rank(index, case, port) for index in range(case.world)]
+    words = [word for k, v in {**OPTIONS, **case.options}.items() for word in (f"--{k}", str(v))]
+    pids = [fork_rank(index, case.world, port, words, Path.cwd()) for index in range(case.world)]
     end = time.monotonic() + 60
     if case.act:
         while not re.search(r"step +2/", Path("log-0").read_text()) and time.monotonic() < end:
