@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 WAIT = 2.0  # seconds for a connection to be made
-AGAIN = 5.0  # seconds until a connection that could not be made is tried again
+AGAIN = 1.0  # seconds until a connection that could not be made is tried again: well within a wait for a verdict
 MOST = 16  # connections of others to this process; one is needed
 NONCE = 8  # bytes
 
