@@ -17,6 +17,7 @@ from dtgpt.ops.random.dropout import keep_scale, threshold
 LOG2_E = 1 / math.log(2)
 LARGEST_TILE = 128  # rows
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
+DRAWING_WARPS = 2  # of a program of `draw_kernel`, whose threads draw a word each
 PREPARED = 64  # queries of a program of `prepare_kernel`
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
@@ -67,7 +68,7 @@ class Call:
         grid, simd = (self.places, math.ceil(self.columns / WORD)), self.q.is_cuda and has_hopper(self.q.device)
         draw_kernel[grid](
             key, *key.stride(), self.words, self.spans, *self.sizes, self.count, head_start, threshold(p),
-            SIMD=simd, SPANS=self.spans is not None,
+            SIMD=simd, SPANS=self.spans is not None, num_warps=DRAWING_WARPS,
         )  # fmt: skip
 
     def prepare(self, out: Tensor, grad: Tensor, sums: Tensor, pairs: Tensor) -> None:
