@@ -109,11 +109,9 @@ def parts(batch: int, heads: int) -> list[Case]:
     pairs, cases = sums.new_empty(*sums.shape, 2), []
     dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
     call = flash_launch.Call(*qkv, P, words, None)
-    mask = {"draw": lambda: call.draw(x.key, P, 0), "sum": lambda: call.prepare(out, x.grad, sums, pairs)}
-    for work in mask.values():
-        work()
-    cases.append(Case(f"masks {x.name}", mask, words.nbytes))
-    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (x.grad, pairs, dq)}
+    cases.append(Case(f"masks {x.name}", {"draw": lambda: call.draw(x.key, P, 0)}, words.nbytes))
+    call.backward(x.grad, out, sums, pairs, dq, dk, dv)
+    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (out, x.grad, sums, pairs, dq)}
     made = {"forward": None, "keys": dk, "queries": dq}
     for name, share in (("forward", 1), ("keys", 2), ("queries", 1.5)):
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)

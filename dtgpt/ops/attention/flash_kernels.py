@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from dtgpt.ops.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
-from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store
+from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
 
 LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
 
@@ -100,21 +100,6 @@ def forward_kernel(
 
 
 @triton.jit
-def prepare_kernel(out, grad, lse, sums, T, N, rescale, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Compute sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, without the factor `rescale` that backward
-    kernels omit from products with grad. Grid (B N, ceil(T / ROWS))."""
-    place = tl.program_id(0)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    base = (place // N).to(tl.int64) * T * N * D + place % N * D
-    o = load(out + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
-    g = load(grad + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
-    level = tl.load(lse + place * T + rows, mask=rows < T)
-    pairs = sums + 2 * (place * T + rows)
-    tl.store(pairs, level, mask=rows < T)
-    tl.store(pairs + 1, tl.sum(o * g, 1) / rescale, mask=rows < T)
-
-
-@triton.jit
 def _key_tiles(
     dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, S, c,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -154,7 +139,8 @@ def keys_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, of strides d_b, d_t, d_n. Grid (ceil(S / BLOCK_N) B N / GROUP)."""
+    """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_kernel`. Grid (ceil(S / BLOCK_N) B N /
+    GROUP)."""
     S = T if earlier is None else T + earlier
     tile, place = program_tile(tl.cdiv(S, BLOCK_N), places, BAND)
     sample, head = (place // (N // GROUP)).to(tl.int64), place % (N // GROUP)
@@ -229,12 +215,14 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def queries_kernel(
-    q, k, v, grad, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
+    q, k, v, out, grad, lse, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
     T, earlier, N, count, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, of strides d_b, d_t, d_n. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute dq, of strides d_b, d_t, d_n, and sums `[B, N, T, 2]` for `keys_kernel`: lse, and the sum of out * grad
+    over D, without the factor `rescale` that both kernels omit from products with grad. Grid (ceil(T / BLOCK_M) B N).
+    """
     S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
@@ -249,8 +237,11 @@ def queries_kernel(
     if DROP:
         words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
-    g = load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
-    level, delta = load_pairs(sums + place * 2 * T, rows, T, BOUND)
+    base = sample * T * N * D + head * D
+    g = load(grad + base, rows, N * D, T, D, WIDTH, BOUND)
+    level, delta = sum_products(
+        load(out + base, rows, N * D, T, D, WIDTH, BOUND), g, lse, sums, place, rows, T, rescale
+    )
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     clear, starts = 0, rows
     if SPANS:

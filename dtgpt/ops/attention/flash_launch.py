@@ -18,7 +18,6 @@ LOG2_E = 1 / math.log(2)
 LARGEST_TILE = 128  # rows
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
 DRAWING_WARPS = 2  # of a program of `draw_kernel`, whose threads draw a word each
-PREPARED = 64  # queries of a program of `prepare_kernel`
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
@@ -71,12 +70,6 @@ class Call:
             SIMD=simd, SPANS=self.spans is not None, num_warps=DRAWING_WARPS,
         )  # fmt: skip
 
-    def prepare(self, out: Tensor, grad: Tensor, sums: Tensor, pairs: Tensor) -> None:
-        """Compute `pairs` for backward."""
-        self.kernels.prepare_kernel[self.places, math.ceil(self.length / PREPARED)](
-            out, grad, sums, pairs, self.length, self.heads, self.rescale, **self.shape, ROWS=PREPARED
-        )
-
     def forward(self, out: Tensor, sums: Tensor) -> None:
         """Compute the output and the logarithms of the sums."""
         if self.by_tiles:
@@ -84,15 +77,17 @@ class Call:
         else:
             self._run("forward", out, sums)
 
-    def backward(self, grad: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Compute the gradients. pairs: what `prepare_kernel` computes."""
+    def backward(
+        self, grad: Tensor, out: Tensor, sums: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Compute the gradients; pairs: memory `[B, N, T, 2]` for sums of the first kernel."""
         scale = (1 / math.sqrt(self.size),)
         if self.by_tiles:
+            self._run_tiles("queries", (grad,), out, sums, pairs, dq, made=dq, scale=scale)
             self._run_tiles("keys", (grad,), pairs, dk, dv, made=dk, scale=scale)
-            self._run_tiles("queries", (grad,), pairs, dq, made=dq, scale=scale)
         else:
+            self._run("queries", out, grad, sums, pairs, dq, made=dq, scale=scale)
             self._run("keys", grad, pairs, dk, dv, made=dk, scale=scale)
-            self._run("queries", grad, pairs, dq, made=dq, scale=scale)
 
     def _run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scale: tuple[float, ...] = ()) -> None:
         """Launch a kernel of `flash_kernels`. made: the output with strides of its own."""
@@ -192,6 +187,5 @@ def launch_backward(
         dq, dk, dv = gradient.unbind(3)
     else:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    call.prepare(out, grad, sums, pairs)
-    call.backward(grad, pairs, dq, dk, dv)
+    call.backward(grad, out, sums, pairs, dq, dk, dv)
     return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)
