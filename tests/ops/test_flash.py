@@ -274,6 +274,15 @@ def test_forward_and_backward_draw_the_mask_of_the_reference(p):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("key", [True, False])
+@pytest.mark.parametrize("length, columns", [(128, 128), (77, 77), (70, 150)])
+def test_a_compiler_knows_the_shapes_of_what_the_kernels_return(length, columns, key):
+    _, qkv = inputs((2, length, 2, 64), BF16, "cuda", columns=columns)
+    arguments = *[t.detach() for t in qkv], keys_of(2, device="cuda") if key else None, 0.3, 1, None
+    opcheck(flash._forward, arguments, test_utils="test_faketensor")
+
+
+@pytest.mark.cuda
 def test_large_scores_do_not_overflow():
     qkv = (100 * torch.randn(1, 300, 2, 3, 64, device="cuda")).to(BF16).requires_grad_()
     out = flash.flash_attention(*split_qkv(qkv), keys_of(1).cuda(), 0.1)
