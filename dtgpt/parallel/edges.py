@@ -33,6 +33,10 @@ class Edges:
         self._closed.discard(edge)
         self.messages.send(tensor, there.pp, self._index(there, source, target, micro_batch), after)
 
+    def joins(self, source: int, target: int) -> bool:
+        """Return whether an edge goes from `source`, on another rank, to a stage of this rank."""
+        return (source, target) in self.place.edges
+
     def receive(self, source: int, target: int, micro_batch: int) -> Tensor:
         """Wait for what a stage of another rank sends to a stage of this one, and return it: valid until `begin`."""
         return self.messages.receive(self._index(self.place, source, target, micro_batch))

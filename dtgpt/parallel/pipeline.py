@@ -31,20 +31,22 @@ class Stage(PipelineStage):
     """A stage with timers, whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch
     exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself.
 
-    With `edges`, torch's schedule has nothing to send or to receive: a message leaves when the schedule asks for it,
-    and the stage waits for one when it needs it.
+    With `edges`, there is nothing left that torch's schedule would have to send or to receive: a message leaves when
+    the schedule asks what to send, and the stage waits for one right before it needs it.
     """
 
     timers = NO_TIMERS
     edges: Edges | None = None
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._receive(self.args_recv_info, self.stage_index - 1, fwd_chunk_id)
         with self.timers.measure("forward"):
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._receive(self.grad_recv_info, self.stage_index + 1, bwd_chunk_id)
         with self.timers.measure("backward"):
-            return super().backward_one_chunk(*args, **kwargs)
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.timers.measure("backward"):
@@ -56,50 +58,44 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, bwd_chunk_id)
 
-    def _send(self, ops: list[dist.P2POp], target: int, micro_batch: int) -> list[dist.P2POp]:
-        if self.edges is None:
-            return ops
-        for op in ops:
-            self.edges.send(op.tensor.detach(), self.stage_index, target, micro_batch)
-        return []
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return super().get_fwd_recv_ops(fwd_chunk_id) if self.edges is None else []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return super().get_bwd_recv_ops(bwd_chunk_id) if self.edges is None else []
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        for info in self._from_edge(self.args_recv_info[fwd_chunk_id], self.stage_index - 1):
-            info.buffer = self.edges.receive(info.source, self.stage_index, fwd_chunk_id).requires_grad_()
-        return super()._retrieve_recv_activations(fwd_chunk_id)
+    def _send(self, ops: list[dist.P2POp], target: int, micro_batch: int) -> list[dist.P2POp]:
+        """Send now what the operations would, over the edge to `target`. Returns those that are left."""
+        if self.edges is None:
+            return ops
+        for op in ops:
+            self.edges.send(op.tensor.detach(), self.stage_index, target, micro_batch)
+        return []
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        for info in self._from_edge(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1):
-            info.buffer = self.edges.receive(info.source, self.stage_index, bwd_chunk_id)
-        return super()._retrieve_recv_grads(bwd_chunk_id)
+    def _receive(self, infos: dict[int, tuple[Any, ...]], source: int, micro_batch: int) -> None:
+        """Wait for what comes over the edge from `source`, if there is one, and let torch find it where it expects
+        what it received."""
+        if self.edges is not None and self.edges.joins(source, self.stage_index):
+            (info,) = infos[micro_batch]
+            received = self.edges.receive(source, self.stage_index, micro_batch)
+            info.buffer = received.requires_grad_(source < self.stage_index)
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
         self._free_buffers(self.args_recv_info, self.stage_index - 1)
         return result
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
         self._free_buffers(self.grad_recv_info, self.stage_index + 1)
         return result
 
     def _free_buffers(self, infos: dict[int, tuple[Any, ...]], source: int) -> None:
-        """Free the buffers that torch made to receive from `source`."""
-        for of_micro_batch in infos.values():
-            for info in self._from_edge(of_micro_batch, source):
+        """Free the buffers that torch made, before version 2.15, to receive what comes over an edge."""
+        if self.edges is not None and self.edges.joins(source, self.stage_index):
+            for (info,) in infos.values():
                 if info.buffer is not None:
                     info.buffer = torch.empty(0, device=self.device)
-
-    def _from_edge(self, infos: tuple[Any, ...], source: int) -> tuple[Any, ...]:
-        """Return what torch knows of messages from `source`, where they come over an edge."""
-        over_edge = self.edges is not None and (source, self.stage_index) in self.edges.place.edges
-        return infos if over_edge else ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

@@ -43,19 +43,19 @@ class Messages:
     def send(self, message: Tensor, rank: int, index: int, after: int | None = None) -> None:
         """Copy a message to a place of another rank, behind what is queued on the current stream and beside what
         follows there. after: the signal to wait for before."""
-        self._begin()
-        with torch.cuda.stream(self._stream):
+        if self._last is not None:
+            self.flush()  # it has long been sent, in general, and can be freed
+        with self._beside():
             if after is not None:
                 self._wait(after)
             self._tensor(rank, index).copy_(message)
-            self._flags[rank][index : index + 1].copy_(self._full)
+            self._set(rank, index)
         self._last = message
 
     def signal(self, rank: int, index: int) -> None:
         """Set a flag of another rank, behind what is queued on the current stream."""
-        self._begin()
-        with torch.cuda.stream(self._stream):
-            self._flags[rank][index : index + 1].copy_(self._full)
+        with self._beside():
+            self._set(rank, index)
 
     def receive(self, index: int) -> Tensor:
         """Hold the current stream until message `index` to this rank is there. Returns it, at its place: each time
@@ -64,9 +64,17 @@ class Messages:
         return self._tensor(self._rank, index)
 
     def flush(self) -> None:
-        """Hold the current stream until every message has been sent."""
+        """Hold the current stream until every message has been sent. There was one, or a signal, since what holds the
+        stream is captured."""
         torch.cuda.current_stream().wait_stream(self._stream)
         self._last = None
+
+    def _beside(self) -> torch.cuda.StreamContext:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def _set(self, rank: int, index: int) -> None:
+        self._flags[rank][index : index + 1].copy_(self._full)
 
     def _wait(self, index: int) -> None:
         from dtgpt.ops.collectives.message_kernels import launch_wait
@@ -78,10 +86,6 @@ class Messages:
         tensor = torch.empty(0, dtype=self._dtype, device=place.device)  # not a view of the memory
         start = place.storage_offset() // self._dtype.itemsize
         return tensor.set_(place.untyped_storage(), start, self._shape, torch.empty(self._shape, device="meta").stride())
-
-    def _begin(self) -> None:
-        self.flush()  # long done, in general: then the tensor that was sent last may be freed
-        self._stream.wait_stream(torch.cuda.current_stream())
 
 
 def _align(size: int) -> int:
