@@ -83,9 +83,12 @@ class Messages:
 
     def _tensor(self, rank: int, index: int) -> Tensor:
         place = self._places[rank][index]
+        start, strides = (
+            place.storage_offset() // self._dtype.itemsize,
+            torch.empty(self._shape, device="meta").stride(),
+        )
         tensor = torch.empty(0, dtype=self._dtype, device=place.device)  # not a view of the memory
-        start = place.storage_offset() // self._dtype.itemsize
-        return tensor.set_(place.untyped_storage(), start, self._shape, torch.empty(self._shape, device="meta").stride())
+        return tensor.set_(place.untyped_storage(), start, self._shape, strides)
 
 
 def _align(size: int) -> int:
