@@ -15,6 +15,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.collectives.peers import Peers
+from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
@@ -24,6 +25,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
+from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -97,7 +99,10 @@ def make_engine(
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
-        shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
+        mesh = shards.mesh
+        share = partial(symmetric_memory, mesh, mesh.dp_group, usable=TRITON)
+        narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
+        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, share if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)

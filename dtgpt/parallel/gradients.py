@@ -6,6 +6,7 @@ replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets 
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.collectives.pushed_sum import ALIGNED, PushedSum, bytes_for
 from dtgpt.ops.optim.adamw import Accumulator
-from dtgpt.parallel.torch_private import all_gather_single
+from dtgpt.parallel.torch_private import SharedMemory, all_gather_single
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -47,11 +49,13 @@ class Sum:
 
 class NarrowSum(Sum):
     """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
-    piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
+    piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on.
+    `pushed`: what does so by memory that the replicas share, with `flat` in it."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pushed: PushedSum | None = None):
         super().__init__(flat, group)
-        self.pieces = torch.empty_like(flat)
+        self._run = self._send if pushed is None else pushed.run
+        self.pieces = torch.empty_like(flat) if pushed is None else pushed.pieces
         self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
@@ -62,7 +66,7 @@ class NarrowSum(Sum):
         with torch.cuda.stream(self._stream):
             self._run()
 
-    def _run(self) -> None:
+    def _send(self) -> None:
         dist.all_to_all_single(self.pieces, self.flat, group=self.group)
         own = self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
         all_gather_single(self.flat, own, self.group)
@@ -82,19 +86,25 @@ class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas of
     `group`. What 16-bit weights send to other replicas has 16 bits too."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        memory: list[Tensor] | None = None,
+    ):  # fmt: skip
+        """memory: of each replica, for a `PushedSum`."""
         self.parameters, self.passes = parameters, passes
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        dtype = torch.float32 if group is None else locals_[0].dtype
-        multiple = 1 if group is None else group.size()
-        self.wire, self.sums = _flat(locals_, dtype, multiple)
+        locals_, dtype, length = _wire(parameters, group)
+        pushed = PushedSum(memory, group.rank(), length * dtype.itemsize, dtype) if memory and group else None
+        flat = torch.zeros(length, dtype=dtype, device=locals_[0].device) if pushed is None else pushed.flat
+        self.wire, self.sums = flat, _views(flat, locals_)
         self.flat, self._totals = self.wire, self.sums
-        if dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
-            self.flat, self._totals = _flat(locals_, torch.float32, multiple)
+        narrow = dtype != torch.float32
+        if narrow and passes > 1:  # a single pass needs no sum of its own
+            self.flat = torch.zeros(length, dtype=torch.float32, device=flat.device)
+            self._totals = _views(self.flat, locals_)
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
         self._over_replicas: Sum | None = None
         if group is not None:
-            self._over_replicas = (Sum if dtype == torch.float32 else NarrowSum)(self.wire, group)
+            self._over_replicas = NarrowSum(self.wire, group, pushed) if narrow else Sum(self.wire, group)
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -141,22 +151,35 @@ class Bucket:
         return sum(used * t.element_size() for t in held), sum((t.numel() - used) * t.element_size() for t in held)
 
 
-def _flat(parameters: list[Tensor], dtype: torch.dtype, multiple: int) -> tuple[Tensor, list[Tensor]]:
-    """Return (a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
+def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[list[Tensor], torch.dtype, int]:
+    """Return the local tensors of some parameters, and dtype and length of the flat gradient that replicas send: in 16
+    bits, whole words of each replica."""
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    dtype = torch.float32 if group is None else locals_[0].dtype
+    multiple = 1 if group is None else group.size() * (1 if dtype == torch.float32 else ALIGNED)
+    return locals_, dtype, -(-sum(p.numel() for p in locals_) // multiple) * multiple
+
+
+def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Return the beginning of a flat tensor as tensors of the parameters' shapes."""
     sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(-(-sum(sizes) // multiple) * multiple, dtype=dtype, device=parameters[0].device)
-    pieces = flat[: sum(sizes)].split(sizes)
-    return flat, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+    return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
 class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
-    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
+    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself. share: returns memory
+    of so many bytes that the replicas of a host share, if they can; all ranks call it."""
 
-    def __init__(self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        share: Callable[[int], SharedMemory | None] | None = None,
+    ):  # fmt: skip
         self.hooks = hooks
         passes = passes if hooks else 1
-        self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
+        parts = [part for stage in stages for part in _parts(stage)]
+        memories = _share(parts, group, share) if share and group else [None] * len(parts)
+        self.all = [Bucket(part, group, passes, hooks, memory) for part, memory in zip(parts, memories, strict=True)]
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""
@@ -184,6 +207,19 @@ class Buckets:
     def sums(self) -> dict[nn.Parameter, Tensor]:
         """Return the whole gradient of each parameter, after `finish`."""
         return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
+
+
+def _share(
+    parts: list[list[nn.Parameter]], group: dist.ProcessGroup, share: Callable[[int], SharedMemory | None]
+) -> Sequence[list[Tensor] | None]:
+    """Return for each bucket the memory of each replica; None where replicas do not share memory."""
+    wires = [_wire(part, group) for part in parts]
+    sizes = [bytes_for(length * dtype.itemsize, group.size()) for _, dtype, length in wires]
+    shared = share(sum(sizes))
+    if shared is None:
+        return [None] * len(parts)
+    cut = [memory.split(sizes) for memory in shared.of_ranks]
+    return [list(memories) for memories in zip(*cut, strict=True)]
 
 
 def _parts(stage: Decoder) -> list[list[nn.Parameter]]:

@@ -6,11 +6,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.ops.collectives import pushed_sum
 from dtgpt.ops.collectives.peers import Peers, bytes_for
+from dtgpt.ops.collectives.pushed_sum import PushedSum
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
-from dtgpt.parallel.symmetric import share_peers
+from dtgpt.parallel.symmetric import share_peers, symmetric_memory
 from tests.ops.test_exchange import delay, run_on_two_gpus
 
 PART, PROGRAMS = 1 << 20, 48  # bytes
@@ -66,7 +68,42 @@ def check() -> None:
         delay(mesh.rank, turn)
         check_turn(made, whole, turn % 3 % 2, mesh.tp_group)
     check_replays(made, mesh)
+    check_pushed(mesh)
     end_process_group()
+
+
+def check_pushed(mesh: Mesh) -> None:
+    """Sums by copies, captured and replayed, of numbers that round."""
+    ranks, group = mesh.world, mesh.tp_group
+    numel = 16 * ranks * 4111
+    size = pushed_sum.bytes_for(2 * numel, ranks)
+    shared = symmetric_memory(mesh, group, 2 * size, usable=True)
+    assert shared is not None
+    cut = zip(*(memory.split(size) for memory in shared.of_ranks), strict=True)
+    sums = [PushedSum(memories, mesh.rank, 2 * numel, torch.bfloat16) for memories in cut]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(2, numel, device=mesh.device, dtype=torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+
+        def work() -> None:
+            for row, one in zip(x, sums, strict=True):
+                one.flat.copy_(row)
+                one.run()
+
+        work()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+        for turn in range(200):
+            torch.manual_seed(ranks * turn + mesh.rank)
+            x.normal_()
+            delay(mesh.rank, turn)
+            graph.replay()
+            everyone = [torch.empty_like(x) for _ in range(ranks)]
+            dist.all_gather(everyone, x, group=group)
+            expected = sum(one.float() for one in everyone).to(x.dtype)
+            assert all(torch.equal(one.flat, row) for one, row in zip(sums, expected, strict=True)), turn
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def check_turn(made: Peers, whole: Tensor, dim: int, group: dist.ProcessGroup) -> None:
