@@ -18,7 +18,7 @@ from dtgpt.ops.collectives.peers import Peers
 from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.fsdp import shard_over_data
+from dtgpt.parallel.fsdp import push_shards_of, shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
@@ -41,6 +41,8 @@ def build_stages(
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     for stage in stages:
         stage.allocate(mesh.device)
+        if settings.plan.zero and masters:
+            push_shards_of(stage, mesh, settings.dtype)
     shards = Shards(stages, mesh, masters)
     if key is not None:
         shards.initialize(settings.model, key)

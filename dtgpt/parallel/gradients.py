@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.collectives.pushed_sum import ALIGNED, PushedSum, bytes_for
+from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedSum, meeting_bytes
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.torch_private import SharedMemory, all_gather_single
 
@@ -88,12 +88,11 @@ class Bucket:
 
     def __init__(
         self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool,
-        memory: list[Tensor] | None = None,
+        pushed: PushedSum | None = None,
     ):  # fmt: skip
-        """memory: of each replica, for a `PushedSum`."""
+        """pushed: what sums over the replicas, where these share memory."""
         self.parameters, self.passes = parameters, passes
         locals_, dtype, length = _wire(parameters, group)
-        pushed = PushedSum(memory, group.rank(), length * dtype.itemsize, dtype) if memory and group else None
         flat = torch.zeros(length, dtype=dtype, device=locals_[0].device) if pushed is None else pushed.flat
         self.wire, self.sums = flat, _views(flat, locals_)
         self.flat, self._totals = self.wire, self.sums
@@ -178,8 +177,8 @@ class Buckets:
         self.hooks = hooks
         passes = passes if hooks else 1
         parts = [part for stage in stages for part in _parts(stage)]
-        memories = _share(parts, group, share) if share and group else [None] * len(parts)
-        self.all = [Bucket(part, group, passes, hooks, memory) for part, memory in zip(parts, memories, strict=True)]
+        pushed = _share(parts, group, share) if share and group else [None] * len(parts)
+        self.all = [Bucket(part, group, passes, hooks, one) for part, one in zip(parts, pushed, strict=True)]
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""
@@ -211,15 +210,16 @@ class Buckets:
 
 def _share(
     parts: list[list[nn.Parameter]], group: dist.ProcessGroup, share: Callable[[int], SharedMemory | None]
-) -> Sequence[list[Tensor] | None]:
-    """Return for each bucket the memory of each replica; None where replicas do not share memory."""
-    wires = [_wire(part, group) for part in parts]
-    sizes = [bytes_for(length * dtype.itemsize, group.size()) for _, dtype, length in wires]
-    shared = share(sum(sizes))
+) -> Sequence[PushedSum | None]:
+    """Return what sums each bucket in memory that the replicas share; None for each where they do not."""
+    wires = [(length * dtype.itemsize, dtype) for _, dtype, length in (_wire(part, group) for part in parts)]
+    sizes = [PushedSum.bytes(size, group.size()) for size, _ in wires]
+    shared = share(sum(sizes) + meeting_bytes(group.size()))
     if shared is None:
         return [None] * len(parts)
-    cut = [memory.split(sizes) for memory in shared.of_ranks]
-    return [list(memories) for memories in zip(*cut, strict=True)]
+    *areas, flags = zip(*(m.split([*sizes, meeting_bytes(group.size())]) for m in shared.of_ranks), strict=True)
+    meeting = Meeting(flags, group.rank())
+    return [PushedSum(area, *wire, meeting) for area, wire in zip(areas, wires, strict=True)]
 
 
 def _parts(stage: Decoder) -> list[list[nn.Parameter]]:

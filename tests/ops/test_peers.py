@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.ops.collectives import pushed_sum
 from dtgpt.ops.collectives.peers import Peers, bytes_for
-from dtgpt.ops.collectives.pushed_sum import PushedSum
+from dtgpt.ops.collectives.pushes import Meeting, PushedGather, PushedScatter, PushedSum, meeting_bytes
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
@@ -73,23 +72,32 @@ def check() -> None:
 
 
 def check_pushed(mesh: Mesh) -> None:
-    """Sums by copies, captured and replayed, of numbers that round."""
+    """Sums, gathers and scatters by copies, captured and replayed, of numbers that round."""
     ranks, group = mesh.world, mesh.tp_group
     numel = 16 * ranks * 4111
-    size = pushed_sum.bytes_for(2 * numel, ranks)
-    shared = symmetric_memory(mesh, group, 2 * size, usable=True)
-    assert shared is not None
-    cut = zip(*(memory.split(size) for memory in shared.of_ranks), strict=True)
-    sums = [PushedSum(memories, mesh.rank, 2 * numel, torch.bfloat16) for memories in cut]
+    sizes = [PushedSum.bytes(2 * numel, ranks), 2 * numel, 4 * 16 * 1001, *[meeting_bytes(ranks)] * 3]
+    shared = symmetric_memory(mesh, group, sum(sizes), usable=True)
+    assert shared is not None and group is not None
+    cut = list(zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True))
+    del shared  # what is made of it keeps it
+    meetings = [Meeting(flags, mesh.rank) for flags in cut[3:]]
+    summed = PushedSum(cut[0], 2 * numel, torch.bfloat16, meetings[0])
+    gathered = PushedGather(cut[1], meetings[1])
+    scattered = PushedScatter(cut[2], meetings[2])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        x = torch.zeros(2, numel, device=mesh.device, dtype=torch.bfloat16)
+        x = torch.zeros(numel, device=mesh.device, dtype=torch.bfloat16)
+        y = torch.zeros(numel, device=mesh.device)
+        whole, part = gathered.memory.view(x.dtype), torch.empty(numel // ranks, device=mesh.device)
         graph = torch.cuda.CUDAGraph()
 
         def work() -> None:
-            for row, one in zip(x, sums, strict=True):
-                one.flat.copy_(row)
-                one.run()
+            summed.flat.copy_(x)
+            summed.run()
+            own = x.view(ranks, -1)[mesh.rank]
+            whole.view(ranks, -1)[mesh.rank].copy_(own)
+            gathered.run(whole)
+            scattered.run(y, part)
 
         work()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -97,12 +105,21 @@ def check_pushed(mesh: Mesh) -> None:
         for turn in range(200):
             torch.manual_seed(ranks * turn + mesh.rank)
             x.normal_()
+            y.normal_()
             delay(mesh.rank, turn)
             graph.replay()
+            found = [summed.flat.clone(), whole.clone(), part.clone()]
             everyone = [torch.empty_like(x) for _ in range(ranks)]
             dist.all_gather(everyone, x, group=group)
-            expected = sum(one.float() for one in everyone).to(x.dtype)
-            assert all(torch.equal(one.flat, row) for one, row in zip(sums, expected, strict=True)), turn
+            wide = [torch.empty_like(y) for _ in range(ranks)]
+            dist.all_gather(wide, y, group=group)
+            expected = [
+                sum(one.float() for one in everyone).to(x.dtype),
+                torch.cat([one.view(ranks, -1)[rank] for rank, one in enumerate(everyone)]),
+                sum(one.view(ranks, -1)[mesh.rank] for one in wide),
+            ]
+            for name, a, b in zip(("sum", "gather", "scatter"), found, expected, strict=True):
+                assert torch.equal(a, b), (name, turn)
     torch.cuda.current_stream().wait_stream(stream)
 
 

@@ -19,14 +19,18 @@ def _meet_kernel(flags, calls, RANK: tl.constexpr, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _add_kernel(own, pieces, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_kernel(own, others, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(RANKS):  # in the order of the ranks, on every rank
-        x = tl.load((own if source == RANK else pieces + source * size.to(tl.int64)) + place, inside)
+        if source == RANK:
+            x = tl.load(own + place, inside)
+        else:
+            row = source if source < RANK else source - 1
+            x = tl.load(others + row * size.to(tl.int64) + place, inside)
         total = x.to(tl.float32) if source == 0 else total + x.to(tl.float32)
-    tl.store(own + place, total.to(own.dtype.element_ty), inside)
+    tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 def launch_meet(flags: Tensor, calls: Tensor, rank: int, ranks: int) -> None:
@@ -36,10 +40,11 @@ def launch_meet(flags: Tensor, calls: Tensor, rank: int, ranks: int) -> None:
         _meet_kernel[(1,)](flags, calls, RANK=rank, RANKS=ranks, num_warps=1)
 
 
-def launch_add(own: Tensor, pieces: Tensor, rank: int) -> None:
-    """Add to `own [n]` in place `pieces [ranks, n]` but the one of this rank, in fp32 and in the order of the ranks."""
-    ranks, size = pieces.shape
+def launch_add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+    """Set `out [n]` to the sum, in fp32 and in the order of the ranks, of this rank's `own [n]`, which may be `out`,
+    and `others [ranks - 1, n]`, contiguous, those of the other ranks."""
+    rows, size = others.shape
     with torch.cuda.device(own.device):
         _add_kernel[(triton.cdiv(size, BLOCK),)](
-            own, pieces, size, RANK=rank, RANKS=ranks, BLOCK=BLOCK, num_warps=WARPS
+            own, others, out, size, RANK=rank, RANKS=rows + 1, BLOCK=BLOCK, num_warps=WARPS
         )
