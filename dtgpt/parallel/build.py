@@ -18,11 +18,12 @@ from dtgpt.ops.collectives.peers import Peers
 from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
-from dtgpt.parallel.fsdp import push_shards_of, shard_over_data
+from dtgpt.parallel.fsdp import shard_over_data
 from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
+from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
 from dtgpt.parallel.symmetric import symmetric_memory
@@ -42,7 +43,7 @@ def build_stages(
     for stage in stages:
         stage.allocate(mesh.device)
         if settings.plan.zero and masters:
-            push_shards_of(stage, mesh, settings.dtype)
+            push_shards(stage, mesh, settings.dtype)
     shards = Shards(stages, mesh, masters)
     if key is not None:
         shards.initialize(settings.model, key)

@@ -1,18 +1,12 @@
 """Data parallelism by `fully_shard` (FSDP2; Zhao et al. 2023), at every level of ZeRO (Rajbhandari et al. 2020)."""
 
-import math
 import warnings
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.fast import TRITON
-from dtgpt.parallel.gradients import _parts as parameter_parts
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.pushed_shards import push_shards
-from dtgpt.parallel.shards import region_of_tp
-from dtgpt.parallel.symmetric import symmetric_memory
 
 
 def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -33,28 +27,6 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
         # Gradients are summed, not averaged: the loss already counts a micro-batch by its share of the global batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-
-
-def push_shards_of(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Let copy engines gather the weights and scatter the gradients of a part that `shard_over_data` wrapped, where the
-    ranks share memory. All ranks of the mesh take part."""
-    group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
-    pushed = push_shards(
-        [sum(padded(p, mesh) for p in params) for params in parameter_parts(part)],
-        dtype.itemsize, ranks, group.rank(), lambda size: symmetric_memory(mesh, group, size, usable=TRITON),
-    )  # fmt: skip
-    if pushed is None:
-        return
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(pushed[0])
-            module.set_custom_reduce_scatter(pushed[1])
-
-
-def padded(parameter, mesh: Mesh) -> int:
-    """Return the elements of a parameter as `fully_shard` gathers it, with equal parts of all ranks."""
-    first, *rest = map(len, region_of_tp(parameter, mesh.place))
-    return math.prod([-(-first // mesh.plan.shard) * mesh.plan.shard, *rest])
 
 
 def set_step_phase(model: Decoder, zero: int, last: bool) -> None:

@@ -176,7 +176,7 @@ class Buckets:
     ):  # fmt: skip
         self.hooks = hooks
         passes = passes if hooks else 1
-        parts = [part for stage in stages for part in _parts(stage)]
+        parts = [part for stage in stages for part in parameter_groups(stage)]
         pushed = _share(parts, group, share) if share and group else [None] * len(parts)
         self.all = [Bucket(part, group, passes, hooks, one) for part, one in zip(parts, pushed, strict=True)]
 
@@ -222,7 +222,7 @@ def _share(
     return [PushedSum(area, *wire, meeting) for area, wire in zip(areas, wires, strict=True)]
 
 
-def _parts(stage: Decoder) -> list[list[nn.Parameter]]:
+def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
     """Return the parameters of each block, and those around the blocks, each tensor once."""
     blocks = [list(block.parameters()) for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}

@@ -1,83 +1,99 @@
-"""What `fully_shard` gathers and scatters, sent by the GPUs' copy engines, where ranks share memory.
-
-Its parameter groups take any object that allocates tensors and communicates: `set_custom_all_gather` and
-`set_custom_reduce_scatter`.
-"""
+"""What `fully_shard` gathers and scatters, sent by the GPUs' copy engines where the ranks share memory."""
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from dtgpt.models.decoder import Decoder
 from dtgpt.ops.collectives.pushes import Meeting, PushedGather, PushedScatter, aligned, meeting_bytes
-from dtgpt.parallel.torch_private import SharedMemory
+from dtgpt.ops.fast import TRITON
+from dtgpt.parallel.gradients import parameter_groups
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import region_of_tp
+from dtgpt.parallel.symmetric import symmetric_memory
+from dtgpt.parallel.torch_private import AllGather, ReduceScatter
 
-PLACES = 2  # for the weights of a block: a block is copied out while the next one comes
-SCATTERED = 1 << 26  # bytes of gradients that come from the other ranks at once, at most
+PLACES = 2  # for the weights of blocks: one block is copied out while the next one arrives
+ROOM = 1 << 26  # bytes of gradients that arrive from the other ranks at once, at most
 
 
-class Gather:
+class Gather(AllGather):
     """All-gathers of parameter groups into places of shared memory, which the groups use in turn."""
 
     def __init__(self, pushed: PushedGather, places: Sequence[int]):
         """places: bytes of each place. A group takes those of the smallest size that it fits into, in turn."""
-        self._pushed, self._turns = pushed, 0
+        self._pushed = pushed
         self._places: dict[int, list[Tensor]] = {}
-        for size, memory in zip(places, pushed.memory[: sum(places)].split(list(places)), strict=True):
+        for size, memory in zip(places, pushed.memory.split(list(places)), strict=True):
             self._places.setdefault(size, []).append(memory)
-        self._turn = dict.fromkeys(self._places, 0)
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor in the next place. Raises RuntimeError where it is still in use."""
-        count = math.prod(size)
-        fitting = min(bytes_ for bytes_ in self._places if bytes_ >= count * dtype.itemsize)
-        places = self._places[fitting]
-        memory = places[self._turn[fitting] % len(places)]
-        self._turn[fitting] += 1
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor in the next place, the same on all ranks. Raises RuntimeError where it is still in use."""
+        count = math.prod(map(int, size)) * dtype.itemsize
+        places = self._places[min(place for place in self._places if place >= count)]
+        memory = places.pop(0)
+        places.append(memory)
         before = self._given.get(memory.data_ptr())
         if before is not None and before() is not None:
-            raise RuntimeError("fully_shard holds more all-gathered weights at once than there are places for")
-        whole = memory[: count * dtype.itemsize].view(dtype)
+            raise RuntimeError(
+                f"fully_shard holds the weights of more than {len(places)} groups of {count} bytes at once"
+            )
+        whole = memory[:count].view(dtype)
         self._given[memory.data_ptr()] = weakref.ref(whole)
         return whole
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        """Fill `output_tensor`, of which `input_tensor` is this rank's part."""
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor`, of which `input_tensor` is this rank's part, with the parts of the others."""
         self._pushed.run(output_tensor)
 
 
-class Scatter:
+class Scatter(ReduceScatter):
     """Reduce-scatters of the gradients of parameter groups."""
 
     def __init__(self, pushed: PushedScatter):
         self._pushed = pushed
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` with this rank's part of the sum over the ranks."""
+        """Fill `output_tensor` with this rank's part of the sum over the ranks, in fp32 and in their order."""
         self._pushed.run(input_tensor, output_tensor)
 
 
-def push_shards(
-    groups: Iterable[int], itemsize: int, ranks: int, rank: int, share: Callable[[int], SharedMemory | None]
-) -> tuple[Gather, Scatter] | None:
-    """Return what gathers and scatters parameter groups of so many elements each, whole; the last one is that of the
-    ends. None where the ranks do not share memory. share: as of `Buckets`."""
-    *blocks, ends = (aligned(count * itemsize) for count in groups)
+def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Let copy engines gather the weights, in `dtype`, and scatter the gradients, in fp32, of a part that
+    `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
+    group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
+    counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
+    *blocks, ends = (aligned(count * dtype.itemsize) for count in counts)
     places = [max(blocks, default=0)] * PLACES + [ends]
-    room = aligned(min(SCATTERED, max(groups) * 4 // ranks * (ranks - 1)))
+    room = min(ROOM, aligned(max(counts) // ranks * 4)) * (ranks - 1)
     sizes = [sum(places), room, meeting_bytes(ranks), meeting_bytes(ranks)]
-    shared = share(sum(sizes))
+    shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
     if shared is None:
-        return None
-    gathered, scattered, first, second = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
-    return Gather(PushedGather(gathered, Meeting(first, rank)), places), Scatter(PushedScatter(scattered, Meeting(second, rank)))
+        return
+    weights, gradients, *flags = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
+    first, second = (Meeting(places, group.rank()) for places in flags)  # of two streams
+    gather, scatter = Gather(PushedGather(weights, first), places), Scatter(PushedScatter(gradients, second))
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+
+
+def _padded(parameter: nn.Parameter, mesh: Mesh) -> int:
+    """Return the elements of a parameter as `fully_shard` gathers it, with equal parts of all ranks."""
+    rows, *rest = map(len, region_of_tp(parameter, mesh.place))
+    return math.prod([-(-rows // mesh.plan.shard) * mesh.plan.shard, *rest])

@@ -123,7 +123,9 @@ class PushedScatter:
         from dtgpt.ops.collectives.push_kernels import launch_add
 
         mine, size = self._meeting.rank, part.numel()
-        areas = [memory.view(whole.dtype)[: (self._meeting.ranks - 1) * size].view(-1, size) for memory in self._memories]
+        areas = [
+            memory.view(whole.dtype)[: (self._meeting.ranks - 1) * size].view(-1, size) for memory in self._memories
+        ]
         self._meeting.run()  # by then the others have added what came before
         for rank in self._meeting.others:
             areas[rank][_row(mine, rank)].copy_(whole[rank])
