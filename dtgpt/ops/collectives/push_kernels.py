@@ -41,8 +41,7 @@ def launch_meet(flags: Tensor, calls: Tensor, rank: int, ranks: int) -> None:
 
 
 def launch_add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
-    """Set `out [n]` to the sum, in fp32 and in the order of the ranks, of this rank's `own [n]`, which may be `out`,
-    and `others [ranks - 1, n]`, contiguous, those of the other ranks."""
+    """Set `out` as `pushes.add` does."""
     rows, size = others.shape
     with torch.cuda.device(own.device):
         _add_kernel[(triton.cdiv(size, BLOCK),)](

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtgpt.ops.fast import has_triton
+
 ALIGNED = 16  # bytes
 FLAG = 4  # bytes
 
@@ -49,6 +51,23 @@ class Meeting:
         launch_meet(self._addresses, self._calls, self.rank, self.ranks)
 
 
+def add_reference(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+    """Do as `add` does, in plain torch: the test oracle."""
+    parts = [*others[:rank], own, *others[rank:]]
+    out.copy_(sum(part.float() for part in parts))
+
+
+def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+    """Set `out [n]` to the sum, in fp32 and in the order of the ranks, of this rank's `own [n]`, which may be `out`,
+    and `others [ranks - 1, n]`, contiguous, those of the other ranks."""
+    if has_triton(own):
+        from dtgpt.ops.collectives.push_kernels import launch_add
+
+        launch_add(own, others, out, rank)
+    else:
+        add_reference(own, others, out, rank)
+
+
 class PushedSum:
     """The sum over the ranks of one flat tensor in memory that they share, in place."""
 
@@ -73,13 +92,11 @@ class PushedSum:
         No rank overwrites what another one still reads: that one added the pieces of the call before, when it came to
         the second meeting of that call, and has used the sum of the call before, when it comes to the first of this.
         """
-        from dtgpt.ops.collectives.push_kernels import launch_add
-
         mine, own = self._meeting.rank, self._flats[self._meeting.rank]
         for rank in self._meeting.others:
             self._pieces[rank][_row(mine, rank)].copy_(own[rank])
         self._meeting.run()
-        launch_add(own[mine], self.pieces, own[mine], mine)
+        add(own[mine], self.pieces, own[mine], mine)
         for rank in self._meeting.others:
             self._flats[rank][mine].copy_(own[mine])
         self._meeting.run()
@@ -120,8 +137,6 @@ class PushedScatter:
             self._turn(columns, out)
 
     def _turn(self, whole: Tensor, part: Tensor) -> None:
-        from dtgpt.ops.collectives.push_kernels import launch_add
-
         mine, size = self._meeting.rank, part.numel()
         areas = [
             memory.view(whole.dtype)[: (self._meeting.ranks - 1) * size].view(-1, size) for memory in self._memories
@@ -130,4 +145,4 @@ class PushedScatter:
         for rank in self._meeting.others:
             areas[rank][_row(mine, rank)].copy_(whole[rank])
         self._meeting.run()
-        launch_add(whole[mine], areas[mine], part, mine)
+        add(whole[mine], areas[mine], part, mine)
