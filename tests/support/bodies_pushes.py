@@ -1,5 +1,6 @@
 """Ranks on CPUs that share memory as GPUs of one host do: files that all of them map."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,24 +27,32 @@ CONFIG = GPT2Config(num_layers=3, hidden_size=16, num_heads=2, seq_length=8, voc
 
 
 @contextmanager
-def shared_files(folder: Path) -> Iterator[list[int]]:
-    """Let ranks that ask for symmetric memory share files; yields the sizes that they asked for."""
-    sizes: list[int] = []
+def shared_files(folder: Path) -> Iterator[Counter[str]]:
+    """Let ranks that ask for symmetric memory share files; yields how often they asked, and how often they met."""
+    count: Counter[str] = Counter()
+    groups: list[dist.ProcessGroup] = []
 
     def symmetric_memory(mesh: Mesh, group: dist.ProcessGroup, size: int, usable: bool) -> SharedMemory:
-        sizes.append(size)
-        paths = [folder / f"{len(sizes)}-{rank}" for rank in range(group.size())]
+        count["shared"] += 1
+        groups[:] = [group]
+        names = dist.get_process_group_ranks(group)
+        paths = [folder / f"{count['shared']}-{name}" for name in names]
         paths[group.rank()].write_bytes(bytes(size))
-        dist.barrier()
+        dist.barrier(group)
         maps = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
         return SharedMemory(maps[group.rank()], tuple(maps))
+
+    def meet(meeting: Meeting) -> None:
+        count["met"] += 1
+        dist.barrier(groups[0])
 
     with (
         mock.patch.object(build, "symmetric_memory", symmetric_memory),
         mock.patch.object(pushed_shards, "symmetric_memory", symmetric_memory),
-        mock.patch.object(Meeting, "run", lambda self: dist.barrier()),
+        mock.patch.object(pushed_shards, "ROOM", 1 << 10),
+        mock.patch.object(Meeting, "run", meet),
     ):
-        yield sizes
+        yield count
 
 
 def gradients(plan: str, micro_batches: int) -> list[Tensor]:
@@ -59,16 +68,17 @@ def gradients(plan: str, micro_batches: int) -> list[Tensor]:
     for step in range(2):
         ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step
         windows = (ids[:, None] * 37 + torch.arange(9) * 11) % 101
+        batch = Batch(windows[:, :-1], targets=windows[:, 1:])
         shards.drop_gradients()
-        loss = engine.gradients(micro_batches, Batch(windows[:, :-1], targets=windows[:, 1:]))
-        engine.mean_loss(Batch(windows[:, :-1], targets=windows[:, 1:]))  # which gathers weights, too
-    return [loss.clone(), *(gradient.clone() for gradient in shards.gradients)]
+        loss = engine.gradients(micro_batches, batch).clone()
+        engine.mean_loss(batch)  # which gathers weights, too
+    return [loss, *(gradient.clone() for gradient in shards.gradients)]
 
 
-def pushed_and_not(folder: Path, plan: str, micro_batches: int) -> tuple[bool, float, list[int]]:
-    """(whether pushed gradients have the bits of those by gloo, the largest difference, sizes of shared memory)."""
+def pushed_and_not(folder: Path, plan: str, micro_batches: int) -> tuple[bool, float, Counter[str]]:
+    """(whether pushed gradients have the bits of those by gloo, the largest difference, as of `shared_files`)."""
     expected = gradients(plan, micro_batches)
-    with shared_files(folder) as sizes:
+    with shared_files(folder) as count:
         found = gradients(plan, micro_batches)
     worst = max(float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected, strict=True))
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), worst, sizes
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), worst, count
