@@ -146,8 +146,9 @@ class Bucket:
         held = [self.flat] if self.flat is self.wire else [self.flat, self.wire]
         if isinstance(self._over_replicas, NarrowSum):
             held.append(self._over_replicas.pieces)
-        used = sum(total.numel() for total in self.sums)
-        return sum(used * t.element_size() for t in held), sum((t.numel() - used) * t.element_size() for t in held)
+        used, whole = sum(total.numel() for total in self.sums), sum(t.nbytes for t in held)
+        gradients = sum(used * t.nbytes // self.flat.numel() for t in held)
+        return gradients, whole - gradients
 
 
 def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[list[Tensor], torch.dtype, int]:

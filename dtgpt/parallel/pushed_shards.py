@@ -17,33 +17,33 @@ from dtgpt.parallel.gradients import parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.symmetric import symmetric_memory
-from dtgpt.parallel.torch_private import AllGather, ReduceScatter
+from dtgpt.parallel.torch_private import AllGather, ReduceScatter, all_gather_single
 
-PLACES = 2  # for the weights of blocks: one block is copied out while the next one arrives
+PLACES = 2  # for the weights of blocks: one is copied out while the next one arrives. Others arrive beside no products
 ROOM = 1 << 26  # bytes of gradients that arrive from the other ranks at once, at most
 
 
 class Gather(AllGather):
-    """All-gathers of parameter groups into places of shared memory, which the groups use in turn."""
+    """All-gathers of parameter groups into places of shared memory, which the groups use in turn. What is larger than a
+    place is sent as it would be without."""
 
-    def __init__(self, pushed: PushedGather, places: Sequence[int]):
-        """places: bytes of each place. A group takes those of the smallest size that it fits into, in turn."""
+    def __init__(self, pushed: PushedGather, places: int):
+        """places: of equal size, into which the memory is divided."""
         self._pushed = pushed
-        self._places: dict[int, list[Tensor]] = {}
-        for size, memory in zip(places, pushed.memory.split(list(places)), strict=True):
-            self._places.setdefault(size, []).append(memory)
+        self._places = list(pushed.memory.chunk(places))
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor in the next place, the same on all ranks. Raises RuntimeError where it is still in use."""
         count = math.prod(map(int, size)) * dtype.itemsize
-        places = self._places[min(place for place in self._places if place >= count)]
-        memory = places.pop(0)
-        places.append(memory)
+        if count > len(self._places[0]):
+            return torch.empty(*size, dtype=dtype, device=device)
+        memory = self._places.pop(0)
+        self._places.append(memory)
         before = self._given.get(memory.data_ptr())
         if before is not None and before() is not None:
             raise RuntimeError(
-                f"fully_shard holds the weights of more than {len(places)} groups of {count} bytes at once"
+                f"fully_shard holds all-gathered weights of more than {len(self._places)} groups at once"
             )
         whole = memory[:count].view(dtype)
         self._given[memory.data_ptr()] = weakref.ref(whole)
@@ -53,7 +53,10 @@ class Gather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill `output_tensor`, of which `input_tensor` is this rank's part, with the parts of the others."""
-        self._pushed.run(output_tensor)
+        if output_tensor.nbytes > len(self._places[0]):
+            all_gather_single(output_tensor, input_tensor, group)
+        else:
+            self._pushed.run(output_tensor)
 
 
 class Scatter(ReduceScatter):
@@ -73,20 +76,19 @@ class Scatter(ReduceScatter):
 
 
 def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Let copy engines gather the weights, in `dtype`, and scatter the gradients, in fp32, of a part that
+    """Let copy engines gather the weights of blocks, in `dtype`, and scatter the gradients, in fp32, of a part that
     `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
-    *blocks, ends = (aligned(count * dtype.itemsize) for count in counts)
-    places = [max(blocks, default=0)] * PLACES + [ends]
+    place = aligned(max(counts[: len(part.blocks)]) * dtype.itemsize)
     room = min(ROOM, aligned(max(counts) // ranks * 4)) * (ranks - 1)
-    sizes = [sum(places), room, meeting_bytes(ranks), meeting_bytes(ranks)]
+    sizes = [PLACES * place, room, meeting_bytes(ranks), meeting_bytes(ranks)]
     shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
     if shared is None:
         return
     weights, gradients, *flags = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
-    first, second = (Meeting(places, group.rank()) for places in flags)  # of two streams
-    gather, scatter = Gather(PushedGather(weights, first), places), Scatter(PushedScatter(gradients, second))
+    first, second = (Meeting(flag, group.rank()) for flag in flags)  # of two streams
+    gather, scatter = Gather(PushedGather(weights, first), PLACES), Scatter(PushedScatter(gradients, second))
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
