@@ -43,11 +43,18 @@ def build_stages(
     for stage in stages:
         stage.allocate(mesh.device)
         if settings.plan.zero and masters:
-            push_shards(stage, mesh, settings.dtype)
+            push_shards(stage, mesh, settings.dtype, scattered_dtype(settings))
     shards = Shards(stages, mesh, masters)
     if key is not None:
         shards.initialize(settings.model, key)
     return stages, shards
+
+
+def scattered_dtype(settings: Settings) -> torch.dtype:
+    """Return the type of the gradients that `fully_shard` scatters: fp32 where it has summed micro-batches before."""
+    plan = settings.plan
+    summed_before = plan.pp > 1 or (plan.zero == 1 and settings.micro_batches > 1)
+    return torch.float32 if summed_before else settings.dtype
 
 
 def lay_out_stage(

@@ -60,35 +60,42 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """Reduce-scatters of the gradients of parameter groups."""
+    """Reduce-scatters of the gradients of parameter groups, which are sent as backward made them: their fp32 sums have
+    the bits of sums of fp32 copies."""
 
-    def __init__(self, pushed: PushedScatter):
-        self._pushed = pushed
+    def __init__(self, pushed: PushedScatter, wire: torch.dtype):
+        """wire: of what is sent."""
+        self._pushed, self._wire = pushed, wire
+        self._input_is_next = True
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory for the gradients of a group, then, in a second call, for this rank's part of the sum."""
+        chosen = self._wire if self._input_is_next else dtype
+        self._input_is_next = not self._input_is_next
+        return torch.empty(*size, dtype=chosen, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Fill `output_tensor` with this rank's part of the sum over the ranks, in fp32 and in their order."""
+        self._input_is_next = True
         self._pushed.run(input_tensor, output_tensor)
 
 
-def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Let copy engines gather the weights of blocks, in `dtype`, and scatter the gradients, in fp32, of a part that
-    `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
+def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype) -> None:
+    """Let copy engines gather the weights of blocks, in `dtype`, and scatter gradients, of the type `wire`, of a part
+    that `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
     place = aligned(max(counts[: len(part.blocks)]) * dtype.itemsize)
-    room = min(ROOM, aligned(max(counts) // ranks * 4)) * (ranks - 1)
+    room = min(ROOM, aligned(max(counts) // ranks * wire.itemsize)) * (ranks - 1)
     sizes = [PLACES * place, room, meeting_bytes(ranks), meeting_bytes(ranks)]
     shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
     if shared is None:
         return
     weights, gradients, *flags = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
     first, second = (Meeting(flag, group.rank()) for flag in flags)  # of two streams
-    gather, scatter = Gather(PushedGather(weights, first), PLACES), Scatter(PushedScatter(gradients, second))
+    gather, scatter = Gather(PushedGather(weights, first), PLACES), Scatter(PushedScatter(gradients, second), wire)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
