@@ -8,7 +8,7 @@ from dtgpt.ops.fp8 import quantize as module
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from tests.ops.test_layer_norm import needs_triton
-from tests.support.bodies_float8 import E4M3, E5M2, check_quantize, draw, interpret
+from tests.support.bodies_float8 import E4M3, E5M2, check_activation, check_quantize, draw, interpret
 
 CUDA = torch.device("cuda")
 ONE = torch.tensor(1.0)
@@ -76,6 +76,7 @@ def test_a_product_is_that_of_the_values(formats):
 @needs_triton
 def test_the_kernels_in_the_interpreter():
     interpret("check_quantize", "(70, 130), (1, 8), (64, 64), (33, 1)")
+    interpret("check_activation", "(70, 130, False), (33, 40, True), (1, 8, False), (5, 70, True)")
 
 
 SIZES = [(64, 64), (16384, 1024), (1000, 1600), (33, 3072), (1, 8), (77, 1), (4097, 4096)]
@@ -92,9 +93,16 @@ def test_the_kernels_are_bitwise_the_reference(size):
 @pytest.mark.parametrize("size", [(256, 128, 512), (16, 16, 16), (100, 30, 70)], ids=str)
 def test_products_on_a_gpu(size, formats):
     m, n, k = size
-    factors = [draw(rows, k, CUDA).to(dtype) for rows, dtype in zip((m, n), formats, strict=True)]
+    factors = [draw(rows, k, CUDA).clamp(-448, 448).to(dtype) for rows, dtype in zip((m, n), formats, strict=True)]
     inverse = torch.tensor(0.25, device=CUDA), torch.tensor(2.0, device=CUDA)
     true = factors[0].double() @ factors[1].double().t() / 2
     for fast in (False, True):
         found = product(*factors, *inverse, fast=fast).double()
         assert (found - true).norm() / true.norm() < 2**-8
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+@pytest.mark.parametrize("size", [(64, 64), (1000, 1600), (33, 3072), (1, 8)], ids=str)
+def test_activations_equal_those_that_are_quantised_afterwards(size, gated):
+    check_activation(*size, gated, device=CUDA)

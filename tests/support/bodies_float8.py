@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fp8 import quantize
+from dtgpt.ops.fp8 import activation, quantize
+from dtgpt.ops.pointwise import gelu, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -46,3 +47,33 @@ def check_quantize(rows: int, columns: int, device: torch.device | str = "cpu") 
                 torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(found[2], true[2], equal_nan=True)
             assert torch.equal(*cells)
+
+
+def check_activation(rows: int, columns: int, gated: bool, device: torch.device | str = "cpu") -> None:
+    """Activations that quantise their results against the activation's own kernels, quantised by the reference."""
+    x, dy = draw(rows, columns * (2 if gated else 1), device), draw(rows, columns, device)
+    bias = None if gated else draw(1, columns, device)[0]
+    for dtype, scale in ((E4M3, 16.0), (E5M2, 2.0**12)):
+        factor = torch.tensor(scale, device=device)
+        cells = [torch.tensor(0.5, device=device) for _ in range(4)]
+        fast = activation.kernels()
+        found = (
+            *fast.forward(x, bias, factor, dtype, cells[0], True),
+            *fast.backward(dy, x, bias, factor, dtype, cells[1]),
+        )
+        if gated:
+            y, dx = swiglu.kernels().swiglu_forward(x), swiglu.kernels().swiglu_backward(dy, x)
+        else:
+            y = gelu.kernels().bias_gelu_forward(x, bias)
+            dx, d_bias = gelu.kernels().bias_gelu_backward(dy, x, bias)
+            torch.testing.assert_close(found[4], d_bias, rtol=2**-7, atol=1e-3)
+        true = [
+            quantize.reference(t, factor, dtype, cell, True, True, False) for t, cell in ((y, cells[2]), (dx, cells[3]))
+        ]
+        for one, other in zip(found[:4], [*true[0][:2], *true[1][:2]], strict=True):
+            differing = (one.float() != other.float()).float().mean().item()
+            assert one.shape == other.shape and differing <= (0 if x.is_cuda else 0.3), (dtype, differing)
+            if not x.is_cuda:  # the interpreter does not round to 8 bits as a GPU does
+                assert (one.float() - other.float()).norm() <= torch.finfo(dtype).eps * other.float().norm(), dtype
+        if x.is_cuda:
+            assert torch.equal(cells[0], cells[2]) and torch.equal(cells[1], cells[3])
