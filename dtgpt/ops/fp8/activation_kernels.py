@@ -32,7 +32,7 @@ def load_pairs(x, first, mask_rows, columns, C: tl.constexpr, ROWS: tl.constexpr
     return tl.split(tl.reshape(values.to(tl.float32), (ROWS, BLOCK, 2)))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def forward_kernel(
     x, bias, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -64,7 +64,7 @@ def forward_kernel(
         raise_amax(amax, tl.max(largest, 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def gelu_backward_kernel(
     dy, x, bias, scale, amax, q, q_t, partials, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -95,7 +95,7 @@ def gelu_backward_kernel(
         raise_amax(amax, tl.max(largest, 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def swiglu_backward_kernel(
     dy, x, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,

@@ -60,7 +60,7 @@ def store_orders(q, q_t, values, first, row_count, columns, C: tl.constexpr, ROW
         tl.store(q_t + place, tl.trans(values), inside[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def quantize_kernel(
     x, scale, amax, q, q_t, partials, rows, C: tl.constexpr,
     LIMIT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
