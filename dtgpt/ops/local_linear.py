@@ -9,13 +9,12 @@ Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `function(x, weight, bias)`, a linear map x w^T + bias: of DTensors a DTensor, from what the function makes
-    of this rank's part of each.
+    """Return `function(x, weight, bias)`, a linear map x w^T + bias: of DTensors a DTensor, from what the function
+    makes of this rank's part of each.
 
-    x: `[.., in]`; weight: `[out, in]`, whole or cut along one mesh dimension; bias: `[out]` or None. Of a weight that is
-    cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by its
-    inputs, an addend of the result. The function sees plain tensors and need not know of DTensors, nor does its
-    backward.
+    x: `[.., in]`; weight: `[out, in]`, whole or cut along one mesh dimension; bias: `[out]` or None. Of a weight that
+    is cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by
+    its inputs, an addend of the result. The function sees plain tensors, and so does its backward.
     """
     if not isinstance(weight, DTensor):
         return function(x, weight, bias)

@@ -1,1 +1,1 @@
-"""Matrix products of 8-bit floats (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
+"""Matrix products of 8-bit floats: quantisation by scales that are powers of two, and the products."""

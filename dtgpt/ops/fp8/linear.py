@@ -1,8 +1,8 @@
 """A linear map whose three products, y = x w^T, dx = dy w and dw = dy^T x, are of 8-bit floats.
 
 Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, section 3), by scales that do not depend on the
-plan (`dtgpt.ops.fp8.sites`). Everything that is quantised is a 16-bit value. The bias is added, and its gradient summed,
-in 16 bits.
+plan (`dtgpt.ops.fp8.sites`). Everything that is quantised is a 16-bit value. The bias is added to the 16-bit product,
+and its gradient is the sum of gradients before they are quantised.
 """
 
 import torch
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.fast import is_apart
-from dtgpt.ops.fp8.reference import product, quantize, record_amax, rounded
+from dtgpt.ops.fp8.product import product
+from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
-from dtgpt.ops.pointwise.bias import bias_gradient
 from dtgpt.ops.pointwise.linear import linear
 
 
@@ -27,27 +27,36 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> 
 
 
 def _observed(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
-    with torch.no_grad():
-        record_amax(x, sites.input.amax)
-        record_amax(weight, sites.weight.amax)
+    for value, site in ((x, sites.input), (weight, sites.weight)):
+        record_amax(value, site)
     return _Gradient.apply(linear(x, weight, bias), sites.gradient, True, False)
 
 
 def _apart(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
     """Return the product of the rounded values by PyTorch's own operation, which `split_backward` can cut in two."""
-    x = _round_straight_through(x, sites.input, sites.record)
-    weight = _round_straight_through(weight, sites.weight, sites.record)
-    y = _Gradient.apply(F.linear(x, weight), sites.gradient, sites.record, True)
+    record = sites.record
+    y = F.linear(
+        _rounded_straight_through(x, sites.input, record), _rounded_straight_through(weight, sites.weight, record)
+    )
+    y = _Gradient.apply(y, sites.gradient, record, True)
     return y if bias is None else y + bias
 
 
-def _round_straight_through(x: Tensor, site: Site, record: bool) -> Tensor:
+def record_amax(x: Tensor, site: Site) -> None:
+    """Raise the amax of the site to that of x."""
+    quantize(x.detach(), site.scale, FORWARD, site.amax, rows=False, columns=False)
+
+
+def _rounded(x: Tensor, site: Site, dtype: torch.dtype, record: bool) -> Tensor:
+    """Return x as 8 bits hold it, in the shape and dtype of x."""
+    q, _ = quantize(x.detach(), site.scale, dtype, site.amax if record else None, rows=True, columns=False)
+    assert q is not None
+    return (q.float() * site.inverse).to(x.dtype).view_as(x)
+
+
+def _rounded_straight_through(x: Tensor, site: Site, record: bool) -> Tensor:
     """Return x as 8 bits hold it, with the gradient of the identity, from PyTorch's own operations."""
-    with torch.no_grad():
-        if record:
-            record_amax(x, site.amax)
-        value = rounded(x, site.scale, site.inverse, FORWARD)
-    return value + (x - x.detach())
+    return _rounded(x, site, FORWARD, record) + (x - x.detach())
 
 
 class _Gradient(torch.autograd.Function):
@@ -60,11 +69,10 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        site = ctx.site
-        if ctx.record:
-            record_amax(grad, site.amax)
         if ctx.quantise:
-            grad = rounded(grad, site.scale, site.inverse, GRADIENT)
+            grad = _rounded(grad, ctx.site, GRADIENT, ctx.record)
+        elif ctx.record:
+            record_amax(grad, ctx.site)
         return grad, None, None, None
 
 
@@ -88,10 +96,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         xq_t, weight = ctx.saved_tensors
         first, second, third = ctx.sites.input, ctx.sites.weight, ctx.sites.gradient
-        gq, gq_t = quantize(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
+        make = quantize_and_sum if ctx.has_bias else quantize
+        gq, gq_t, *sums = make(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
         _, wq_t = quantize(weight, second.scale, FORWARD, None, rows=False, columns=True)
-        assert gq is not None and gq_t is not None and wq_t is not None
         dx = product(gq, wq_t, third.inverse, second.inverse, fast=False, dtype=grad.dtype)
         dw = product(gq_t, xq_t, third.inverse, first.inverse, fast=False, dtype=weight.dtype)
-        db = bias_gradient(grad) if ctx.has_bias else None
-        return dx.unflatten(0, grad.shape[:-1]), dw, db, None, None
+        return dx.unflatten(0, grad.shape[:-1]), dw, sums[0] if sums else None, None, None
