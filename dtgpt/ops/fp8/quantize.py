@@ -29,9 +29,7 @@ def reference(
     return q if rows else q.new_empty(0), q_t, column_sum(x) if sums else x.new_empty(0)
 
 
-def quantize(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool
-) -> Quantized:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool) -> Quantized:
     """Return (q `[R, C]`, q_t `[C, R]`) of x `[.., C]`: its values times `scale` in `dtype`, in row order and
     transposed; None where `rows` or `columns` is False.
 

@@ -101,7 +101,9 @@ def tile_grid(rows: int, columns: int, device: torch.device, launch: Launch) -> 
 
 def empty_orders(x: Tensor, rows: int, columns: int, dtype: torch.dtype, q: bool, q_t: bool) -> tuple[Tensor, Tensor]:
     """Return memory for q `[rows, columns]` and q_t `[columns, rows]`, empty where one is not wanted."""
-    return x.new_empty((rows, columns) if q else 0, dtype=dtype), x.new_empty((columns, rows) if q_t else 0, dtype=dtype)
+    return x.new_empty((rows, columns) if q else 0, dtype=dtype), x.new_empty(
+        (columns, rows) if q_t else 0, dtype=dtype
+    )
 
 
 def quantize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # formats of inputs and weights, and of gradients
-SITES = ("input", "weight", "gradient")
+FORMATS = {"input": FORWARD, "weight": FORWARD, "gradient": GRADIENT}  # by site, in the order of `Sites`
 
 
 class Site(NamedTuple):
