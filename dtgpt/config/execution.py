@@ -8,11 +8,13 @@ import torch
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend, choose
+from dtgpt.ops.fast import has_float8
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import why_no_compiler
+from dtgpt.util.hardware import device_name, why_no_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
+FP8 = "fp8"  # bf16, but for the matrix products of blocks
 Recompute = Literal["none", "selective", "full"]
 Switch = Literal["auto", "on", "off"]
 
@@ -31,12 +33,18 @@ class Settings:
     recompute: Recompute = "none"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
+    fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
 
     @property
     def micro_batches(self) -> int:
         """Forward and backward passes of each replica per optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.micro_batch_size * self.plan.dp)
+
+    @property
+    def precision(self) -> str:
+        """The precision by a recipe's name."""
+        return FP8 if self.fp8 else next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     @property
     def low_precision(self) -> bool:
@@ -78,10 +86,19 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations. `precision`: auto, fp32, bf16 or fp16."""
+    """Return the dtype of activations. `precision`: auto, fp32, bf16, fp16 or fp8."""
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[precision]
+    return torch.bfloat16 if precision == FP8 else DTYPES[precision]
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise UserError where a GPU does not multiply 8-bit floats."""
+    if device.type == "cuda" and not has_float8(device):
+        raise UserError(
+            f"precision=fp8, but {device_name(device)} does not multiply 8-bit floats, which needs compute capability "
+            "8.9 (Ada, Hopper or later); use --precision bf16"
+        )
 
 
 def choose_graphs(wanted: Switch, device: torch.device) -> bool:

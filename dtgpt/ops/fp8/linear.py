@@ -1,0 +1,104 @@
+"""A linear map whose three products, y = x w^T, dx = dy w and dw = dy^T x, are of 8-bit floats.
+
+Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, section 3), by scales that do not depend on the
+plan (`dtgpt.ops.fp8.sites`). Everything that is quantised is a 16-bit value. The bias is added to the 16-bit product,
+and its gradient is the sum of gradients before they are quantised.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtgpt.ops.fast import is_apart
+from dtgpt.ops.fp8.product import product
+from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
+from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
+from dtgpt.ops.pointwise.linear import linear
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
+    """Return x w^T + bias `[.., out]`. x: `[.., in]`; weight: `[out, in]`; bias: `[out]` or None; local tensors of one
+    16-bit dtype. While the scales are not known the product is of 16 bits, and a training step observes its values."""
+    if not sites.quantise:
+        return _observed(x, weight, bias, sites) if sites.record else linear(x, weight, bias)
+    if is_apart():
+        return _apart(x, weight, bias, sites)
+    return _Linear.apply(x, weight, bias, sites, sites.record)
+
+
+def _observed(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
+    for value, site in ((x, sites.input), (weight, sites.weight)):
+        record_amax(value, site)
+    return _Gradient.apply(linear(x, weight, bias), sites.gradient, True, False)
+
+
+def _apart(x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites) -> Tensor:
+    """Return the product of the rounded values by PyTorch's own operation, which `split_backward` can cut in two."""
+    record = sites.record
+    y = F.linear(
+        _rounded_straight_through(x, sites.input, record), _rounded_straight_through(weight, sites.weight, record)
+    )
+    y = _Gradient.apply(y, sites.gradient, record, True)
+    return y if bias is None else y + bias
+
+
+def record_amax(x: Tensor, site: Site) -> None:
+    """Raise the amax of the site to that of x."""
+    quantize(x.detach(), site.scale, FORWARD, site.amax, rows=False, columns=False)
+
+
+def _rounded(x: Tensor, site: Site, dtype: torch.dtype, record: bool) -> Tensor:
+    """Return x as 8 bits hold it, in the shape and dtype of x."""
+    q, _ = quantize(x.detach(), site.scale, dtype, site.amax if record else None, rows=True, columns=False)
+    assert q is not None
+    return (q.float() * site.inverse).to(x.dtype).view_as(x)
+
+
+def _rounded_straight_through(x: Tensor, site: Site, record: bool) -> Tensor:
+    """Return x as 8 bits hold it, with the gradient of the identity, from PyTorch's own operations."""
+    return _rounded(x, site, FORWARD, record) + (x - x.detach())
+
+
+class _Gradient(torch.autograd.Function):
+    """The identity, whose gradient is recorded, and rounded to 8 bits where asked for."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, site: Site, record: bool, quantise: bool) -> Tensor:
+        ctx.site, ctx.record, ctx.quantise = site, record, quantise
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.quantise:
+            grad = _rounded(grad, ctx.site, GRADIENT, ctx.record)
+        elif ctx.record:
+            record_amax(grad, ctx.site)
+        return grad, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """Forward keeps the transposed 8-bit copy of the input. Of the weight it keeps the 16-bit tensor itself, which
+    backward quantises again, so that `fully_shard` may free what it all-gathered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool) -> Tensor:
+        first, second = sites.input, sites.weight
+        amaxes = (first.amax, second.amax) if record else (None, None)
+        xq, xq_t = quantize(x, first.scale, FORWARD, amaxes[0], rows=True, columns=record)
+        wq, _ = quantize(weight, second.scale, FORWARD, amaxes[1], rows=True, columns=False)
+        assert xq is not None and wq is not None
+        y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(xq_t, weight)
+        ctx.sites, ctx.has_bias = sites, bias is not None
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        xq_t, weight = ctx.saved_tensors
+        first, second, third = ctx.sites.input, ctx.sites.weight, ctx.sites.gradient
+        make = quantize_and_sum if ctx.has_bias else quantize
+        gq, gq_t, *sums = make(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
+        _, wq_t = quantize(weight, second.scale, FORWARD, None, rows=False, columns=True)
+        dx = product(gq, wq_t, third.inverse, second.inverse, fast=False, dtype=grad.dtype)
+        dw = product(gq_t, xq_t, third.inverse, first.inverse, fast=False, dtype=weight.dtype)
+        return dx.unflatten(0, grad.shape[:-1]), dw, sums[0] if sums else None, None, None
