@@ -70,7 +70,9 @@ def test_a_product_is_that_of_the_values(formats):
     found = product(*parts, 1 / scales[0], 1 / scales[1], fast=False, dtype=torch.float32)
     true = (parts[0].double() / 8) @ (parts[1].double() / 0.5).t()
     torch.testing.assert_close(found.double(), true, rtol=1e-6, atol=1e-5)
-    assert product(*parts, 1 / scales[0], 1 / scales[1], fast=True).dtype == torch.bfloat16
+    bias = draw(1, 9)[0]
+    found = product(*parts, 1 / scales[0], 1 / scales[1], fast=True, bias=bias)
+    torch.testing.assert_close(found, (true + bias).bfloat16())
 
 
 @needs_triton
@@ -99,6 +101,9 @@ def test_products_on_a_gpu(size, formats):
     for fast in (False, True):
         found = product(*factors, *inverse, fast=fast).double()
         assert (found - true).norm() / true.norm() < 2**-8
+        bias = draw(1, n, CUDA)[0]
+        found = product(*factors, *inverse, fast=fast, bias=bias).double()
+        assert (found - true - bias).norm() / (true + bias).norm() < 2**-8
 
 
 @pytest.mark.cuda

@@ -87,10 +87,10 @@ class _Linear(torch.autograd.Function):
         xq, xq_t = quantize(x, first.scale, FORWARD, amaxes[0], rows=True, columns=record)
         wq, _ = quantize(weight, second.scale, FORWARD, amaxes[1], rows=True, columns=False)
         assert xq is not None and wq is not None
-        y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype).unflatten(0, x.shape[:-1])
+        y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype, bias=bias)
         ctx.save_for_backward(xq_t, weight)
         ctx.sites, ctx.has_bias = sites, bias is not None
-        return y if bias is None else y.add_(bias)
+        return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -13,24 +13,29 @@ from dtgpt.ops.fast import has_float8
 STEP = 16  # of every size, in cuBLASLt's products of 8-bit floats
 
 
-def reference(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
+def reference(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     """Return what `product` does, in plain torch: the test oracle. Casts are exact, and so is a scale that is a power
     of two."""
     wide = torch.bfloat16 if a.is_cuda else torch.float32  # bf16 has tensor cores on a GPU, and sums in fp32 there
-    return ((a.to(wide) @ b.to(wide).t()) * (inverse_a * inverse_b)).to(dtype)
+    y = (a.to(wide) @ b.to(wide).t()) * (inverse_a * inverse_b)
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def product(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, fast: bool, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """Return a b^T * inverse_a * inverse_b `[M, N]` in `dtype`, for a `[M, K]` and b `[N, K]` of 8-bit floats.
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, fast: bool, dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a b^T * inverse_a * inverse_b + bias `[M, N]` in `dtype`, for a `[M, K]` and b `[N, K]` of 8-bit floats.
 
-    inverse_a, inverse_b: fp32 scalar tensors, the inverses of the factors' scales. fast: sum groups of products in the
-    tensor cores' own precision, about 14 bits, before fp32 takes them up. Not differentiable.
+    inverse_a, inverse_b: fp32 scalar tensors, the inverses of the factors' scales. bias: `[N]` in `dtype`, or None.
+    fast: sum groups of products in the tensor cores' own precision, about 14 bits, before fp32 takes them up. Not
+    differentiable.
     """
     if not _has_kernel(a, b):
-        return reference(a, b, inverse_a, inverse_b, dtype)
-    return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)
+        return reference(a, b, inverse_a, inverse_b, dtype, bias)
+    return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
