@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtgpt.models import layers
 from dtgpt.ops.fp8 import activation, quantize
+from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.pointwise import gelu, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -77,3 +79,37 @@ def check_activation(rows: int, columns: int, gated: bool, device: torch.device 
                 assert (one.float() - other.float()).norm() <= torch.finfo(dtype).eps * other.float().norm(), dtype
         if x.is_cuda:
             assert torch.equal(cells[0], cells[2]) and torch.equal(cells[1], cells[3])
+
+
+def make_sites(device: torch.device | str) -> Sites:
+    """Sites of known scales, without amaxes."""
+    scales = [torch.tensor(2.0**power, device=device) for power in (4, 6, 12)]
+    cells = [Site(scale, 1 / scale, torch.zeros((), device=device)) for scale in scales]
+    return Sites(*cells, Calibration(known=True))
+
+
+def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: torch.device | str = "cpu") -> None:
+    """Outputs, gradients and amaxes of `layers.mlp` in fp8 with whole matrices against those of its modules."""
+    torch.manual_seed(0)
+    first = layers.DeferredBiasLinear(width, inner * (2 if gated else 1), bias=not gated)
+    second = layers.DeferredBiasLinear(inner, width)
+    for module in (first, second):
+        module.to(device, torch.bfloat16)
+    x, dy = (torch.randn(2, rows // 2, width).bfloat16().to(device) for _ in range(2))
+    activation_of = swiglu.swiglu if gated else gelu.bias_gelu
+
+    def run(function) -> list[Tensor]:
+        first.sites, second.sites = made = make_sites(device), make_sites(device)
+        inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]
+        y = function(inputs[0])
+        gradients = torch.autograd.grad(y, inputs, dy)
+        return [y, *gradients, *(s.amax for sites in made for s in (sites.input, sites.weight, sites.gradient))]
+
+    def apart(x: Tensor) -> Tensor:
+        return second(activation_of(first(x), *([] if gated else [first.bias])))
+
+    fused = run(lambda x: layers.mlp(x, first, second, activation_of))
+    for index, (one, other) in enumerate(zip(fused, run(apart), strict=True)):
+        tolerance = 2**-8 if index == 4 and not gated else 0  # the bias's gradient is summed in another order
+        assert one.dtype == other.dtype and one.abs().max() > 0, index
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -50,7 +50,6 @@ def record_amax(x: Tensor, site: Site) -> None:
 def _rounded(x: Tensor, site: Site, dtype: torch.dtype, record: bool) -> Tensor:
     """Return x as 8 bits hold it, in the shape and dtype of x."""
     q, _ = quantize(x.detach(), site.scale, dtype, site.amax if record else None, rows=True, columns=False)
-    assert q is not None
     return (q.float() * site.inverse).to(x.dtype).view_as(x)
 
 
@@ -86,7 +85,6 @@ class _Linear(torch.autograd.Function):
         amaxes = (first.amax, second.amax) if record else (None, None)
         xq, xq_t = quantize(x, first.scale, FORWARD, amaxes[0], rows=True, columns=record)
         wq, _ = quantize(weight, second.scale, FORWARD, amaxes[1], rows=True, columns=False)
-        assert xq is not None and wq is not None
         y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype, bias=bias)
         ctx.save_for_backward(xq_t, weight)
         ctx.sites, ctx.has_bias = sites, bias is not None

@@ -12,8 +12,6 @@ from torch import Tensor
 from dtgpt.ops.fast import TRITON
 from dtgpt.ops.pointwise.bias import reference as column_sum
 
-Quantized = tuple[Tensor | None, Tensor | None]
-
 
 def reference(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool, sums: bool
@@ -29,25 +27,25 @@ def reference(
     return q if rows else q.new_empty(0), q_t, column_sum(x) if sums else x.new_empty(0)
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool) -> Quantized:
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor]:
     """Return (q `[R, C]`, q_t `[C, R]`) of x `[.., C]`: its values times `scale` in `dtype`, in row order and
-    transposed; None where `rows` or `columns` is False.
+    transposed; empty where `rows` or `columns` is False.
 
     scale: fp32 scalar tensor, a power of two. dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`. amax: fp32 scalar
     tensor, which is raised to the largest magnitude of x (NaN where x has one), or None. Finite values saturate; inf
     and NaN become NaN. Not differentiable.
     """
-    q, q_t, _ = _quantize(x, scale, dtype, amax, rows, columns, False)
-    return q if rows else None, q_t if columns else None
+    return _quantize(x, scale, dtype, amax, rows, columns, False)[:2]
 
 
 def quantize_and_sum(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `quantize` does and the sum of x over its rows `[C]` in x's dtype, accumulated in fp32: of the
     gradient of a linear map's output the gradient of its bias."""
-    q, q_t, total = _quantize(x, scale, dtype, amax, rows, columns, True)
-    return q if rows else None, q_t if columns else None, total
+    return _quantize(x, scale, dtype, amax, rows, columns, True)
 
 
 def kernels():

@@ -44,19 +44,19 @@ _bias_gelu.register_fake(lambda x, bias: x.new_empty(x.shape))
 
 
 @torch.library.custom_op("dtgpt::bias_gelu_backward", mutates_args=(), device_types="cpu")
-def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return (dx, dbias)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     dx = torch.ops.aten.gelu_backward(dy.to(wide), x.to(wide) + bias, approximate="tanh")
     return dx.to(x.dtype, copy=True), dx.flatten(0, -2).sum(0).to(bias.dtype)
 
 
-bias_gelu_backward.register_kernel("cuda", lambda dy, x, bias: kernels().bias_gelu_backward(dy, x, bias))
-bias_gelu_backward.register_fake(lambda dy, x, bias: (x.new_empty(x.shape), bias.new_empty(bias.shape)))
+_bias_gelu_backward.register_kernel("cuda", lambda dy, x, bias: kernels().bias_gelu_backward(dy, x, bias))
+_bias_gelu_backward.register_fake(lambda dy, x, bias: (x.new_empty(x.shape), bias.new_empty(bias.shape)))
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_bias_gelu.register_autograd(lambda ctx, dy: bias_gelu_backward(dy, *ctx.saved_tensors), setup_context=_save)
+_bias_gelu.register_autograd(lambda ctx, dy: _bias_gelu_backward(dy, *ctx.saved_tensors), setup_context=_save)
