@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # formats of inputs and weights, and of gradients
+FORWARD = GRADIENT = torch.float8_e4m3fn  # formats of inputs and weights, and of gradients
 FORMATS = {"input": FORWARD, "weight": FORWARD, "gradient": GRADIENT}  # by site, in the order of `Sites`
 
 
