@@ -43,7 +43,8 @@ class Fp8Scales:
         self._powers = torch.tensor(powers, dtype=torch.int32, device=device).repeat(count // len(FORMATS))
         self.history = torch.full((HISTORY, count), UNKNOWN, dtype=torch.int32, device=device)  # newest first
         self.amax = torch.zeros(count, device=device)
-        self.scale, self.inverse = torch.ones_like(self.amax), torch.ones_like(self.amax)
+        # Each 16 bytes from the next: where cuBLASLt reads scales.
+        self.scale, self.inverse = torch.ones(2, count, 4, device=device)[..., 0].unbind()
 
     def attach(self, stages: Iterable[Decoder]) -> None:
         """Give the matrices of these stages their sites."""
