@@ -28,6 +28,7 @@ UNKNOWN = -(1 << 15)  # in place of the exponent of a step in which a site saw z
 EXPONENTS = range(-160, 129)  # of what bf16 holds, and more
 LARGEST_POWER = 126  # of a scale that is a normal number, as is its inverse
 STATE = "fp8_exponents"  # in a checkpoint
+CELL = 16  # bytes from one scale to the next: cuBLASLt wants their addresses to be multiples of 16
 BLANK = "-"  # UNKNOWN, in a checkpoint
 
 
@@ -43,8 +44,7 @@ class Fp8Scales:
         self._powers = torch.tensor(powers, dtype=torch.int32, device=device).repeat(count // len(FORMATS))
         self.history = torch.full((HISTORY, count), UNKNOWN, dtype=torch.int32, device=device)  # newest first
         self.amax = torch.zeros(count, device=device)
-        # Each 16 bytes from the next: where cuBLASLt reads scales.
-        self.scale, self.inverse = torch.ones(2, count, 4, device=device)[..., 0].unbind()
+        self.scale, self.inverse = (torch.ones(count, CELL // 4, device=device)[:, 0] for _ in range(2))
 
     def attach(self, stages: Iterable[Decoder]) -> None:
         """Give the matrices of these stages their sites."""

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.fp8.quantize_kernels import (
+    CELLS,
     DTYPES,
     Launch,
     empty_orders,
@@ -32,7 +33,7 @@ def load_pairs(x, first, mask_rows, columns, C: tl.constexpr, ROWS: tl.constexpr
     return tl.split(tl.reshape(values.to(tl.float32), (ROWS, BLOCK, 2)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=CELLS)
 def forward_kernel(
     x, bias, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -64,7 +65,7 @@ def forward_kernel(
         raise_amax(amax, tl.max(largest, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=CELLS)
 def gelu_backward_kernel(
     dy, x, bias, scale, amax, q, q_t, partials, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -95,7 +96,7 @@ def gelu_backward_kernel(
         raise_amax(amax, tl.max(largest, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=CELLS)
 def swiglu_backward_kernel(
     dy, x, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,

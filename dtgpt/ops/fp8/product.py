@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtgpt.ops.fast import has_float8
 
-STEP = 16  # of every size, in cuBLASLt's products of 8-bit floats
+STEP = 16  # of every size and address, in cuBLASLt's products of 8-bit floats
 
 
 def reference(
@@ -35,7 +35,13 @@ def product(
     """
     if not _has_kernel(a, b):
         return reference(a, b, inverse_a, inverse_b, dtype, bias)
-    return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    inverses = _aligned(inverse_a), _aligned(inverse_b)
+    return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _aligned(scalar: Tensor) -> Tensor:
+    """Return the scalar at an address that is a multiple of 16, as cuBLASLt wants it."""
+    return scalar.clone() if scalar.data_ptr() % STEP else scalar
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:

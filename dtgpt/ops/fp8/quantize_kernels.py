@@ -24,6 +24,7 @@ class Launch(NamedTuple):
 ONE_ORDER = Launch(rows=32, columns=128, warps=4, occupancy=1 << 10, stages=1)
 BOTH_ORDERS = Launch(rows=64, columns=64, warps=4, occupancy=1 << 10, stages=1)
 WITH_SUMS = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
+CELLS = ["scale", "amax"]  # elements of vectors, at any address: one binary serves all
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def store_orders(q, q_t, values, first, row_count, columns, C: tl.constexpr, ROW
         tl.store(q_t + place, tl.trans(values), inside[:, None] & there[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=CELLS)
 def quantize_kernel(
     x, scale, amax, q, q_t, partials, rows, C: tl.constexpr,
     LIMIT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
