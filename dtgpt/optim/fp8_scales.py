@@ -9,6 +9,7 @@ All state is on the device and changes by tensor operations in place: nothing wa
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed import ReduceOp
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.layers import DeferredBiasLinear, Linear
 from dtgpt.models.roles import MATRICES, role_of
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 from dtgpt.parallel.mesh import Mesh
@@ -48,13 +50,17 @@ class Fp8Scales:
 
     def attach(self, stages: Iterable[Decoder]) -> None:
         """Give the matrices of these stages their sites."""
-        cells = list(map(Site, self.scale.unbind(), self.inverse.unbind(), self.amax.unbind()))
+        cells = zip(self.scale.unbind(), self.inverse.unbind(), self.amax.unbind(), strict=True)
+        all_sites = [Site(*cell) for cell in cells]
         for stage in stages:
             for index in stage.blocks:
                 for number, name in enumerate(self.matrices):
+                    module = stage.get_submodule(name.replace("blocks.0.", f"blocks.{index}.", 1))
+                    if not isinstance(module, Linear | DeferredBiasLinear):
+                        raise TypeError(f"{name} is a {type(module).__name__}, which does not compute in fp8")
                     first = (int(index) * len(self.matrices) + number) * len(FORMATS)
-                    sites = Sites(*cells[first : first + len(FORMATS)], self.calibration)
-                    stage.get_submodule(name.replace("blocks.0.", f"blocks.{index}.", 1)).sites = sites
+                    of_input, of_weight, of_gradient = all_sites[first : first + len(FORMATS)]
+                    module.sites = Sites(of_input, of_weight, of_gradient, self.calibration)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -110,15 +116,19 @@ def num_sites(config: ModelConfig) -> int:
 
 
 def check_state(lines: Any, config: ModelConfig) -> None:
-    """Raise ValueError or TypeError where `lines` is neither None nor the `state` of the scales of a model."""
+    """Raise ValueError where `lines` is neither None nor the `state` of the scales of a model."""
     if lines is None:
         return
     if type(lines) is not list or len(lines) > HISTORY or not all(type(line) is str for line in lines):
         raise ValueError(f"{STATE} must be a list of at most {HISTORY} strings")
     for line in lines:
-        exponents = _exponents(line)
-        if len(exponents) != num_sites(config) or not all(e == UNKNOWN or e in EXPONENTS for e in exponents):
-            raise ValueError(f"each line of {STATE} must have {num_sites(config)} exponents")
+        words, count = line.split(), num_sites(config)
+        if len(words) != count or not all(word == BLANK or _is_exponent(word) for word in words):
+            raise ValueError(f"each line of {STATE} must have {count} exponents, or {BLANK!r} in place of one")
+
+
+def _is_exponent(word: str) -> bool:
+    return re.fullmatch(r"-?[0-9]{1,3}", word) is not None and int(word) in EXPONENTS
 
 
 def _exponents(line: str) -> list[int]:

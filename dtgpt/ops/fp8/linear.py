@@ -1,7 +1,7 @@
 """A linear map whose three products, y = x w^T, dx = dy w and dw = dy^T x, are of 8-bit floats.
 
-Inputs and weights are e4m3, gradients e5m2 (Micikevicius et al. 2022, section 3), by scales that do not depend on the
-plan (`dtgpt.ops.fp8.sites`). Everything that is quantised is a 16-bit value. The bias is added to the 16-bit product,
+All three factors are e4m3 (Micikevicius et al. 2022, section 3), by scales that do not depend on the plan
+(`dtgpt.ops.fp8.sites`). Everything that is quantised is a 16-bit value. The bias is added to the 16-bit product,
 and its gradient is the sum of gradients before they are quantised.
 """
 
