@@ -121,8 +121,8 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise Damaged, or UserError where a newer dtgpt wrote
-    it."""
+    model, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise Damaged, or
+    UserError where a newer dtgpt wrote it."""
     path = folder / STATE
     try:
         text = read_regular(path, LARGEST_STATE).decode("utf-8")

@@ -5,16 +5,15 @@ from typing import Literal
 
 import torch
 
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend, choose
-from dtgpt.ops.fast import has_float8
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import device_name, why_no_compiler
+from dtgpt.util.hardware import why_no_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
-FP8 = "fp8"  # bf16, but for the matrix products of blocks
 Recompute = Literal["none", "selective", "full"]
 Switch = Literal["auto", "on", "off"]
 
@@ -45,6 +44,11 @@ class Settings:
     def precision(self) -> str:
         """The precision by a recipe's name."""
         return FP8 if self.fp8 else next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    @property
+    def number_types(self) -> str:
+        """The types of activations and of products, in words."""
+        return f"{str(self.dtype).removeprefix('torch.')}{', products of blocks in fp8' if self.fp8 else ''}"
 
     @property
     def low_precision(self) -> bool:
@@ -90,15 +94,6 @@ def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision == FP8 else DTYPES[precision]
-
-
-def check_fp8(device: torch.device) -> None:
-    """Raise UserError where a GPU does not multiply 8-bit floats."""
-    if device.type == "cuda" and not has_float8(device):
-        raise UserError(
-            f"precision=fp8, but {device_name(device)} does not multiply 8-bit floats, which needs compute capability "
-            "8.9 (Ada, Hopper or later); use --precision bf16"
-        )
 
 
 def choose_graphs(wanted: Switch, device: torch.device) -> bool:

@@ -12,7 +12,8 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.execution import FP8, Settings, check_fp8, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
@@ -254,4 +255,6 @@ class Recipe:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
+        if self.precision == FP8:
+            found += fp8_notes(self.model, choice.plan, self.micro_batch_size, device_type)
         return found

@@ -1,6 +1,7 @@
 """The activations that one block keeps for backward, measured: a block runs on the meta device with the sizes of one
 rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the planned memory beside the memory used."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,9 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
 
 
@@ -37,7 +40,9 @@ def block_activations(settings: Settings) -> float:
 def block_sizes(settings: Settings) -> BlockSizes:
     """Return the sizes of a block under the plan, measured once for each shape."""
     plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
-    return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype)
+    given = settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype
+    fp8 = "none" if not settings.fp8 else "apart" if plan.splits_backward else "fused"
+    return _measure(config, *given, fp8)
 
 
 def whole_bytes(settings: Settings) -> int:
@@ -75,7 +80,9 @@ def core_bytes(settings: Settings) -> float:
 
 
 @lru_cache(maxsize=32)
-def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype) -> BlockSizes:
+def _measure(
+    config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: str
+) -> BlockSizes:  # fmt: skip
     length, saved, repeated = config.seq_length, {}, []
     with torch.device("meta"):
         block = config.make_block().to(dtype)
@@ -90,6 +97,8 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
     for module in block.modules():
         if isinstance(module, AttentionCore):
             module.forward = attend  # type: ignore[method-assign,assignment]
+        elif isinstance(module, Linear | DeferredBiasLinear) and fp8 != "none":
+            module.sites = _known_sites()
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -97,9 +106,12 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
             saved[storage._cdata] = storage  # kept, so that no other storage takes its address
         return tensor
 
-    with saved_tensors_hooks(save, lambda tensor: tensor):
+    products = split_backward() if fp8 == "apart" else nullcontext()
+    with products, saved_tensors_hooks(save, lambda tensor: tensor):
         block(x.requires_grad_(), Context())
     kept = sum(s.nbytes() for s in saved.values())
+    if fp8 == "apart":  # rounded weights count as weights that matmuls read, as casts do without fp8
+        kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
     return BlockSizes(kept, batch * length * widest * dtype.itemsize, sum(repeated))
 
 
@@ -120,6 +132,12 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
         if sequence_parallel:  # its output is reduce-scattered
             module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
     return module.out_features
+
+
+def _known_sites() -> Sites:
+    """Return sites whose scales are known, without memory."""
+    site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
+    return Sites(site, site, site, Calibration(known=True))
 
 
 class _Core(torch.autograd.Function):
