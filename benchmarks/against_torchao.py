@@ -2,10 +2,10 @@
 
     python benchmarks/against_torchao.py --model 345m --micro_batch_size 16 --layers 6
 
-Ours: `models.gpt2.Block`, in bf16 and in fp8. torchao's: a plain block of the same sizes with biases and SDPA, compiled,
-in bf16 and with its four linear maps converted by `convert_to_float8_training`. All are captured as CUDA graphs; weights
-and activations are bf16, and there is no dropout. The optimizer, the embedding and the head, which are the same in all,
-are left out.
+Ours: `models.gpt2.Block`, in bf16 and in fp8. torchao's: a plain block of the same sizes with biases and SDPA,
+compiled, in bf16 and with its four linear maps converted by `convert_to_float8_training`. All are captured as CUDA
+graphs; weights and activations are bf16, and there is no dropout. The optimizer, the embedding and the head, which are
+the same in all, are left out.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class OurStack(nn.Module):
     def quantise(self, work: Callable[[], object]) -> None:
         """Give the matrices sites, whose scales follow from one run of `work`, as those of a training run do."""
         matrices = [m for m in self.modules() if isinstance(m, Linear | DeferredBiasLinear)]
-        calibration, cells = Calibration(), {}
+        calibration, cells = Calibration(keeps_weights=True), {}
         for matrix in matrices:
             found = [Site(*(torch.zeros((), device=CUDA) for _ in range(3))) for _ in FORMATS]
             matrix.sites = Sites(*found, calibration)

@@ -77,7 +77,7 @@ def test_a_product_is_that_of_the_values(formats):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
 def test_a_fused_mlp_is_that_of_its_parts(gated):
-    assert_fused_mlp(6, 16, 24, gated)
+    assert_fused_mlp(60, 16, 24, gated)
 
 
 @needs_triton

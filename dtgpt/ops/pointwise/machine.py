@@ -1,4 +1,4 @@
-"""Machine instructions that Triton has no name for, or surrounds with others for numbers that do not occur. Needs Triton."""
+"""Machine instructions without what Triton adds for numbers that do not occur. Needs Triton."""
 
 import os
 
