@@ -40,7 +40,7 @@ class Fp8Scales:
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
         self.mesh, self.matrices, count = mesh, matrices_of_block(config), num_sites(config)
-        self.calibration = Calibration()
+        self.calibration = Calibration(keeps_weights=not mesh.plan.zero)
         powers = [math.frexp(torch.finfo(dtype).max)[1] - 2 for dtype in FORMATS.values()]
         device = mesh.device
         self._powers = torch.tensor(powers, dtype=torch.int32, device=device).repeat(count // len(FORMATS))

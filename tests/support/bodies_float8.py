@@ -81,11 +81,11 @@ def check_activation(rows: int, columns: int, gated: bool, device: torch.device 
             assert torch.equal(cells[0], cells[2]) and torch.equal(cells[1], cells[3])
 
 
-def make_sites(device: torch.device | str) -> Sites:
+def make_sites(device: torch.device | str, keeps_weights: bool) -> Sites:
     """Sites of known scales, without amaxes."""
     scales = [torch.tensor(2.0**power, device=device) for power in (4, 6, 12)]
     cells = [Site(scale, 1 / scale, torch.zeros((), device=device)) for scale in scales]
-    return Sites(*cells, Calibration(known=True))
+    return Sites(*cells, Calibration(known=True, keeps_weights=keeps_weights))
 
 
 def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: torch.device | str = "cpu") -> None:
@@ -98,8 +98,8 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
     x, dy = (torch.randn(2, rows // 2, width).bfloat16().to(device) for _ in range(2))
     activation_of = swiglu.swiglu if gated else gelu.bias_gelu
 
-    def run(function) -> list[Tensor]:
-        first.sites, second.sites = made = make_sites(device), make_sites(device)
+    def run(function, keeps_weights: bool) -> list[Tensor]:
+        first.sites, second.sites = made = make_sites(device, keeps_weights), make_sites(device, keeps_weights)
         inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]
         y = function(inputs[0])
         gradients = torch.autograd.grad(y, inputs, dy)
@@ -108,8 +108,10 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
     def apart(x: Tensor) -> Tensor:
         return second(activation_of(first(x), *([] if gated else [first.bias])))
 
-    fused = run(lambda x: layers.mlp(x, first, second, activation_of))
-    for index, (one, other) in enumerate(zip(fused, run(apart), strict=True)):
-        tolerance = 2**-8 if index == 4 and not gated else 0  # the bias's gradient is summed in another order
-        assert one.dtype == other.dtype and one.abs().max() > 0, index
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    parts = run(apart, keeps_weights=False)
+    for keeps_weights in (False, True):
+        fused = run(lambda x: layers.mlp(x, first, second, activation_of), keeps_weights)
+        for index, (one, other) in enumerate(zip(fused, parts, strict=True)):
+            tolerance = 2**-8 if index == 4 and not gated else 0  # the bias's gradient is summed in another order
+            assert one.dtype == other.dtype and one.abs().max() > 0, index
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

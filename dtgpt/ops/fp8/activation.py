@@ -8,7 +8,6 @@ Sharding rule: those of `bias_gelu`, `swiglu` and `quantize`.
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import TRITON
 from dtgpt.ops.fp8 import quantize
 from dtgpt.ops.pointwise import gelu, swiglu
 from dtgpt.ops.pointwise.bias import reference as column_sum
@@ -44,7 +43,7 @@ activation_forward = torch.library.custom_op(
     "dtgpt::float8_activation", reference_forward, mutates_args=("amax",), device_types="cpu"
 )
 activation_forward.register_kernel(
-    "cuda", lambda *inputs: (kernels().forward if TRITON else reference_forward)(*inputs)
+    "cuda", lambda x, *rest: (kernels().forward if quantize.has_kernel(x) else reference_forward)(x, *rest)
 )
 
 
@@ -59,7 +58,7 @@ activation_backward = torch.library.custom_op(
     "dtgpt::float8_activation_backward", reference_backward, mutates_args=("amax",), device_types="cpu"
 )
 activation_backward.register_kernel(
-    "cuda", lambda *inputs: (kernels().backward if TRITON else reference_backward)(*inputs)
+    "cuda", lambda dy, *rest: (kernels().backward if quantize.has_kernel(dy) else reference_backward)(dy, *rest)
 )
 
 

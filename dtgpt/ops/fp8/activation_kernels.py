@@ -1,4 +1,4 @@
-"""Triton kernels of `dtgpt.ops.fp8.activation`. Needs Triton."""
+"""Triton kernels of `dtgpt.ops.fp8.activation`, by the tiles of `quantize_kernels`. Needs Triton."""
 
 import torch
 import triton
@@ -7,125 +7,162 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.quantize_kernels import (
     CELLS,
-    DTYPES,
     Launch,
     empty_orders,
-    magnitudes,
+    largest_of,
     raise_amax,
     store_orders,
     tile_grid,
-    to_float8,
+    tile_options,
 )
 from dtgpt.ops.norm.column_kernels import sum_partials
-from dtgpt.ops.pointwise.gelu_kernels import CUBIC_SLOPE, SLOPE, share
+from dtgpt.ops.pointwise.gelu_kernels import share, slope
+from dtgpt.ops.pointwise.machine import rounded
 from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 
-FORWARD = Launch(rows=64, columns=64, warps=4, occupancy=1 << 10, stages=1)
-BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
+FORWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
+BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
 
 
 @triton.jit
-def load_pairs(x, first, mask_rows, columns, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return gates and factors, fp32 `[ROWS, BLOCK]` each, of rows `first` on of x `[rows, C, 2]`; columns: 2 BLOCK
-    of the last two dimensions together."""
-    place = tl.arange(0, ROWS)[:, None] * (2 * C) + columns[None, :]
-    values = tl.load(x + first * (2 * C) + place, mask_rows[:, None] & (columns < 2 * C)[None, :], 0.0)
-    return tl.split(tl.reshape(values.to(tl.float32), (ROWS, BLOCK, 2)))
+def load_pairs(places, mask, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return gates and factors, fp32 `[GROUPS, BLOCK]` each, of pairs in neighbouring columns."""
+    return tl.split(tl.reshape(tl.load(places, mask, 0.0).to(tl.float32), (GROUPS, BLOCK, 2)))
+
+
+@triton.jit
+def gelu_of(places, mask, shift):
+    """Return gelu_tanh of what is loaded plus `shift`; 0 outside of the mask."""
+    u = tl.load(places, mask, 0.0).to(tl.float32) + shift
+    return tl.where(mask, u * share(u), 0.0)
+
+
+@triton.jit
+def gelu_gradient(dy, places, mask, shift):
+    """Return the gradient of `gelu_of`'s loaded input."""
+    u = tl.load(places, mask, 0.0).to(tl.float32) + shift
+    return tl.load(dy, mask, 0.0).to(tl.float32) * slope(u)
+
+
+@triton.jit
+def swiglu_of(places, mask, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the SwiGLU of pairs."""
+    gate, up = load_pairs(places, mask, GROUPS, BLOCK)
+    return gate * sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_gradient(dy, mask, places, pair_mask, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the gradients of pairs, `[GROUPS, 2 BLOCK]`."""
+    gate, up = load_pairs(places, pair_mask, GROUPS, BLOCK)
+    gradient = tl.load(dy, mask, 0.0).to(tl.float32)
+    portion = sigmoid(gate)
+    rate = portion + gate * portion * (1.0 - portion)
+    return tl.reshape(tl.join(gradient * up * rate, gradient * gate * portion), (GROUPS, 2 * BLOCK))
 
 
 @triton.jit(do_not_specialize_on_alignment=CELLS)
 def forward_kernel(
-    x, bias, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x, bias, scale, amax, q, q_t, rows, C: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute gelu_tanh(x + bias) of x `[rows, C]`, without a bias the SwiGLU of x `[rows, C, 2]`, in 8 bits."""
     factor = tl.load(scale)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < C
-    local = tl.arange(0, ROWS)
-    largest = tl.zeros([BLOCK], tl.int32)
+    group = tl.arange(0, GROUPS)
+    largest = tl.zeros([GROUPS, BLOCK], tl.float32)
     if bias is not None:
-        shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
-    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
-        there = local < rows - first
-        mask = there[:, None] & inside[None, :]
+        shift = tl.load(bias + columns, columns < C, 0.0).to(tl.float32)[None, :]
+        place = x + (4 * C) * group[:, None] + columns[None, :]
+    else:
+        pairs = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        place = x + (8 * C) * group[:, None] + pairs[None, :]
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, 4 * GROUPS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * (4 * GROUPS)
+        there = group < (rows - first) // 4
+        mask = there[:, None] & (columns < C)[None, :]
         if bias is not None:
-            u = tl.load(x + first * C + local[:, None] * C + columns[None, :], mask, 0.0).to(tl.float32) + shift
-            y = u * share(u)
+            a = gelu_of(place + first * C, mask, shift)
+            b = gelu_of(place + first * C + C, mask, shift)
+            c = gelu_of(place + first * C + 2 * C, mask, shift)
+            d = gelu_of(place + first * C + 3 * C, mask, shift)
         else:
-            pairs = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-            gate, up = load_pairs(x, first, there, pairs, C, ROWS, BLOCK)
-            y = gate * sigmoid(gate) * up
-        y = tl.where(mask, y.to(x.dtype.element_ty).to(tl.float32), 0.0)
-        store_orders(q, q_t, to_float8(y, factor, LIMIT, DTYPE), first, rows, columns, C, ROWS)
+            pair_mask = there[:, None] & (pairs < 2 * C)[None, :]
+            a = swiglu_of(place + first * (2 * C), pair_mask, GROUPS, BLOCK)
+            b = swiglu_of(place + first * (2 * C) + 2 * C, pair_mask, GROUPS, BLOCK)
+            c = swiglu_of(place + first * (2 * C) + 4 * C, pair_mask, GROUPS, BLOCK)
+            d = swiglu_of(place + first * (2 * C) + 6 * C, pair_mask, GROUPS, BLOCK)
+        a, b = rounded(a, b)
+        c, d = rounded(c, d)
+        store_orders(q, q_t, a, b, c, d, factor, first, rows, columns, mask, C, LIMIT, DTYPE, GROUPS)
         if amax is not None:
-            largest = tl.maximum(largest, tl.max(magnitudes(y), 0))
+            largest = largest_of(largest, a, b, c, d)
     if amax is not None:
-        raise_amax(amax, tl.max(largest, 0))
+        raise_amax(amax, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=CELLS)
 def gelu_backward_kernel(
-    dy, x, bias, scale, amax, q, q_t, partials, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy, x, bias, scale, amax, q, q_t, partials, rows, C: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of gelu_tanh(x + bias) in x in 8 bits, and partial sums of it, from dy, x `[rows, C]`."""
     factor = tl.load(scale)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
-    local = tl.arange(0, ROWS)
-    place = local[:, None] * C + columns[None, :]
+    group = tl.arange(0, GROUPS)
+    place = (4 * C) * group[:, None] + columns[None, :]
     shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
-    largest = tl.zeros([BLOCK], tl.int32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
-        mask = (local < rows - first)[:, None] & inside[None, :]
-        u = tl.load(x + first * C + place, mask, 0.0).to(tl.float32) + shift
-        s = share(u)
-        slope = s + u * s * (1.0 - s) * (u * CUBIC_SLOPE * u + SLOPE)
-        gradient = tl.load(dy + first * C + place, mask, 0.0).to(tl.float32) * slope
-        sums += tl.sum(gradient, 0)
-        gradient = gradient.to(x.dtype.element_ty).to(tl.float32)
-        store_orders(q, q_t, to_float8(gradient, factor, LIMIT, DTYPE), first, rows, columns, C, ROWS)
+    largest = tl.zeros([GROUPS, BLOCK], tl.float32)
+    sums = tl.zeros([GROUPS, BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, 4 * GROUPS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * (4 * GROUPS)
+        mask = (group < (rows - first) // 4)[:, None] & inside[None, :]
+        given, gradient = x + first * C + place, dy + first * C + place
+        a = gelu_gradient(gradient, given, mask, shift)
+        b = gelu_gradient(gradient + C, given + C, mask, shift)
+        c = gelu_gradient(gradient + 2 * C, given + 2 * C, mask, shift)
+        d = gelu_gradient(gradient + 3 * C, given + 3 * C, mask, shift)
+        sums += (a + b) + (c + d)
+        a, b = rounded(a, b)
+        c, d = rounded(c, d)
+        store_orders(q, q_t, a, b, c, d, factor, first, rows, columns, mask, C, LIMIT, DTYPE, GROUPS)
         if amax is not None:
-            largest = tl.maximum(largest, tl.max(magnitudes(gradient), 0))
-    tl.store(partials + tl.program_id(1) * C + columns, sums, inside)
+            largest = largest_of(largest, a, b, c, d)
+    tl.store(partials + tl.program_id(1) * C + columns, tl.sum(sums, 0), inside)
     if amax is not None:
-        raise_amax(amax, tl.max(largest, 0))
+        raise_amax(amax, largest)
 
 
 @triton.jit(do_not_specialize_on_alignment=CELLS)
 def swiglu_backward_kernel(
-    dy, x, scale, amax, q, q_t, rows, C: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy, x, scale, amax, q, q_t, rows, C: tl.constexpr,
+    LIMIT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of SwiGLU in x `[rows, C, 2]` in 8 bits, from dy `[rows, C]`."""
     factor = tl.load(scale)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pairs = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    local = tl.arange(0, ROWS)
-    largest = tl.zeros([2 * BLOCK], tl.int32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
-        there = local < rows - first
-        gate, up = load_pairs(x, first, there, pairs, C, ROWS, BLOCK)
-        mask = there[:, None] & (columns < C)[None, :]
-        gradient = tl.load(dy + first * C + local[:, None] * C + columns[None, :], mask, 0.0).to(tl.float32)
-        portion = sigmoid(gate)
-        slope = portion + gate * portion * (1.0 - portion)
-        both = tl.reshape(tl.join(gradient * up * slope, gradient * gate * portion), (ROWS, 2 * BLOCK))
-        both = both.to(x.dtype.element_ty).to(tl.float32)
-        store_orders(q, q_t, to_float8(both, factor, LIMIT, DTYPE), first, rows, pairs, 2 * C, ROWS)
+    group = tl.arange(0, GROUPS)
+    place = (4 * C) * group[:, None] + columns[None, :]
+    pair_place = (8 * C) * group[:, None] + pairs[None, :]
+    largest = tl.zeros([GROUPS, 2 * BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, 4 * GROUPS), tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * (4 * GROUPS)
+        there = (group < (rows - first) // 4)[:, None]
+        mask, pair_mask = there & (columns < C)[None, :], there & (pairs < 2 * C)[None, :]
+        given, gradient = x + first * (2 * C) + pair_place, dy + first * C + place
+        a = swiglu_gradient(gradient, mask, given, pair_mask, GROUPS, BLOCK)
+        b = swiglu_gradient(gradient + C, mask, given + 2 * C, pair_mask, GROUPS, BLOCK)
+        c = swiglu_gradient(gradient + 2 * C, mask, given + 4 * C, pair_mask, GROUPS, BLOCK)
+        d = swiglu_gradient(gradient + 3 * C, mask, given + 6 * C, pair_mask, GROUPS, BLOCK)
+        a, b = rounded(a, b)
+        c, d = rounded(c, d)
+        store_orders(q, q_t, a, b, c, d, factor, first, rows, pairs, pair_mask, 2 * C, LIMIT, DTYPE, GROUPS)
         if amax is not None:
-            largest = tl.maximum(largest, tl.max(magnitudes(both), 0))
+            largest = largest_of(largest, a, b, c, d)
     if amax is not None:
-        raise_amax(amax, tl.max(largest, 0))
-
-
-def _options(dtype: torch.dtype, launch: Launch) -> tuple:
-    return torch.finfo(dtype).max, DTYPES[dtype], launch.rows, launch.columns, launch.stages
+        raise_amax(amax, largest)
 
 
 def forward(
@@ -137,7 +174,7 @@ def forward(
     height = x.numel() // x.shape[-1]
     q, q_t = empty_orders(x, height, width, dtype, True, columns)
     forward_kernel[tile_grid(height, width, x.device, launch)](
-        x, bias, scale, amax, q, q_t if columns else None, height, width, *_options(dtype, launch),
+        x, bias, scale, amax, q, q_t if columns else None, height, width, *tile_options(dtype, launch),
         num_warps=launch.warps,
     )  # fmt: skip
     return q, q_t
@@ -151,7 +188,7 @@ def backward(
     dy, x, width = dy.contiguous(), x.contiguous(), dy.shape[-1]
     height = dy.numel() // width
     q, q_t = empty_orders(x, height, x.shape[-1], dtype, True, True)
-    grid, options = tile_grid(height, width, x.device, launch), _options(dtype, launch)
+    grid, options = tile_grid(height, width, x.device, launch), tile_options(dtype, launch)
     if bias is None:
         swiglu_backward_kernel[grid](dy, x, scale, amax, q, q_t, height, width, *options, num_warps=launch.warps)
         return q, q_t, x.new_empty(0)

@@ -75,28 +75,40 @@ class _Gradient(torch.autograd.Function):
         return grad, None, None, None
 
 
+def quantized_weight(weight: Tensor, site: Site, record: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return the weight in 8 bits, and what `transposed_weight` needs: with `keep` the transposed weight in 8 bits,
+    otherwise the weight itself, so that `fully_shard` may free what it all-gathered."""
+    q, q_t = quantize(weight, site.scale, FORWARD, site.amax if record else None, rows=True, columns=keep)
+    return q, q_t if keep else weight
+
+
+def transposed_weight(kept: Tensor, site: Site) -> Tensor:
+    """Return the transposed weight in 8 bits from what `quantized_weight` kept of it."""
+    if kept.dtype == FORWARD:
+        return kept
+    return quantize(kept, site.scale, FORWARD, None, rows=False, columns=True)[1]
+
+
 class _Linear(torch.autograd.Function):
-    """Forward keeps the transposed 8-bit copy of the input. Of the weight it keeps the 16-bit tensor itself, which
-    backward quantises again, so that `fully_shard` may free what it all-gathered."""
+    """Forward keeps the transposed 8-bit copy of the input, and the weight as `quantized_weight` says."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool) -> Tensor:
         first, second = sites.input, sites.weight
-        amaxes = (first.amax, second.amax) if record else (None, None)
-        xq, xq_t = quantize(x, first.scale, FORWARD, amaxes[0], rows=True, columns=record)
-        wq, _ = quantize(weight, second.scale, FORWARD, amaxes[1], rows=True, columns=False)
+        xq, xq_t = quantize(x, first.scale, FORWARD, first.amax if record else None, rows=True, columns=record)
+        wq, kept = quantized_weight(weight, second, record, sites.keeps_weight(x, weight))
         y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype, bias=bias)
-        ctx.save_for_backward(xq_t, weight)
+        ctx.save_for_backward(xq_t, kept)
         ctx.sites, ctx.has_bias = sites, bias is not None
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        xq_t, weight = ctx.saved_tensors
+        xq_t, kept = ctx.saved_tensors
         first, second, third = ctx.sites.input, ctx.sites.weight, ctx.sites.gradient
         make = quantize_and_sum if ctx.has_bias else quantize
         gq, gq_t, *sums = make(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
-        _, wq_t = quantize(weight, second.scale, FORWARD, None, rows=False, columns=True)
+        wq_t = transposed_weight(kept, second)
         dx = product(gq, wq_t, third.inverse, second.inverse, fast=False, dtype=grad.dtype)
-        dw = product(gq_t, xq_t, third.inverse, first.inverse, fast=False, dtype=weight.dtype)
+        dw = product(gq_t, xq_t, third.inverse, first.inverse, fast=False, dtype=grad.dtype)
         return dx.unflatten(0, grad.shape[:-1]), dw, sums[0] if sums else None, None, None

@@ -9,8 +9,10 @@ column sum. Sharding rule: any dimension may be sharded; amax is then that of th
 import torch
 from torch import Tensor
 
-from dtgpt.ops.fast import TRITON
+from dtgpt.ops.fast import has_triton
 from dtgpt.ops.pointwise.bias import reference as column_sum
+
+ROWS = 4  # a kernel makes 32-bit words of the 8-bit values of so many
 
 
 def reference(
@@ -48,6 +50,11 @@ def quantize_and_sum(
     return _quantize(x, scale, dtype, amax, rows, columns, True)
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Return whether a kernel can work on x `[.., C]`: whether its rows are a multiple of ROWS."""
+    return has_triton(x) and x.numel() > 0 and x.numel() // x.shape[-1] % ROWS == 0
+
+
 def kernels():
     from dtgpt.ops.fp8 import quantize_kernels  # imported on first use, since it needs Triton
 
@@ -55,7 +62,7 @@ def kernels():
 
 
 _quantize = torch.library.custom_op("dtgpt::quantize", reference, mutates_args=("amax",), device_types="cpu")
-_quantize.register_kernel("cuda", lambda *inputs: (kernels().quantize if TRITON else reference)(*inputs))
+_quantize.register_kernel("cuda", lambda x, *rest: (kernels().quantize if has_kernel(x) else reference)(x, *rest))
 
 
 @_quantize.register_fake

@@ -25,10 +25,11 @@ class Site(NamedTuple):
 
 @dataclass
 class Calibration:
-    """What the sites of a run share. Both fields change between steps only."""
+    """What the sites of a run share. `known` and `enabled` change between steps only."""
 
     known: bool = False  # whether scales follow from amaxes of earlier steps
     enabled: bool = True  # False: products are of 16 bits, and nothing is recorded
+    keeps_weights: bool = False  # between forward and backward, in 8 bits: not where a plan frees weights meanwhile
 
 
 @dataclass
@@ -44,6 +45,11 @@ class Sites:
     def quantise(self) -> bool:
         """Whether products are of 8 bits: not before a first training step has observed the values."""
         return self.calibration.enabled and self.calibration.known
+
+    def keeps_weight(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether forward makes the transposed weight for backward, too, in one pass over the weight: not where that
+        would take more memory than the transposed input that forward keeps."""
+        return self.record and self.calibration.keeps_weights and weight.numel() <= x.numel()
 
     @property
     def record(self) -> bool:
