@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sites: Sites, record: bool) -> Tensor:
         first, second = sites.input, sites.weight
         xq, xq_t = quantize(x, first.scale, FORWARD, first.amax if record else None, rows=True, columns=record)
-        wq, kept = quantized_weight(weight, second, record, sites.keeps_weight(x, weight))
+        wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(x, weight))
         y = product(xq, wq, first.inverse, second.inverse, fast=True, dtype=x.dtype, bias=bias)
         ctx.save_for_backward(xq_t, kept)
         ctx.sites, ctx.has_bias = sites, bias is not None

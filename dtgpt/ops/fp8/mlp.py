@@ -37,10 +37,10 @@ class _MLP(torch.autograd.Function):
     ) -> Tensor:
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
-        wq, kept_1 = quantized_weight(weight_1, one.weight, record, one.keeps_weight(x, weight_1))
+        wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
         u = product(xq, wq, one.input.inverse, one.weight.inverse, fast=True, dtype=x.dtype)
         hq, hq_t = activation_forward(u, bias, two.input.scale, FORWARD, cells[1], record)
-        wq, kept_2 = quantized_weight(weight_2, two.weight, record, two.keeps_weight(hq, weight_2))
+        wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
         y = product(hq, wq, two.input.inverse, two.weight.inverse, fast=True, dtype=x.dtype)
         ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
         ctx.sites = one, two

@@ -49,7 +49,7 @@ class Sites:
     def keeps_weight(self, x: Tensor, weight: Tensor) -> bool:
         """Whether forward makes the transposed weight for backward, too, in one pass over the weight: not where that
         would take more memory than the transposed input that forward keeps."""
-        return self.record and self.calibration.keeps_weights and weight.numel() <= x.numel()
+        return self.calibration.keeps_weights and weight.numel() <= x.numel()
 
     @property
     def record(self) -> bool:
