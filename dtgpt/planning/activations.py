@@ -4,6 +4,7 @@ rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the p
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,13 @@ class BlockSizes:
     repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
 
 
+class Fp8(NamedTuple):
+    """What the memory of a block in fp8 depends on."""
+
+    splits_backward: bool
+    keeps_weights: bool  # as of `Calibration`
+
+
 def block_activations(settings: Settings) -> float:
     """Return the bytes that one block keeps for backward under the default table of tensor parallelism, without
     weights."""
@@ -41,8 +49,7 @@ def block_sizes(settings: Settings) -> BlockSizes:
     """Return the sizes of a block under the plan, measured once for each shape."""
     plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
     given = settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype
-    fp8 = "none" if not settings.fp8 else "apart" if plan.splits_backward else "fused"
-    return _measure(config, *given, fp8)
+    return _measure(config, *given, Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None)
 
 
 def whole_bytes(settings: Settings) -> int:
@@ -81,9 +88,10 @@ def core_bytes(settings: Settings) -> float:
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: str
+    config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: Fp8 | None
 ) -> BlockSizes:  # fmt: skip
     length, saved, repeated = config.seq_length, {}, []
+    apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block().to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
@@ -97,8 +105,8 @@ def _measure(
     for module in block.modules():
         if isinstance(module, AttentionCore):
             module.forward = attend  # type: ignore[method-assign,assignment]
-        elif isinstance(module, Linear | DeferredBiasLinear) and fp8 != "none":
-            module.sites = _known_sites()
+        elif isinstance(module, Linear | DeferredBiasLinear) and fp8:
+            module.sites = _known_sites(fp8.keeps_weights)
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -106,11 +114,10 @@ def _measure(
             saved[storage._cdata] = storage  # kept, so that no other storage takes its address
         return tensor
 
-    products = split_backward() if fp8 == "apart" else nullcontext()
-    with products, saved_tensors_hooks(save, lambda tensor: tensor):
+    with split_backward() if apart else nullcontext(), saved_tensors_hooks(save, lambda tensor: tensor):
         block(x.requires_grad_(), Context())
     kept = sum(s.nbytes() for s in saved.values())
-    if fp8 == "apart":  # rounded weights count as weights that matmuls read, as casts do without fp8
+    if apart:  # rounded weights count as weights that matmuls read, as casts do without fp8
         kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
     return BlockSizes(kept, batch * length * widest * dtype.itemsize, sum(repeated))
 
@@ -134,10 +141,10 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
     return module.out_features
 
 
-def _known_sites() -> Sites:
+def _known_sites(keeps_weights: bool) -> Sites:
     """Return sites whose scales are known, without memory."""
     site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
-    return Sites(site, site, site, Calibration(known=True))
+    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
 
 
 class _Core(torch.autograd.Function):

@@ -42,7 +42,7 @@ def inputs(has_bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> Inputs
 def sites(*scales: float) -> Sites:
     """Return sites with these scales, by default 1, which are not known yet."""
     made = [Site(torch.tensor(s), torch.tensor(1 / s), torch.tensor(0.0)) for s in scales or (1.0, 1.0, 1.0)]
-    return Sites(*made, calibration=Calibration())
+    return Sites(made[0], made[1], made[2], Calibration())
 
 
 def known_sites() -> Sites:
