@@ -9,7 +9,7 @@ from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
 from dtgpt.ops.fp8.quantize_kernels import Launch
 from dtgpt.ops.norm import column_kernels
-from dtgpt.ops.pointwise import gelu_kernels
+from dtgpt.ops.pointwise import gelu_kernels, swiglu_kernels
 
 CUDA = torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -66,13 +66,22 @@ def gelu_backward_case(launches: list[Launch], rows: int, columns: int) -> Case:
     return Case(f"bias + GELU backward in 8 bits, {rows} x {columns}", variants, bytes=3 * x.nbytes)
 
 
-def swiglu_case(rows: int, columns: int) -> Case:
+def swiglu_case(launches: list[Launch], rows: int, columns: int, backward: bool) -> Case:
+    """columns: number of pairs."""
     x, dy, scale, amax = draw(rows, 2 * columns), draw(rows, columns), cell(16.0), cell()
-    variants = {
-        "forward": lambda: activation_kernels.forward(x, None, scale, E4M3, amax, True),
-        "backward": lambda: activation_kernels.backward(dy, x, None, scale, E5M2, amax),
-    }
-    return Case(f"SwiGLU in 8 bits, {rows} x {columns} pairs", variants, bytes=x.nbytes + dy.nbytes)
+
+    def variant(launch: Launch):
+        if backward:
+            return lambda: activation_kernels.backward(dy, x, None, scale, E5M2, amax, launch)
+        return lambda: activation_kernels.forward(x, None, scale, E4M3, amax, True, launch)
+
+    variants = {f"{tuple(launch)}": variant(launch) for launch in launches}
+    if backward:
+        variants["without quantising"] = lambda: swiglu_kernels.swiglu_backward(dy, x)
+    else:
+        variants["without quantising"] = lambda: swiglu_kernels.swiglu_forward(x)
+    moved = x.nbytes + dy.nbytes + (x.nbytes if backward else 0)
+    return Case(f"SwiGLU {'backward' if backward else 'forward'} in 8 bits, {rows} x {columns}", variants, bytes=moved)
 
 
 def products_case(rows: int, width: int) -> Case:
@@ -125,7 +134,7 @@ def cases() -> list[Case]:
     found += [gelu_forward_case(BOTH, TOKENS, 4096), gelu_backward_case(SUMS, TOKENS, 4096)]
     default = [quantize_kernels.BOTH_ORDERS]
     found += [quantize_case(default, TOKENS, columns, (True, True, False)) for columns in (1024, 1600, 3072)]
-    found += [swiglu_case(TOKENS, 8192)]
+    found += [swiglu_case(BOTH, TOKENS, 8192, backward) for backward in (False, True)]
     return found
 
 

@@ -82,8 +82,8 @@ def test_a_fused_mlp_is_that_of_its_parts(gated):
 
 @needs_triton
 def test_the_kernels_in_the_interpreter():
-    interpret("check_quantize", "(72, 130), (4, 8), (64, 64), (32, 1)")
-    interpret("check_activation", "(72, 130, False), (36, 40, True), (4, 8, False), (4, 70, True)")
+    interpret("check_quantize", "(72, 130), (4, 1)")
+    interpret("check_activation", "(68, 70, False), (36, 40, True)")
 
 
 SIZES = [(64, 64), (16384, 1024), (1000, 1600), (36, 3072), (4, 8), (76, 1), (4100, 4096)]
@@ -113,7 +113,7 @@ def test_products_on_a_gpu(size, formats):
     for fast in (False, True):
         found = product(*factors, *inverse, fast=fast).double()
         assert (found - true).norm() / true.norm() < 2**-8
-        bias = draw(1, n, CUDA)[0]
+        bias = draw(1, n + 1, CUDA)[0, 1:]  # its address is no multiple of 16
         found = product(*factors, *inverse, fast=fast, bias=bias).double()
         assert (found - true - bias).norm() / (true + bias).norm() < 2**-8
 

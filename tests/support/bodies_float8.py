@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.models import layers
 from dtgpt.ops.fp8 import activation, quantize
@@ -101,7 +102,10 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
     def run(function, keeps_weights: bool) -> list[Tensor]:
         first.sites, second.sites = made = make_sites(device, keeps_weights), make_sites(device, keeps_weights)
         inputs = [x.clone().requires_grad_(), first.weight, second.weight, *([] if gated else [first.bias])]
-        y = function(inputs[0])
+        kept: list[int] = []
+        with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+            y = function(inputs[0])
+        assert all((weight.data_ptr() in kept) != keeps_weights for weight in inputs[1:3])
         gradients = torch.autograd.grad(y, inputs, dy)
         return [y, *gradients, *(s.amax for sites in made for s in (sites.input, sites.weight, sites.gradient))]
 

@@ -1,6 +1,6 @@
 """Activation functions of an MLP whose results exist in 8 bits only: bias and tanh-GELU, and SwiGLU.
 
-Each value is rounded to x's 16-bit dtype before it is quantised, so that it equals that of the plain function followed
+Each value is rounded to x's dtype before it is quantised, so that it equals that of the plain function followed
 by `quantize`, which is the reference. Fast path: one Triton kernel each way that writes both orders.
 Sharding rule: those of `bias_gelu`, `swiglu` and `quantize`.
 """
@@ -33,6 +33,10 @@ def reference_backward(
     return *quantize.reference(dx, scale, dtype, amax, True, True, False)[:2], d_bias
 
 
+def _has_kernel(x: Tensor) -> bool:
+    return quantize.has_kernel(x) and x.dtype == torch.bfloat16
+
+
 def kernels():
     from dtgpt.ops.fp8 import activation_kernels  # imported on first use, since it needs Triton
 
@@ -43,7 +47,7 @@ activation_forward = torch.library.custom_op(
     "dtgpt::float8_activation", reference_forward, mutates_args=("amax",), device_types="cpu"
 )
 activation_forward.register_kernel(
-    "cuda", lambda x, *rest: (kernels().forward if quantize.has_kernel(x) else reference_forward)(x, *rest)
+    "cuda", lambda x, *rest: (kernels().forward if _has_kernel(x) else reference_forward)(x, *rest)
 )
 
 
@@ -58,7 +62,7 @@ activation_backward = torch.library.custom_op(
     "dtgpt::float8_activation_backward", reference_backward, mutates_args=("amax",), device_types="cpu"
 )
 activation_backward.register_kernel(
-    "cuda", lambda dy, *rest: (kernels().backward if quantize.has_kernel(dy) else reference_backward)(dy, *rest)
+    "cuda", lambda dy, *rest: (kernels().backward if _has_kernel(dy) else reference_backward)(dy, *rest)
 )
 
 

@@ -62,7 +62,7 @@ def swiglu_gradient(dy, mask, places, pair_mask, GROUPS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit(do_not_specialize_on_alignment=CELLS)
-def forward_kernel(
+def activation_kernel(
     x, bias, scale, amax, q, q_t, rows, C: tl.constexpr,
     LIMIT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def forward(
     x, width = x.contiguous(), x.shape[-1] // (2 if bias is None else 1)
     height = x.numel() // x.shape[-1]
     q, q_t = empty_orders(x, height, width, dtype, True, columns)
-    forward_kernel[tile_grid(height, width, x.device, launch)](
+    activation_kernel[tile_grid(height, width, x.device, launch)](
         x, bias, scale, amax, q, q_t if columns else None, height, width, *tile_options(dtype, launch),
         num_warps=launch.warps,
     )  # fmt: skip

@@ -35,13 +35,13 @@ def product(
     """
     if not _has_kernel(a, b):
         return reference(a, b, inverse_a, inverse_b, dtype, bias)
-    inverses = _aligned(inverse_a), _aligned(inverse_b)
+    inverses, bias = (_aligned(inverse_a), _aligned(inverse_b)), None if bias is None else _aligned(bias)
     return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _aligned(scalar: Tensor) -> Tensor:
-    """Return the scalar at an address that is a multiple of 16, as cuBLASLt wants it."""
-    return scalar.clone() if scalar.data_ptr() % STEP else scalar
+def _aligned(vector: Tensor) -> Tensor:
+    """Return a vector or scalar at an address that is a multiple of STEP: others end in an error of cuBLASLt."""
+    return vector.clone() if vector.data_ptr() % STEP else vector
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
