@@ -39,7 +39,7 @@ def _layouts(cut: Placement, ndim: int) -> tuple[Placement, Placement, Placement
 
 def _redistributed(x: Tensor, placement: Placement) -> DTensor:
     if not isinstance(x, DTensor):
-        raise TypeError("the input of a weight that is a DTensor must be one, too")
+        raise ValueError("the input of a weight that is a DTensor must be one, too")
     return x if x.placements == (placement,) else x.redistribute(placements=[placement])
 
 

@@ -17,7 +17,7 @@ from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
 from tests.support.bodies_fp8 import history_after_resume, record_with_history
 from tests.support.ranks import pool
-from tests.support.runs import change, losses, newest_run, record
+from tests.support.runs import change, losses, newest_run, on_cuda, record
 
 
 @pytest.fixture
@@ -123,6 +123,16 @@ def test_what_cannot_be_trained_in_fp8_is_refused_in_a_sentence(recipe):
         with pytest.raises(UserError, match=r"precision=fp8, but NVIDIA A100 .* 8\.9 .*use --precision bf16"):
             recipe.settings(plan, device)
         assert recipe.settings(plan, device, here=False).fp8  # as `dtgpt plan` asks
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("changes", [{"graph": "off"}, {"recompute": "full"}])
+def test_on_a_gpu_captured_steps_have_the_bits_of_others(recipe, changes):
+    """By kernels, of which the CPU's reference knows nothing."""
+    recipe = on_cuda(recipe, steps=6)
+    expected, found = record_with_history(recipe, 6), record_with_history(replace(recipe, **changes), 6)
+    assert found.history == expected.history and found.record.losses == expected.record.losses
+    assert all(torch.equal(value, expected.record.tensors[name]) for name, value in found.record.tensors.items())
 
 
 @pytest.mark.parametrize(
