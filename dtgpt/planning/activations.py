@@ -15,6 +15,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.attention.flash_launch import mask_words
 from dtgpt.ops.fast import split_backward
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
@@ -79,6 +80,8 @@ def core_bytes(settings: Settings) -> float:
         return tensors * width * scores + block_sizes(settings).repeated
     masked, length = settings.masks_documents, settings.model.seq_length
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
+    if backend == "flash" and settings.model.dropout > 0:
+        kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += block_sizes(settings).repeated
     if backend == "sdpa" and masked:
