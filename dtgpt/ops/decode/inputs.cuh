@@ -138,8 +138,8 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
         }
     }
 
-    // The merge of attention's `used` splits: four columns of a head a thread. The threads of a head, an aligned part of a
-    // warp of at least AT_ONCE lanes, share the splits' states.
+    // The merge of attention's `used` splits: four columns of a head are an item, of which a thread takes AT_A_TIME
+    // together. The threads of a head, an aligned part of a warp of at least AT_ONCE lanes, share the splits' states.
     static_assert(PROLOGUE != MERGE || HEAD >= 4 * AT_ONCE, "a head has AT_ONCE threads");
     static constexpr int ITEMS = SIZE / 4, AT_A_TIME = ITEMS > SHARERS ? 2 : 1;
     __device__ void keep_merged(int used) const {
@@ -154,11 +154,13 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
             for (int n = 0; n < AT_A_TIME; ++n) {
                 const int i = start + n * SHARERS < ITEMS ? start + n * SHARERS : start;
                 const size_t cell = (static_cast<size_t>(row()) * (SIZE / HEAD) + i / (HEAD / 4)) * SPLITS;
-                state[n] = p.state + cell, partial[n] = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
-                largest[n] = -INFINITY;
+                state[n] = p.state + cell, largest[n] = -INFINITY;
+                partial[n] = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
                 if constexpr (SPLITS > AT_ONCE) {
 #pragma unroll 1
-                    for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) largest[n] = fmaxf(largest[n], __ldcg(state[n] + j).x);
+                    for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) {
+                        largest[n] = fmaxf(largest[n], __ldcg(state[n] + j).x);
+                    }
                 }
             }
 #pragma unroll 1

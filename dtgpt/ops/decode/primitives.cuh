@@ -20,6 +20,12 @@ struct Pairs;
             "{%7, %8}, {%0, %1, %2, %3};"                                                                         \
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
             : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));                                                        \
+    }                                                                                                             \
+    static __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {            \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "    \
+            "{%8, %9}, {%0, %1, %2, %3};"                                                                         \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                      \
     }
 
 template <>
@@ -34,7 +40,7 @@ struct Pairs<__nv_bfloat16> {
     }
     static __device__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
     static __device__ __nv_bfloat16 narrow(float value) { return __float2bfloat16_rn(value); }
-    DTGPT_MULTIPLY("bf16")  // c += a b, of which a has 8 rows instead of 16
+    DTGPT_MULTIPLY("bf16")  // c += a b; without a1 and a3, a has 8 rows instead of 16
 };
 
 template <>

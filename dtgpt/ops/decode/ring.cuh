@@ -1,10 +1,13 @@
-// The weights of a CTA that are too many for registers, and their products with the inputs: each warp has a ring of pieces
-// in shared memory, a tile of a segment each, and multiplies one while the next ones arrive. It keeps a few more in
-// registers.
+// The weights of a CTA that are too many for registers, and their products with the inputs: each warp has a ring of
+// pieces in shared memory, a tile of a segment each, and multiplies two while the next ones arrive. A warp executes its
+// instructions one after the other, so that these must be few: loops over pieces are unrolled, which makes constants of
+// the offsets of copies and loads.
 
 #pragma once
 
 #include "product.cuh"
+
+constexpr int MOST_UNROLLED = 32;  // pieces of a warp: with more, the loop over sets is not unrolled
 
 template <int ROWS, int SIZE, int COLUMNS>
 struct Ring : Place<ROWS, SIZE, COLUMNS> {
@@ -15,126 +18,121 @@ struct Ring : Place<ROWS, SIZE, COLUMNS> {
     using Base::lane;
     using Base::first;
     using Base::count;
+    using Base::exists;
     using Base::partials;
     using Base::inputs;
+    using Base::MOST_ROWS;
     using Base::TILES;
-    using Base::TILE_ROWS;
+    using Base::SETS;
     using Base::SEGMENTS;
     using Base::WEIGHTS;
-    using Base::PIECE;
-    using Base::PIECES;
     using Base::RING;
-    using Base::EARLY;
 
-    // A place in the pieces of a warp, which are [tile][segment] from `begin()` to `begin() + pieces()`.
-    struct Cursor {
-        int tile, segment;
-        __device__ void advance() {
-            if (++segment == SEGMENTS) segment = 0, ++tile;
-        }
-    };
-    __device__ int begin() const { return TILES * SEGMENTS * warp / WARPS; }
-    __device__ int pieces() const { return TILES * SEGMENTS * (warp + 1) / WARPS - begin(); }
-    __device__ Cursor start() const { return {begin() / SEGMENTS, begin() % SEGMENTS}; }
-    __device__ uint32_t slot(int index) const {
-        return shared_address(shared) + WEIGHTS + (warp * RING + index % RING) * PIECE;
-    }
+    struct Fragments {};  // nothing is kept in registers
 
-    struct Fragments {
-        uint32_t b[EARLY > 0 ? EARLY : 1][PARTS][4];
-        Cursor next;  // the first piece that has not been copied
+    static constexpr int PIECES = SETS * TILES;  // of a warp: [set][tile]
+    static constexpr int PIECE = TILE * STRIDE;  // bytes in the ring
+
+    __device__ uint32_t ring() const { return shared_address(shared) + WEIGHTS + warp * (RING * PIECE); }
+
+    // Where a lane copies from and to in piece 0. Two rows of a segment are copied at once.
+    struct Copies {
+        const T* from;
+        uint32_t to;
+        uint64_t policy;
     };
 
-    __device__ bool whole(int segment) const { return SIZE % SEGMENT == 0 || segment < SEGMENTS - 1; }
-
-    // Copies piece `index` of this warp, if there is one, and closes a group: groups are counted.
-    __device__ void copy_piece(int index, Cursor& at, uint32_t to) const {
-        if (index < pieces() && (whole(at.segment) || lane % 16 < 8)) {
-            const uint64_t policy = evict_first_policy();
-            const int row = at.tile * TILE_ROWS + lane / 16;
-            const T* const from = p.weight + static_cast<size_t>(first + row) * SIZE + at.segment * SEGMENT + lane % 16 * 8;
-            to += lane / 16 * STRIDE + lane % 16 * 16;
-#pragma unroll
-            for (int i = 0; i < TILE_ROWS; i += 2) {
-                if (row + i < count && (i + 1 < TILE_ROWS || lane < 16)) copy_16(to + i * STRIDE, from + i * SIZE, policy);
-            }
-        }
-        at.advance();
-        close_group();
+    __device__ Copies copies() const {
+        const T* const from = p.weight + static_cast<size_t>(first + lane / 16) * SIZE + warp * SEGMENT + lane % 16 * 8;
+        return {from, ring() + lane / 16 * STRIDE + lane % 16 * 16, evict_first_policy()};
     }
 
-    __device__ void load_piece(uint32_t (&b)[PARTS][4], uint32_t from) const {
-        const uint32_t at = from + min(lane % 8, TILE_ROWS - 1) * STRIDE + lane / 8 * 16;
+    // Copies a piece, if this warp has it. A CTA has MOST_ROWS rows or one less.
+    __device__ void copy_piece(const Copies& c, int index) const {
+        const int set = index / TILES, tile = index % TILES;
+        if (index < PIECES && exists(set)) {
+            const int column = (warp + WARPS * set) * SEGMENT + lane % 16 * 8;
+            const bool inside = SIZE % SEGMENT == 0 || set < SETS - 1 || column < SIZE;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) load_matrices(b[part], at + 64 * part);
-    }
-
-    __device__ void copy_weights() const {}
-
-    __device__ Fragments load_weights() const {
-        Fragments f;
-        f.next = start();
-#pragma unroll
-        for (int index = 0; index < RING + EARLY; ++index) {
-            if (index >= RING) {
-                wait_for_groups<RING - 1>();
-                __syncwarp();
-                load_piece(f.b[index - RING], slot(index));
-                __syncwarp();
-            }
-            copy_piece(index, f.next, slot(index));
-            wait_for_groups<1>();
-        }
-        return f;
-    }
-
-    // Multiplies pieces whose chains alternate. Of those from `index` on, the first ones that exist are stored.
-    template <int N>
-    __device__ void multiply_pieces(const uint32_t (&b)[N][PARTS][4], Cursor& at, int index) const {
-        const uint32_t x = shared_address(inputs(lane % 8 < p.rows ? lane % 8 : 0)) + lane / 8 * 16;
-        Cursor each[N];
-#pragma unroll
-        for (int n = 0; n < N; ++n, at.advance()) each[n] = at;
-        float c[N][4] = {};
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            uint32_t a[N][4];
-#pragma unroll
-            for (int n = 0; n < N; ++n) load_matrices(a[n], x + each[n].segment * (SEGMENT * 2) + 64 * part);
-#pragma unroll
-            for (int half = 0; half < 4; half += 2) {
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    if (part < PARTS / 2 || whole(each[n].segment)) {
-                        Pairs<T>::multiply(c[n], a[n][half], a[n][half + 1], b[n][part][half], b[n][part][half + 1]);
-                    }
+            for (int i = 0; i < TILE; i += 2) {
+                const int row = tile * TILE + i;
+                if (row >= MOST_ROWS) continue;
+                if (inside && (row + 1 < MOST_ROWS - 1 || row + lane / 16 < count)) {
+                    const T* const from = c.from + row * SIZE + set * (WARPS * SEGMENT);
+                    copy_16(c.to + index % RING * PIECE + i * STRIDE, from, c.policy);
                 }
             }
         }
-        if (lane / 4 >= ROWS) return;
+        close_group();  // a group for each piece, empty ones too: groups are counted
+    }
+
+    // One piece of a warp is under way at a time: more would delay what the kernel before this one loads.
+    __device__ void copy_weights() const {
+        const Copies c = copies();
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            if (index + n >= pieces()) continue;
-            float* const to = partials(each[n].segment, lane / 4) + each[n].tile * TILE + lane % 4 * 2;
-            *reinterpret_cast<float2*>(to) = make_float2(c[n][0], c[n][1]);
+        for (int index = 0; index < RING; ++index) {
+            copy_piece(c, index);
+            wait_for_groups<0>();
         }
     }
 
-    __device__ void multiply(Fragments& f) const {
-        Cursor at = start();
-        if constexpr (EARLY > 0) multiply_pieces<EARLY>(f.b, at, 0);
-#pragma unroll 1
-        for (int index = EARLY; index < PIECES; index += TOGETHER) {
-            if (index >= pieces()) break;
-            uint32_t b[TOGETHER][PARTS][4];
-            wait_for_groups<RING - TOGETHER>();
-            __syncwarp();
+    __device__ Fragments load_weights() const { return {}; }
+
+    // Multiplies N tiles of a set, whose chains alternate. Rows behind the last one have results that are not used.
+    // half: the segment has half of its columns.
+    template <int N>
+    __device__ void multiply_tiles(const Copies& copies, int set, int tile, const uint32_t (&a)[2 * PARTS][4],
+                                   bool half) const {
+        const int index = set * TILES + tile;
+        wait_for_groups<RING - N>();
+        __syncwarp();
+        uint32_t b[N][PARTS][4];
 #pragma unroll
-            for (int n = 0; n < TOGETHER; ++n) load_piece(b[n], slot(index + n));
-            __syncwarp();
+        for (int n = 0; n < N; ++n) {
+            const uint32_t at = ring() + (index + n) % RING * PIECE + lane % 8 * STRIDE + lane / 8 * 16;
 #pragma unroll
-            for (int n = 0; n < TOGETHER; ++n) copy_piece(index + n + RING, f.next, slot(index + n));
-            multiply_pieces<TOGETHER>(b, at, index);
+            for (int part = 0; part < PARTS; ++part) load_matrices(b[n][part], at + 64 * part);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < N; ++n) copy_piece(copies, index + n + RING);
+        float c[N][4] = {};
+#pragma unroll
+        for (int step = 0; step < 2 * PARTS; ++step) {
+            if (step >= PARTS && half) continue;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const uint32_t(&pairs)[4] = b[n][step / 2];
+                Pairs<T>::multiply(c[n], a[step], pairs[step % 2 * 2], pairs[step % 2 * 2 + 1]);
+            }
+        }
+        if (lane / 4 < ROWS) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                float* const to = partials(warp + WARPS * set, lane / 4) + (tile + n) * TILE + lane % 4 * 2;
+                *reinterpret_cast<float2*>(to) = make_float2(c[n][0], c[n][1]);
+            }
+        }
+    }
+
+    __device__ void multiply(const Fragments&) const {
+        constexpr int UNROLLED = PIECES <= MOST_UNROLLED ? SETS : 1;
+        const Copies c = copies();
+        // Rows 8 to 15 of the left matrix repeat rows 0 to 7: their results are not used.
+        const uint32_t row = shared_address(inputs(lane % 8 < p.rows ? lane % 8 : 0));
+        const uint32_t x = row + lane / 16 * 16 + warp * (SEGMENT * 2);
+#pragma unroll UNROLLED
+        for (int set = 0; set < SETS; ++set) {
+            if (!exists(set)) continue;
+            const bool half = SIZE % SEGMENT != 0 && set == SETS - 1 && warp + WARPS * set == SEGMENTS - 1;
+            uint32_t a[2 * PARTS][4];
+#pragma unroll
+            for (int step = 0; step < 2 * PARTS; ++step) {
+                if (step < PARTS || !half) load_matrices(a[step], x + set * (WARPS * SEGMENT * 2) + 32 * step);
+            }
+#pragma unroll
+            for (int tile = 0; tile + 1 < TILES; tile += 2) multiply_tiles<2>(c, set, tile, a, half);
+            if constexpr (TILES % 2 != 0) multiply_tiles<1>(c, set, TILES - 1, a, half);
         }
     }
 };
