@@ -156,7 +156,7 @@ def test_a_user_is_told_where_fp8_is_slow(recipe, changes, device, told):
 @pytest.mark.parametrize("plan, more", [("single", False), ("tp2_sp", False), ("pp2_zbv", True)])
 def test_a_plan_shows_the_memory_of_the_fuller_step(recipe, plan, more):
     """The first one in 16 bits; a schedule that splits backward keeps 16-bit copies of rounded inputs later."""
-    recipe = replace(recipe, plan=plan, device="cuda", micro_batch_size=2)
+    recipe = change(recipe, plan=plan, device="cuda", micro_batch_size=2, model={"num_layers": 4})
     sizes = [block_sizes(replace(recipe, precision=p).planned(None)) for p in ("fp8", "bf16")]
     assert (sizes[0].saved > sizes[1].saved) if more else sizes[0] == sizes[1]
 
