@@ -20,26 +20,30 @@ from dtgpt.train.startup import open_trainer
 LAST = 100  # steps whose mean loss is compared
 
 
-def train(args: argparse.Namespace, overrides: list[str]) -> tuple[list[float], float]:
-    """Return the loss of every step, and the held-out loss after the last."""
+def train(args: argparse.Namespace, overrides: list[str]) -> dict:
+    """Return the loss of every step, and the held-out losses after the last: as the run computes, and in 16 bits, as a
+    checkpoint of it does."""
     with open_trainer(make_recipe(args, overrides, "single")[0]) as training:
         results = [training.train_step() for _ in range(args.steps)]
         held_out = training.held_out_loss()
-        assert held_out is not None
-        return [training.mean_loss(result) for result in results], held_out[0]
+        with training.as_loaded():
+            loaded = training.held_out_loss()
+        assert held_out is not None and loaded is not None
+        losses = [training.mean_loss(result) for result in results]
+        return {"losses": losses, "held_out": held_out[0], "held_out_loaded": loaded[0]}
 
 
 def compare(args: argparse.Namespace, overrides: list[str]) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for setting in args.settings:
-        losses, held_out = train(args, [*overrides, "--steps", str(args.steps), *shlex.split(setting)])
-        found[setting] = {"losses": losses, "held_out": held_out}
+        mine = found[setting] = train(args, [*overrides, "--steps", str(args.steps), *shlex.split(setting)])
         first = found[args.settings[0]]
-        print(f"\n{setting}: held-out loss {held_out:.4f}, {held_out - first['held_out']:+.4f}")
+        loss, loaded = (f"{mine[key]:.4f} ({mine[key] - first[key]:+.4f})" for key in ("held_out", "held_out_loaded"))
+        print(f"\n{setting}: held-out loss {loss}, in 16 bits {loaded}")
         for end in range(args.steps // 5, args.steps + 1, args.steps // 5):
             window = slice(max(end - LAST, 0), end)
-            mine, other = (statistics.mean(run["losses"][window]) for run in (found[setting], first))
-            print(f"  steps {window.start:5d} to {end:5d}: mean loss {mine:.4f}, {mine - other:+.4f}", flush=True)
+            mean, other = (statistics.mean(run["losses"][window]) for run in (mine, first))
+            print(f"  steps {window.start:5d} to {end:5d}: mean loss {mean:.4f}, {mean - other:+.4f}", flush=True)
     return found
 
 

@@ -15,10 +15,10 @@ CUDA = torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILE = 1 << 10  # an occupancy that gives every tile a program of its own
 TOKENS = 16 * 1024
-BOTH = [Launch(64, 64, 4, 8, 2), Launch(64, 64, 4, TILE, 1), Launch(64, 128, 4, TILE, 1)]
-SUMS = [Launch(64, 64, 4, 8, 2), Launch(128, 64, 4, 8, 2), Launch(64, 64, 4, 8, 3)]
-ROWS = [Launch(64, 64, 4, 8, 2), Launch(32, 128, 4, TILE, 1)]
-COLUMNS = [Launch(64, 64, 4, 8, 2), Launch(64, 64, 4, TILE, 1)]
+BOTH = [quantize_kernels.PLAIN, Launch(128, 64, 4, TILE, 1), Launch(64, 64, 4, 8, 2)]
+SUMS = [quantize_kernels.WITH_SUMS, Launch(64, 64, 4, 8, 2), Launch(32, 64, 2, 16, 2)]
+GELU = [activation_kernels.GELU_FORWARD, activation_kernels.GELU_BACKWARD, Launch(64, 64, 4, 8, 3)]
+SWIGLU = [activation_kernels.SWIGLU_FORWARD, activation_kernels.SWIGLU_BACKWARD, Launch(64, 64, 4, 8, 1)]
 
 
 def cell(value: float = 0.0) -> Tensor:
@@ -127,14 +127,11 @@ def products_case(rows: int, width: int) -> Case:
 
 def cases() -> list[Case]:
     found = [products_case(TOKENS, width) for width in (1024, 1600, 2048)]
-    found += [quantize_case(BOTH, TOKENS, 4096, (True, True, False))]
+    found += [quantize_case(BOTH, TOKENS, columns, (True, True, False)) for columns in (1024, 1600, 4096)]
+    found += [quantize_case(BOTH, 4096, 1024, wanted) for wanted in [(True, True, False), (True, False, False)]]
     found += [quantize_case(SUMS, TOKENS, 3072, (True, True, True))]
-    found += [quantize_case(ROWS, TOKENS, 4096, (True, False, False))]
-    found += [quantize_case(COLUMNS, 4096, 1024, (False, True, False))]
-    found += [gelu_forward_case(BOTH, TOKENS, 4096), gelu_backward_case(SUMS, TOKENS, 4096)]
-    default = [quantize_kernels.BOTH_ORDERS]
-    found += [quantize_case(default, TOKENS, columns, (True, True, False)) for columns in (1024, 1600, 3072)]
-    found += [swiglu_case(BOTH, TOKENS, 8192, backward) for backward in (False, True)]
+    found += [gelu_forward_case(GELU, TOKENS, 4096), gelu_backward_case(GELU, TOKENS, 4096)]
+    found += [swiglu_case(SWIGLU, TOKENS, 8192, backward) for backward in (False, True)]
     return found
 
 

@@ -6,8 +6,7 @@ replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,10 +56,14 @@ class NarrowSum(Sum):
         super().__init__(flat, group)
         self._run = self._send if pushed is None else pushed.run
         self.pieces = torch.empty_like(flat) if pushed is None else pushed.pieces
-        self._side = side_stream(flat.device) if flat.is_cuda else None
+        self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
-        with self._side.beside() if self._side else nullcontext():
+        if self._stream is None:
+            self._run()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._run()
 
     def _send(self) -> None:
@@ -69,42 +72,14 @@ class NarrowSum(Sum):
         all_gather_single(self.flat, own, self.group)
 
     def wait(self) -> None:
-        if self._side is not None:
-            self._side.join()
-
-
-class SideStream:
-    """The stream of all buckets, on which gradients are copied and summed while backward goes on."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-        self._reading: tuple[torch.cuda.Event, list[Tensor]] | None = None
-
-    @contextmanager
-    def beside(self, read: list[Tensor] | None = None) -> Iterator[None]:
-        """Queue what the context does behind what the current stream has got so far. Tensors that it reads, and that
-        the caller then drops, are kept until the next call that reads some: the current stream, which may use their
-        memory again, then waits until this one has read them."""
-        current = torch.cuda.current_stream()
-        if read and self._reading is not None:
-            current.wait_event(self._reading[0])
-            self._reading = None
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        if read:
-            self._reading = self._stream.record_event(), read
-
-    def join(self) -> None:
-        """Let the current stream wait for this one."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._reading = None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @functools.cache
-def side_stream(device: torch.device) -> SideStream:
-    """Return that of a device: PyTorch has few streams, and would in the end hand out the one that computes."""
-    return SideStream(device)
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all buckets: PyTorch has few, and would in the end hand out the one that computes."""
+    return torch.cuda.Stream(device)
 
 
 class Bucket:
@@ -129,7 +104,6 @@ class Bucket:
         self._over_replicas: Sum | None = None
         if group is not None:
             self._over_replicas = NarrowSum(self.wire, group, pushed) if narrow else Sum(self.wire, group)
-        self._side = side_stream(flat.device) if flat.is_cuda and narrow else None
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -150,8 +124,7 @@ class Bucket:
         gradients = [local_gradient(p) for p in self.parameters]
         with torch.no_grad():
             if self._accumulator is None:
-                with self._side.beside(gradients) if self._side else nullcontext():
-                    torch._foreach_copy_(self._totals, gradients)
+                torch._foreach_copy_(self._totals, gradients)
             elif self.done:
                 self._accumulator.add(gradients)
             else:

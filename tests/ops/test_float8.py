@@ -128,4 +128,4 @@ def test_activations_equal_those_that_are_quantised_afterwards(size, gated):
 @pytest.mark.cuda
 @pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
 def test_a_fused_mlp_on_a_gpu(gated):
-    assert_fused_mlp(256, 128, 512, gated, device=CUDA)
+    assert_fused_mlp(1024, 128, 512, gated, device=CUDA)

@@ -1,7 +1,6 @@
 """Messages between pipeline stages through memory that ranks share: where each goes, and, on two GPUs, the same bits as
 by NCCL."""
 
-import itertools
 import os
 from pathlib import Path
 
@@ -86,7 +85,8 @@ def check() -> None:
     does."""
     process = Process.from_environment()
     start_process_group(torch.device("cuda", process.local_rank), 120.0)
-    for graph, plan in itertools.product(("on", "off"), ("pp2", "pp2_gpipe", "pp2_interleaved", "pp2_zbv")):
+    captured = [("on", plan) for plan in ("pp2", "pp2_gpipe", "pp2_interleaved", "pp2_zbv")]
+    for graph, plan in [*captured, ("off", "pp2_interleaved")]:
         ours, expected = (run_plan(plan, graph, switch) for switch in "10")
         if ours and expected:  # on rank 0
             assert ours.losses == expected.losses, (plan, graph)

@@ -116,6 +116,6 @@ def assert_fused_mlp(rows: int, width: int, inner: int, gated: bool, device: tor
     for keeps_weights in (False, True):
         fused = run(lambda x: layers.mlp(x, first, second, activation_of), keeps_weights)
         for index, (one, other) in enumerate(zip(fused, parts, strict=True)):
-            tolerance = 2**-8 if index == 4 and not gated else 0  # the bias's gradient is summed in another order
+            tolerance = 2**-7 if index == 4 and not gated else 0  # the bias's gradient is summed in another order
             assert one.dtype == other.dtype and one.abs().max() > 0, index
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

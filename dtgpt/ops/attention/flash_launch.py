@@ -17,7 +17,6 @@ from dtgpt.ops.random.dropout import keep_scale, threshold
 LOG2_E = 1 / math.log(2)
 LARGEST_TILE = 128  # rows
 WORD = 64  # decisions of dropout in a word, as in `flash_mask`
-DRAWING_WARPS = 2  # of a program of `draw_kernel`, whose threads draw a word each
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
@@ -31,7 +30,8 @@ class Launch(NamedTuple):
 
 
 Launches = dict[str, Launch]
-NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 3)}  # D <= 64
+NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}  # D <= 64
+NARROW_DROPPING = NARROW | {"queries": Launch(64, 64, 4, 3)}  # whose words take the registers of a fourth program
 WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
 SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
 NARROW_TILES = {"forward": Launch(64, 128, 4, 2), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}
@@ -56,7 +56,7 @@ class Call:
         self.count = 0 if words is None else words.shape[1]
         self.spans = None if spans is None else spans.contiguous()
         self.by_tiles = words is None and takes_tiles(q, k)
-        tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW, WIDE)
+        tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW if words is None else NARROW_DROPPING, WIDE)
         self.launches: Launches = SINGLE if q.dtype == torch.float32 else tables[self.size > 64]
 
     def draw(self, key: Tensor, p: float, head_start: int) -> None:
@@ -67,7 +67,7 @@ class Call:
         grid, simd = (self.places, math.ceil(self.columns / WORD)), self.q.is_cuda and has_hopper(self.q.device)
         draw_kernel[grid](
             key, *key.stride(), self.words, self.spans, *self.sizes, self.count, head_start, threshold(p),
-            SIMD=simd, SPANS=self.spans is not None, num_warps=DRAWING_WARPS,
+            SIMD=simd, SPANS=self.spans is not None,
         )  # fmt: skip
 
     def forward(self, out: Tensor, sums: Tensor) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from dtgpt.ops.random.triton_philox import philox
 
 WORD = tl.constexpr(64)  # columns or queries that share a word of keep decisions
+DRAWN = tl.constexpr(128)  # queries whose words a program draws at a time, one a thread
 
 
 @triton.jit
@@ -33,36 +34,26 @@ def first_word_of_columns(rows, T, S):
 
 
 @triton.jit
-def _append(bits, word, drop, position, SIMD: tl.constexpr):
-    """Return `bits`, shifted by one, plus whether the halves of a word are kept, in its bits 0 and 16.
-
-    drop: at least 1. SIMD: the GPU compares two halves with one instruction (compute capability 9.0 and above); the
-    bits are then too large by drop - 1 in both halves. position: not negative; its highest bit is shifted in, so that
-    shift and sum are one instruction outside of the pipe of the products.
-    """
+def _decide(word, drop, SIMD: tl.constexpr):
+    """Return, in its halves, whether the halves of a word are kept: 0 or 1, where SIMD drop - 1 or drop. drop: at least
+    1. SIMD: the GPU compares two halves with one instruction (compute capability 9.0 and above)."""
     if SIMD:
         highest = tl.full(word.shape, 0x10001, tl.uint32) * drop.to(tl.uint32)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 value, twice;
-            max.u16x2 value, $2, $3;
-            min.u16x2 value, value, $4;
-            shf.l.wrap.b32 twice, $5, $1, 1;
-            add.u32 $0, twice, value;
-            }""",
-            "=r,r,r,r,r,r",
-            [bits, word, highest - 0x10001, highest, position],
+            "{ .reg .b32 more; max.u16x2 more, $1, $2; min.u16x2 $0, more, $3; }",
+            "=r,r,r,r",
+            [word, highest - 0x10001, highest],
             dtype=tl.uint32,
             is_pure=True,
             pack=1,
         )
     # A half is kept where adding 2^16 - drop carries out of its 16 bits.
     low = ((word & 0xFFFF) + (65536 - drop)) >> 16
-    return bits * 2 + (low | (((word >> 16) + (65536 - drop)) & 0x10000))
+    return low | (((word >> 16) + (65536 - drop)) & 0x10000)
 
 
 @triton.jit
-def _half_word(k0, k1, rows, group, half: tl.constexpr, head, drop, SIMD: tl.constexpr):
+def _half_word(k0, k1, rows, group, head, drop, half: tl.constexpr, SIMD: tl.constexpr):
     """Return uint32 `[R]`: the keep decisions of the positions `rows [R]` of queries for 32 of the 64 columns of a
     group."""
     bits = tl.zeros(rows.shape, tl.uint32)
@@ -71,8 +62,8 @@ def _half_word(k0, k1, rows, group, half: tl.constexpr, head, drop, SIMD: tl.con
         block = 8 * group + 4 * half + (3 - i) % 2 * 2 + (3 - i) // 2  # blocks 3, 1, 2, 0: see `kept`
         words = philox(k0, k1, block.to(tl.uint32), rows.to(tl.uint32), head.to(tl.uint32), zero)
         for j in tl.static_range(4):
-            bits = _append(bits, words[3 - j], drop, rows, SIMD)
-    if SIMD:
+            bits = tl.add(bits << 1, _decide(words[3 - j], drop, SIMD), sanitize_overflow=False)
+    if SIMD:  # each of the 16 decisions in a half is too large by drop - 1
         surplus = ((drop - 1).to(tl.uint32) * 0x10001).to(tl.uint64) * 0xFFFF
         bits = tl.sub(bits, surplus.to(tl.uint32), sanitize_overflow=False)
     return bits
@@ -160,7 +151,7 @@ def draw_kernel(
     key, stride_sample, stride_word, words, spans, T, earlier, N, count, start, drop,
     SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Draw the decisions of all queries that see a group of 64 columns, a word a thread. Grid (B N, ceil(S / 64))."""
+    """Draw the decisions of all queries that see a group of 64 columns. Grid (B N, ceil(S / 64))."""
     S = T if earlier is None else T + earlier
     place, group = tl.program_id(0), tl.program_id(1)
     end = T
@@ -171,18 +162,20 @@ def draw_kernel(
     k1 = tl.load(key + stride_word).to(tl.uint32)
     words += place.to(tl.int64) * count
     halves = words.to(tl.pointer_type(tl.int32))
-    thread = tl.arange(0, WORD)
+    thread = tl.arange(0, DRAWN)
     lane = thread % 32
     # The thread of lane i has the query, and after the transposition the column, whose decision is at bit i of a half.
     inside = ((lane & 4) << 2) | (lane & 8) | ((lane & 3) << 1) | (lane >> 4)
-    column = group * WORD + inside  # and 32 further
+    column = group * WORD + inside
     head = start + place % N
-    for begin in range(tl.maximum(group * WORD + T - S, 0) // WORD * WORD, end, WORD):
+    for begin in range(tl.maximum(group * WORD + T - S, 0) // WORD * WORD, end, DRAWN):
         rows = begin + thread // 32 * 32 + inside
-        low = _half_word(k0, k1, rows + (S - T), group, 0, head, drop, SIMD)
-        high = _half_word(k0, k1, rows + (S - T), group, 1, head, drop, SIMD)
+        low = _half_word(k0, k1, rows + (S - T), group, head, drop, 0, SIMD)
+        high = _half_word(k0, k1, rows + (S - T), group, head, drop, 1, SIMD)
         both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
         tl.store(words + first_word(group, T, S) + rows, both.to(tl.int64, bitcast=True), mask=rows < T)
-        turned = halves + 2 * (first_word_of_columns(begin // WORD, T, S) + column) + thread // 32
-        tl.store(turned, _transpose(low, lane, SIMD).to(tl.int32, bitcast=True), mask=column < S)
-        tl.store(turned + 64, _transpose(high, lane, SIMD).to(tl.int32, bitcast=True), mask=column + 32 < S)
+        block = begin // WORD + thread // WORD  # of queries
+        place_of_column = halves + 2 * (first_word_of_columns(block, T, S) + column) + thread // 32 % 2
+        low, high = _transpose(low, lane, SIMD), _transpose(high, lane, SIMD)
+        tl.store(place_of_column, low.to(tl.int32, bitcast=True), mask=(block * WORD < T) & (column < S))
+        tl.store(place_of_column + 64, high.to(tl.int32, bitcast=True), mask=(block * WORD < T) & (column + 32 < S))

@@ -20,8 +20,10 @@ from dtgpt.ops.pointwise.gelu_kernels import share, slope
 from dtgpt.ops.pointwise.machine import rounded
 from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 
-FORWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
-BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
+GELU_FORWARD = Launch(rows=64, columns=128, warps=8, occupancy=4, stages=3)
+GELU_BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
+SWIGLU_FORWARD = Launch(rows=128, columns=64, warps=8, occupancy=4, stages=1)
+SWIGLU_BACKWARD = Launch(rows=128, columns=64, warps=8, occupancy=4, stages=3)
 
 
 @triton.jit
@@ -167,9 +169,10 @@ def swiglu_backward_kernel(
 
 def forward(
     x: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, columns: bool,
-    launch: Launch = FORWARD,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (q `[R, C]`, q_t `[C, R]`, empty without `columns`) of the activation of x `[.., C]` or `[.., 2 C]`."""
+    launch = launch or (SWIGLU_FORWARD if bias is None else GELU_FORWARD)
     x, width = x.contiguous(), x.shape[-1] // (2 if bias is None else 1)
     height = x.numel() // x.shape[-1]
     q, q_t = empty_orders(x, height, width, dtype, True, columns)
@@ -182,9 +185,10 @@ def forward(
 
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype, amax: Tensor | None,
-    launch: Launch = BACKWARD,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (q, q_t, d_bias) of the gradient in x; without a bias d_bias is empty."""
+    launch = launch or (SWIGLU_BACKWARD if bias is None else GELU_BACKWARD)
     dy, x, width = dy.contiguous(), x.contiguous(), dy.shape[-1]
     height = dy.numel() // width
     q, q_t = empty_orders(x, height, x.shape[-1], dtype, True, True)

@@ -1,11 +1,12 @@
 """Products of 8-bit floats with fp32 sums.
 
-Fast path: cuBLASLt through `torch._scaled_mm`, where the GPU has such products (compute capability 8.9 on) and all
-sizes are multiples of 16. Otherwise the factors are cast to a wider type, which holds every one of their values.
+Fast path: cuBLASLt through `torch.nn.functional.scaled_mm`, where the GPU has such products (compute capability 8.9
+on) and all sizes are multiples of 16. Otherwise the factors are cast to a wider type, which holds all their values.
 Sharding rule: rows of either factor may be sharded; a shard of the common dimension gives a partial sum.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dtgpt.ops.fast import has_float8
@@ -35,8 +36,9 @@ def product(
     """
     if not _has_kernel(a, b):
         return reference(a, b, inverse_a, inverse_b, dtype, bias)
-    inverses, bias = (_aligned(inverse_a), _aligned(inverse_b)), None if bias is None else _aligned(bias)
-    return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    whole, bias = F.ScalingType.TensorWise, None if bias is None else _aligned(bias)
+    factors = a, b.t(), _aligned(inverse_a), whole, _aligned(inverse_b), whole
+    return F.scaled_mm(*factors, bias=bias, output_dtype=dtype, use_fast_accum=fast)
 
 
 def _aligned(vector: Tensor) -> Tensor:

@@ -29,9 +29,8 @@ class Launch(NamedTuple):
     stages: int  # of the software pipeline: tiles that a program prefetches
 
 
-ONE_ORDER = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
-BOTH_ORDERS = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
-WITH_SUMS = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
+PLAIN = Launch(rows=64, columns=64, warps=2, occupancy=1 << 10, stages=1)  # a program for each tile
+WITH_SUMS = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
 CELLS = ["scale", "amax"]  # elements of vectors, at any address: one binary serves all
 
 
@@ -166,7 +165,7 @@ def quantize(
     height = x.numel() // width
     q, q_t = empty_orders(x, height, width, dtype, rows, columns)
     total = x.new_empty(width if sums else 0)
-    launch = launch or (WITH_SUMS if sums else BOTH_ORDERS if columns else ONE_ORDER)
+    launch = launch or (WITH_SUMS if sums else PLAIN)
     grid = tile_grid(height, width, x.device, launch)
     partials = torch.empty(1, grid[1], width, dtype=torch.float32, device=x.device) if sums else None
     quantize_kernel[grid](

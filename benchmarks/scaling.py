@@ -1,0 +1,98 @@
+"""How far replicas are from linear: one GPU and several plans in turns, all of them open in the same processes.
+
+    torchrun --nproc-per-node 2 benchmarks/scaling.py --plans dp2 zero1 zero3 --micro_batch_size 32
+    torchrun --nproc-per-node 2 benchmarks/scaling.py --plans dp2 --nccl
+
+Every replica takes one micro-batch a step. A turn of one GPU runs on all GPUs at once, each for itself: a GPU that is
+warm, or beside a busy one, is slower. The time of a turn is that of the slowest rank. `--nccl` runs each plan once more
+without shared memory.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from train_step import make_recipe, timed
+
+from dtgpt.config.execution import choose_device
+from dtgpt.parallel.launch import start_process_group
+from dtgpt.parallel.process import VARIABLES, Process
+from dtgpt.parallel.symmetric import SWITCH
+from dtgpt.train.startup import open_trainer
+from dtgpt.train.trainer import StepResult
+
+WARM_UP = 5  # steps, within which a step is captured
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only process of a run, on this rank's GPU."""
+    with mock.patch.dict(os.environ, {VARIABLES["rank"]: "0", VARIABLES["world"]: "1"}):
+        yield
+
+
+def open_step(name: str, args: argparse.Namespace, overrides: list[str], stack: ExitStack) -> Callable[[], StepResult]:
+    """Return the captured step of a plan, `NAME nccl` without shared memory."""
+    plan, _, how = name.partition(" ")
+    with alone() if plan == "single" else mock.patch.dict(os.environ, {SWITCH: "0"} if how else {}):
+        step = stack.enter_context(open_trainer(make_recipe(args, overrides, plan)[0])).train_step
+    for _ in range(WARM_UP):
+        step()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of steps before the capture; graphs keep theirs
+    return step
+
+
+def in_turns(steps: dict[str, Callable[[], StepResult]], args: argparse.Namespace, device: torch.device) -> None:
+    """Print the milliseconds of each, by round, and the median share of linear."""
+    end = time.monotonic() + args.warm
+    while time.monotonic() < end:
+        timed(steps["single"], args.steps, device)
+    mine = {name: [0.0] * args.rounds for name in steps}
+    for turn in range(args.rounds):
+        for name, step in steps.items():
+            mine[name][turn] = 1e3 * statistics.median(timed(step, args.steps, device))
+    everyone: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        slowest = {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in steps}
+        for name, times in slowest.items():
+            share = statistics.median(a / b for a, b in zip(slowest["single"], times, strict=True))
+            rounds = " ".join(f"{t:.2f}" for t in times)
+            print(f"{name:12} {statistics.median(times):8.2f} ms, {share:.4f} of linear; rounds {rounds}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="345m", help="as train_step.py takes it")
+    parser.add_argument("--plans", nargs="+", required=True)
+    parser.add_argument("--nccl", action="store_true", help="each plan also by NCCL alone")
+    parser.add_argument("--micro_batch_size", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=8, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=float, default=4.0, help="seconds of steps before the first turn")
+    args, overrides = parser.parse_known_args()
+    args.micro_batches = 1
+    recipe = make_recipe(args, overrides, args.plans[0])[0]
+    device = choose_device(recipe.device, Process.from_environment().local_rank)
+    start_process_group(device, recipe.timeout)
+    names = ["single", *args.plans, *(f"{plan} nccl" for plan in args.plans if args.nccl)]
+    with ExitStack() as stack:
+        in_turns({name: open_step(name, args, overrides, stack) for name in names}, args, device)
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # a thread of gloo may outlive its group and abort a process that Python takes apart
+
+
+if __name__ == "__main__":
+    main()
