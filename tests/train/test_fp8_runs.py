@@ -12,6 +12,7 @@ from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.optim.fp8_scales import STATE
+from dtgpt.planning.activations import block_sizes
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
@@ -150,6 +151,14 @@ def test_a_user_is_told_where_fp8_is_slow(recipe, changes, device, told):
     recipe = change(recipe, **changes)
     notes = [note for note in recipe.notes(recipe.planned_choice(None), device) if "fp8" in note or "8-bit" in note]
     assert bool(notes) == bool(told) and (told is None or told in notes[0])
+
+
+@pytest.mark.parametrize("plan, more", [("single", False), ("tp2_sp", False), ("pp2_zbv", True)])
+def test_a_plan_shows_the_memory_of_the_fuller_step(recipe, plan, more):
+    """The first one in 16 bits; a schedule that splits backward keeps 16-bit copies of rounded inputs later."""
+    recipe = change(recipe, plan=plan, device="cuda", micro_batch_size=2, model={"num_layers": 4})
+    sizes = [block_sizes(replace(recipe, precision=p).planned(None)) for p in ("fp8", "bf16")]
+    assert (sizes[0].saved > sizes[1].saved) if more else sizes[0] == sizes[1]
 
 
 def test_a_run_says_that_it_is_in_fp8(recipe, capsys):
