@@ -131,7 +131,7 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     if plan.pp == 1:
         return []
     # Activations on, gradients back.
-    sends = place.num_edges * passes
+    sends = len(place.edges) * passes
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:

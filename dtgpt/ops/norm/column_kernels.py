@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 COLUMN_SUM = Launch(rows=8, width=8, occupancy=32, stages=1)
 MOST_WARPS = 16  # of a program
 COLUMN_BLOCK = 1024  # columns of a tile in kernels that need not see whole rows
-SUM_TILE = 128, 32  # rows and columns of a tile of the second stage
+SUM_TILE = 256, 16, 8  # rows, columns and warps of a tile of the second stage
 
 
 def shape_of_tile(columns: int, launch: Launch) -> tuple[int, int, int]:
@@ -78,9 +78,10 @@ def sum_partials_kernel(partials, out0, out1, out2, count, H, ROWS: tl.constexpr
 def sum_partials(partials: Tensor, *outputs: Tensor) -> None:
     """Sum partials, fp32 `[outputs, count, H]`, into one to three outputs `[H]` in one launch."""
     number, count, columns = partials.shape
-    rows, block = SUM_TILE
+    rows, block, warps = SUM_TILE
     outs = [*outputs, None, None][:3]
-    sum_partials_kernel[(triton.cdiv(columns, block), number)](partials, *outs, count, columns, rows, block)
+    grid = (triton.cdiv(columns, block), number)
+    sum_partials_kernel[grid](partials, *outs, count, columns, rows, block, num_warps=warps)
 
 
 def column_grid(rows: int, columns: int, device: torch.device, launch: Launch) -> tuple[tuple[int, int], int, int, int]:
