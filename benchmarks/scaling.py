@@ -12,7 +12,6 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from train_step import make_recipe, timed
 
 from dtgpt.config.execution import choose_device
-from dtgpt.parallel.launch import start_process_group
+from dtgpt.parallel import mesh
+from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import VARIABLES, Process
 from dtgpt.parallel.symmetric import SWITCH
 from dtgpt.train.startup import open_trainer
@@ -52,8 +52,10 @@ def open_step(name: str, args: argparse.Namespace, overrides: list[str], stack: 
     return step
 
 
-def in_turns(steps: dict[str, Callable[[], StepResult]], args: argparse.Namespace, device: torch.device) -> None:
-    """Print the milliseconds of each, by round, and the median share of linear."""
+def in_turns(
+    steps: dict[str, Callable[[], StepResult]], args: argparse.Namespace, device: torch.device
+) -> dict[str, float]:
+    """Print the milliseconds of each, by round. Returns the median share of linear, the same on every rank."""
     end = time.monotonic() + args.warm
     while time.monotonic() < end:
         timed(steps["single"], args.steps, device)
@@ -62,16 +64,20 @@ def in_turns(steps: dict[str, Callable[[], StepResult]], args: argparse.Namespac
         for name, step in steps.items():
             mine[name][turn] = 1e3 * statistics.median(timed(step, args.steps, device))
     everyone: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        slowest = {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in steps}
-        for name, times in slowest.items():
-            share = statistics.median(a / b for a, b in zip(slowest["single"], times, strict=True))
+    dist.all_gather_object(everyone, mine, group=mesh.messages)
+    shares = {}
+    for name in steps:
+        times = [max(turn) for turn in zip(*(one[name] for one in everyone), strict=True)]
+        single = [max(turn) for turn in zip(*(one["single"] for one in everyone), strict=True)]
+        shares[name] = statistics.median(a / b for a, b in zip(single, times, strict=True))
+        if dist.get_rank() == 0:
             rounds = " ".join(f"{t:.2f}" for t in times)
-            print(f"{name:12} {statistics.median(times):8.2f} ms, {share:.4f} of linear; rounds {rounds}", flush=True)
+            found = f"{statistics.median(times):8.2f} ms, {shares[name]:.4f} of linear"
+            print(f"{name:12} {found}; rounds {rounds}", flush=True)
+    return shares
 
 
-def main() -> None:
+def main() -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="345m", help="as train_step.py takes it")
     parser.add_argument("--plans", nargs="+", required=True)
@@ -85,13 +91,15 @@ def main() -> None:
     args.micro_batches = 1
     recipe = make_recipe(args, overrides, args.plans[0])[0]
     device = choose_device(recipe.device, Process.from_environment().local_rank)
-    start_process_group(device, recipe.timeout)
+    started = not dist.is_initialized()
+    if started:
+        start_process_group(device, recipe.timeout)
     names = ["single", *args.plans, *(f"{plan} nccl" for plan in args.plans if args.nccl)]
     with ExitStack() as stack:
-        in_turns({name: open_step(name, args, overrides, stack) for name in names}, args, device)
-    sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # a thread of gloo may outlive its group and abort a process that Python takes apart
+        shares = in_turns({name: open_step(name, args, overrides, stack) for name in names}, args, device)
+    if started:
+        end_process_group()
+    return shares
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.torch_private import AllGather, ReduceScatter, all_gather_single
 
-PLACES = 2  # for the weights of blocks: one is copied out while the next one arrives. Others arrive beside no products
+PLACES = 2  # for the weights of blocks: one is copied out while the next one arrives
 ROOM = 1 << 26  # bytes of gradients that arrive from the other ranks at once, at most
 
 
 class Gather(AllGather):
-    """All-gathers of parameter groups into places of shared memory, which the groups use in turn. What is larger than a
-    place is sent as it would be without."""
+    """All-gathers of parameter groups into places of shared memory, which the groups use in turn. NCCL gathers what is
+    larger than a place: the weights around the blocks, for which the first block waits in any case."""
 
     def __init__(self, pushed: PushedGather, places: int):
         """places: of equal size, into which the memory is divided."""
@@ -87,7 +87,7 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     that `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
-    place = aligned(max(counts[: len(part.blocks)]) * dtype.itemsize)
+    place = aligned(max(counts[: len(part.blocks)], default=0) * dtype.itemsize)
     room = min(ROOM, aligned(max(counts) // ranks * wire.itemsize)) * (ranks - 1)
     sizes = [PLACES * place, room, meeting_bytes(ranks), meeting_bytes(ranks)]
     shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)

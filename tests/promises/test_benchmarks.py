@@ -178,6 +178,20 @@ def test_several_plans_are_measured_in_one_process_group(small):
         assert (dp, *dp_sizes) == ("dp2", [2, 2, 2], 2, True) and (tp, *tp_sizes) == ("tp2_sp", [1, 2, 2], 2, True)
 
 
+def scaling(arguments: list[str]) -> dict[str, float]:
+    sys.path.insert(0, BENCHMARKS)
+    sys.argv = ["scaling.py", *arguments]
+    from scaling import main
+
+    return main()
+
+
+def test_replicas_are_held_against_one_process_in_turns(small):
+    wanted = ["--plans", "dp2", "--nccl", "--micro_batch_size", "1", "--rounds", "2", "--warm", "0"]
+    first, second = pool().run(2, scaling, [*small[: small.index("--warmup")], *wanted, "--steps", "1"])
+    assert first == second and list(first) == ["single", "dp2", "dp2 nccl"] and first["single"] == 1
+
+
 def test_the_curve_of_fp8_is_held_against_that_of_bf16(small, tmp_path, monkeypatch, capsys):
     import curve_precision
 
