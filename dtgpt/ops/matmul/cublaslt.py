@@ -1,0 +1,227 @@
+"""Matrix products by the cuBLASLt library that PyTorch has loaded, called through its C interface.
+
+PyTorch runs the first algorithm that cuBLASLt's heuristic names. Here a product runs any of those that it names.
+Reference: `torch.mm`, `torch.addmm`. The names of constants are those of cublasLt.h, where their meaning stands.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = {  # cudaDataType_t
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+COMPUTE_32F = 68
+DESC_TRANSA, DESC_TRANSB, DESC_EPILOGUE, DESC_BIAS_POINTER = 3, 4, 7, 8
+DESC_A_SCALE_POINTER, DESC_B_SCALE_POINTER, DESC_FAST_ACCUM = 17, 18, 25
+EPILOGUE_BIAS = 4
+PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK = 1, 3
+PREF_MIN_ALIGNMENTS = 5, 6, 7, 8  # of A, B, C and D
+REDUCTION_SCHEME_COMPUTE_TYPE = 2  # partial sums stay fp32
+ALIGNMENT = 16  # bytes that the addresses of operands are multiples of
+CONFIG = {  # attributes of an algorithm, and their bytes
+    "id": (0, 4), "tile": (1, 4), "split_k": (2, 4), "reduction": (3, 4), "swizzle": (4, 4), "custom": (5, 4),
+    "stages": (6, 4), "inner_shape": (7, 2), "cluster": (8, 2),
+}  # fmt: skip
+
+_Algorithm = ctypes.c_uint64 * 8
+
+
+class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Algorithm(NamedTuple):
+    """A way to compute a product, valid for one version of cuBLASLt."""
+
+    words: tuple[int, ...]  # cublasLtMatmulAlgo_t
+    workspace: int  # bytes
+
+
+class CublasLtError(RuntimeError):
+    """A call of cuBLASLt has failed."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library that PyTorch has loaded, or None where PyTorch has none."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        return None
+    loaded.cublasLtGetVersion.restype = ctypes.c_size_t
+    return loaded
+
+
+def version() -> int:
+    """Return the version of cuBLASLt, such as 130100, or 0 where there is none."""
+    found = library()
+    return 0 if found is None else int(found.cublasLtGetVersion())
+
+
+def _call(name: str, *arguments: object) -> None:
+    if status := getattr(library(), name)(*arguments):
+        raise CublasLtError(f"{name} returned status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+def _set(setter: str, owner: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+    _call(setter, owner, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
+class Operand(NamedTuple):
+    """The shape and the memory of a matrix `[rows, columns]`."""
+
+    rows: int
+    columns: int
+    stride: int  # elements from row to row or, transposed, from column to column
+    transposed: bool  # columns lie one after the other
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Operand | None":
+        """Return the operand that `x` `[rows, columns]` is, or None where it is neither kind."""
+        rows, columns = x.shape
+        if x.stride(1) == 1 and x.stride(0) >= columns:
+            return cls(rows, columns, x.stride(0), False, x.dtype)
+        if x.stride(0) == 1 and x.stride(1) >= rows:
+            return cls(rows, columns, x.stride(1), True, x.dtype)
+        return None
+
+
+class Problem(NamedTuple):
+    """What distinguishes one product a b from another one: a `[m, k]`, b `[k, n]`, the result `[m, n]` by rows."""
+
+    a: Operand
+    b: Operand
+    stride: int  # of the result, from row to row
+    dtype: torch.dtype  # of the result
+    bias: bool = False
+    scaled: bool = False  # a and b are fp8
+    fast: bool = False  # fp8: partial sums may have fewer bits
+
+
+class Product:
+    """The product of one `Problem`, on one device. cuBLASLt stores by columns: it computes the transposed of all."""
+
+    def __init__(self, problem: Problem, device: int):
+        self.problem, self._handle = problem, _handle(device)
+        a, b = problem.a, problem.b
+        self._description = _created("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
+        self._describe(DESC_TRANSA, ctypes.c_int32(b.transposed))
+        self._describe(DESC_TRANSB, ctypes.c_int32(a.transposed))
+        if problem.bias:
+            self._describe(DESC_EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS))
+        if problem.scaled:
+            self._describe(DESC_FAST_ACCUM, ctypes.c_int8(problem.fast))
+        self._left, self._right = _layout(b), _layout(a)
+        self._out = _layout(Operand(a.rows, b.columns, problem.stride, False, problem.dtype))
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def _describe(self, attribute: int, value: ctypes._SimpleCData) -> None:
+        _set("cublasLtMatmulDescSetAttribute", self._description, attribute, value)
+
+    def algorithms(
+        self, count: int, workspace: int, reductions: int = REDUCTION_SCHEME_COMPUTE_TYPE
+    ) -> list[Algorithm]:
+        """Return up to `count` algorithms in the order of the heuristic, with at most `workspace` bytes each."""
+        preference = _created("cublasLtMatmulPreferenceCreate")
+        prefer = functools.partial(_set, "cublasLtMatmulPreferenceSetAttribute", preference)
+        try:
+            prefer(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(workspace))
+            prefer(PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(reductions))
+            for alignment in PREF_MIN_ALIGNMENTS:
+                prefer(alignment, ctypes.c_uint32(ALIGNMENT))
+            results, found = (_Result * count)(), ctypes.c_int()
+            layouts = self._left, self._right, self._out, self._out
+            _call(
+                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, *layouts, preference,
+                ctypes.c_int(count), results, ctypes.byref(found),
+            )  # fmt: skip
+        finally:
+            _call("cublasLtMatmulPreferenceDestroy", preference)
+        usable = [result for result in results[: found.value] if result.state == 0]
+        return [Algorithm(tuple(result.algorithm), result.workspace) for result in usable]
+
+    def prepare(self, algorithm: Algorithm) -> Callable[..., Tensor]:
+        """Return a function (a, b, out, bias) that computes the product by this algorithm on the current stream.
+        Scaled products take the fp32 scalar tensors scale_a and scale_b, too."""
+        words, size = _Algorithm(*algorithm.words), algorithm.workspace
+        run, stream_of = library().cublasLtMatmul, torch.cuda.current_stream  # type: ignore[union-attr]
+
+        def product(
+            a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale_a: Tensor | None = None,
+            scale_b: Tensor | None = None,
+        ) -> Tensor:  # fmt: skip
+            if bias is not None:
+                self._describe(DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+            if scale_a is not None and scale_b is not None:
+                self._describe(DESC_A_SCALE_POINTER, ctypes.c_void_p(scale_b.data_ptr()))
+                self._describe(DESC_B_SCALE_POINTER, ctypes.c_void_p(scale_a.data_ptr()))
+            space = torch.empty(size, dtype=torch.uint8, device=a.device) if size else None
+            pointer = ctypes.c_void_p(out.data_ptr())
+            status = run(
+                self._handle, self._description, ctypes.byref(self._one), ctypes.c_void_p(b.data_ptr()), self._left,
+                ctypes.c_void_p(a.data_ptr()), self._right, ctypes.byref(self._zero), pointer, self._out, pointer,
+                self._out, words, ctypes.c_void_p(None if space is None else space.data_ptr()), ctypes.c_size_t(size),
+                ctypes.c_void_p(stream_of(a.device).cuda_stream),
+            )  # fmt: skip
+            if status:
+                raise CublasLtError(f"cublasLtMatmul returned status {status}")
+            return out
+
+        return product
+
+
+def configuration(algorithm: Algorithm) -> dict[str, int]:
+    """Return the settings of an algorithm by name, for reports."""
+    words, settings = _Algorithm(*algorithm.words), {}
+    for name, (attribute, size) in CONFIG.items():
+        value, written = (ctypes.c_int32 if size == 4 else ctypes.c_uint16)(), ctypes.c_size_t()
+        arguments = words, attribute, ctypes.byref(value), ctypes.c_size_t(size), ctypes.byref(written)
+        _call("cublasLtMatmulAlgoConfigGetAttribute", *arguments)
+        settings[name] = value.value
+    return settings
+
+
+def _created(creator: str, *arguments: int) -> ctypes.c_void_p:
+    made = ctypes.c_void_p()
+    _call(creator, ctypes.byref(made), *map(ctypes.c_int, arguments))
+    return made
+
+
+def _layout(operand: Operand) -> ctypes.c_void_p:
+    """Return the layout, by columns, of the transposed of an operand."""
+    lines = operand.columns if operand.transposed else operand.rows
+    length = operand.rows if operand.transposed else operand.columns
+    made = ctypes.c_void_p()
+    _call(
+        "cublasLtMatrixLayoutCreate", ctypes.byref(made), ctypes.c_int(TYPES[operand.dtype]), ctypes.c_uint64(length),
+        ctypes.c_uint64(lines), ctypes.c_int64(operand.stride),
+    )  # fmt: skip
+    return made
