@@ -164,7 +164,7 @@ def kinds_of_bits(case: Case, works: dict[Any, Callable[..., Tensor]], repeats: 
 
 
 def search(case: Case, count: int, rounds: int) -> Found:
-    product = Product(case.problem, torch.cuda.current_device())
+    product = Product(case.problem, torch.device("cuda", torch.cuda.current_device()))
     algorithms = product.algorithms(count, WORKSPACE)
     works: dict[Any, Callable[..., Tensor]] = {"torch": case.torch}
     works |= {i: partial(case.cublaslt, product.prepare(algorithm)) for i, algorithm in enumerate(algorithms)}

@@ -129,8 +129,8 @@ class Problem(NamedTuple):
 class Product:
     """The product of one `Problem`, on one device. cuBLASLt stores by columns: it computes the transposed of all."""
 
-    def __init__(self, problem: Problem, device: int):
-        self.problem, self._handle = problem, _handle(device)
+    def __init__(self, problem: Problem, device: torch.device):
+        self.problem, self._handle = problem, _handle(device.index)
         a, b = problem.a, problem.b
         self._description = _created("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
         self._describe(DESC_TRANSA, ctypes.c_int32(b.transposed))
@@ -167,6 +167,13 @@ class Product:
             _call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [result for result in results[: found.value] if result.state == 0]
         return [Algorithm(tuple(result.algorithm), result.workspace) for result in usable]
+
+    def accepts(self, algorithm: Algorithm) -> bool:
+        """Return whether this version of cuBLASLt has the algorithm, and can compute the product by it."""
+        words, result = _Algorithm(*algorithm.words), _Result()
+        given = self._handle, self._description, self._left, self._right, self._out, self._out, words
+        status = library().cublasLtMatmulAlgoCheck(*given, ctypes.byref(result))  # type: ignore[union-attr]
+        return status == 0 and result.workspace <= algorithm.workspace
 
     def prepare(self, algorithm: Algorithm) -> Callable[..., Tensor]:
         """Return a function (a, b, out, bias) that computes the product by this algorithm on the current stream.

@@ -1,0 +1,74 @@
+"""Searched algorithms of matrix products, the same on all ranks.
+
+The first step of a process runs PyTorch's choice and records the problems. Before the second one, the ranks search
+together, each for its share; all GPUs of one kind then use the same algorithms. The result of a product has the same
+bits either way (`dtgpt.ops.matmul.search`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from dtgpt.ops.matmul.choices import file_for, identity, key_of, read_choices, write_choices
+from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Problem
+from dtgpt.ops.matmul.search import search, verify
+from dtgpt.ops.matmul.searched import SearchedProducts
+from dtgpt.parallel.mesh import Mesh
+
+Found = dict[Problem, Algorithm | None]
+
+
+class Products:
+    """The matrix products of a run's steps. `folder`: as of `settle`."""
+
+    def __init__(self, mesh: Mesh, folder: Path):
+        self._mesh, self._folder = mesh, folder
+        self._products, self._steps = SearchedProducts(mesh.device), 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run the products of a step, which is not the replay of a graph, inside of the context. All ranks take part in
+        the second step of a process."""
+        self._steps += 1
+        if self._steps == 2:
+            settle(self._products, self._mesh, self._folder)
+        with self._products:
+            yield
+
+
+def settle(products: SearchedProducts, mesh: Mesh, folder: Path) -> None:
+    """Choose an algorithm for each problem that any rank has recorded. All ranks take part, between two steps.
+    folder: of the file that keeps the choices of earlier processes."""
+    name = identity(products.device)
+    file = file_for(folder, name)
+    kept = read_choices(file, name)
+    asked = mesh.gather((name, products.unknown, kept))
+    peers = [rank for rank, (other, _, _) in enumerate(asked) if other == name]
+    problems = sorted({problem for rank in peers for problem in asked[rank][1]}, key=key_of)
+    proposals = first_of([asked[rank][2] for rank in peers])
+    share = problems[peers.index(mesh.rank) :: len(peers)]
+    own = {problem: settled(problem, proposals, products.device) for problem in share}
+    everyone: list[Found] = mesh.gather(own)
+    found: Found = {problem: algorithm for rank in peers for problem, algorithm in everyone[rank].items()}
+    products.use(found)
+    named = {key_of(problem): algorithm for problem, algorithm in found.items()}
+    if any(key not in kept or kept[key] != algorithm for key, algorithm in named.items()):
+        write_choices(file, name, named)
+
+
+def first_of(files: list[dict[str, Algorithm | None]]) -> dict[str, Algorithm | None]:
+    """Return the entries of all files; of several entries for one key, that of the first file."""
+    return {key: value for entries in reversed(files) for key, value in entries.items()}
+
+
+def settled(problem: Problem, proposals: Mapping[str, Algorithm | None], device: torch.device) -> Algorithm | None:
+    """Return the proposed algorithm where it proves right on this device, else one that a search finds; None where
+    PyTorch's choice is as fast, or neither memory nor cuBLASLt allows a search."""
+    try:
+        if key_of(problem) in proposals and verify(problem, proposals[key_of(problem)], device):
+            return proposals[key_of(problem)]
+        return search(problem, device)
+    except (CublasLtError, torch.OutOfMemoryError):
+        return None
