@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,24 @@ from cases import medians
 from timing import MATRIX_RATE, capture
 from torch import Tensor
 
-from dtgpt.ops.matmul.cublaslt import CublasLtError, Operand, Problem, Product, configuration, version
+from dtgpt.ops.matmul.cublaslt import (
+    Algorithm,
+    CublasLtError,
+    Operand,
+    Operands,
+    Problem,
+    Product,
+    Run,
+    configuration,
+    version,
+)
+from dtgpt.ops.matmul.search import search
 
 MODELS = {"345m": (16384, 1024), "124m": (65536, 768), "1558m": (8192, 1600)}  # tokens, H
 VOCAB = 50304
 CACHE = 160 << 20  # bytes of operands of one graph
 WORKSPACE = 32 << 20
+WAYS = "torch", "best", "same", "searched"
 Work = Callable[[], object]
 
 
@@ -55,8 +68,8 @@ class Case(NamedTuple):
             return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=self.fast)
         return torch.mm(a, b, out=out) if self.bias is None else F.linear(a, b.t(), self.bias)
 
-    def cublaslt(self, run: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        return run(a, b, out, self.bias, *(self.scales or ()))
+    def cublaslt(self, run: Run, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        return run(Operands(a, b, out, self.bias, *(self.scales or ())))
 
     def repeated(self, product: Callable[[Tensor, Tensor, Tensor], Tensor], calls: int) -> Work:
         def work() -> None:
@@ -139,6 +152,7 @@ class Found(NamedTuple):
     torch: Callable[..., Tensor]
     best: Callable[..., Tensor]
     same: Callable[..., Tensor]  # the best of those whose bits are those of most algorithms
+    searched: Callable[..., Tensor]  # what `dtgpt.ops.matmul.search` finds
     row: dict[str, Any]
 
 
@@ -163,14 +177,19 @@ def kinds_of_bits(case: Case, works: dict[Any, Callable[..., Tensor]], repeats: 
     return kinds
 
 
-def search(case: Case, count: int, rounds: int) -> Found:
-    product = Product(case.problem, torch.device("cuda", torch.cuda.current_device()))
+def measure(case: Case, count: int, rounds: int) -> Found:
+    device = torch.device("cuda", torch.cuda.current_device())
+    product = Product(case.problem, device)
     algorithms = product.algorithms(count, WORKSPACE)
+    begin = time.perf_counter()
+    found = search(case.problem, device)
+    seconds = time.perf_counter() - begin
     works: dict[Any, Callable[..., Tensor]] = {"torch": case.torch}
     works |= {i: partial(case.cublaslt, product.prepare(algorithm)) for i, algorithm in enumerate(algorithms)}
     kinds = kinds_of_bits(case, works)
     calls = min(96, max(len(case.operands), round(6e-4 * MATRIX_RATE / case.flops)))
     usable = [i for i in range(len(algorithms)) if kinds[i] is not None]
+    searched = case.torch if found is None else partial(case.cublaslt, product.prepare(found))
     graphs = {i: capture(case.repeated(works[i], calls)).replay for i in usable}
     quick = medians({i: graphs[i] for i in usable}, 5)
     order = sorted(usable, key=quick.__getitem__)
@@ -179,6 +198,7 @@ def search(case: Case, count: int, rounds: int) -> Found:
     chosen = list(dict.fromkeys([*order[:3], *same[:2], 0]))
     variants = {i: graphs[i] for i in chosen if i in graphs}
     variants["torch"] = capture(case.repeated(case.torch, calls)).replay
+    variants["searched"] = capture(case.repeated(searched, calls)).replay
     if case.scales is None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
         variants["torch lt"] = capture(case.repeated(case.torch, calls)).replay
@@ -194,20 +214,28 @@ def search(case: Case, count: int, rounds: int) -> Found:
         "algorithms": len(algorithms), "unstable": [i for i in works if kinds[i] is None],
         "kinds": kinds, "torch_kind": kinds["torch"], "common": common, "error": error.item(), "calls": calls,
         "floor": case.flops / MATRIX_RATE * 1e6, "quick": {i: quick[i] / calls * 1e6 for i in order},
-        "configurations": [configuration(a) | {"workspace": a.workspace} for a in algorithms],
+        "searched": times["searched"], "search_seconds": seconds, "choice": None if found is None else described(found),
+        "configurations": [described(algorithm) for algorithm in algorithms],
     }  # fmt: skip
-    return Found(case.torch, works[best], works[best_same], row)
+    return Found(case.torch, works[best], works[best_same], searched, row)
+
+
+def described(algorithm: Algorithm) -> dict[str, int]:
+    return configuration(algorithm) | {"workspace": algorithm.workspace}
 
 
 def show(found: Found) -> None:
     row = found.row
     best, config = row["best_index"], row["configurations"][row["best_index"]]
     bits = f"bits {row['torch_kind']}/{row['kinds'][best]} of {len(set(row['kinds'].values()))}"
+    keys = "tile", "split_k", "custom", "cluster"
+    choice = "-" if row["choice"] is None else " ".join(f"{key[:2]}{row['choice'][key]}" for key in keys)
     lt = "" if row["torch_lt"] is None else f" lt {row['torch_lt']:.1f}"
     print(
         f" {row['name']:9s} torch {row['torch']:.1f}{lt} first {row['first'] or 0:.1f} best {row['best']:.1f} "
         f"{row['torch'] / row['best']:.3f}x #{best}/{row['algorithms']} same {row['same']:.1f} {bits} "
-        f"id{config['id']} k{config['split_k']} r{config['reduction']} ws{config['workspace'] >> 10}"
+        f"id{config['id']} k{config['split_k']} r{config['reduction']} ws{config['workspace'] >> 10}, searched "
+        f"{row['searched']:.1f} {row['torch'] / row['searched']:.3f}x in {row['search_seconds']:.1f} s: {choice}"
         + (f" UNSTABLE {row['unstable']}" if row["unstable"] else "")
     )
 
@@ -223,17 +251,17 @@ def whole(cases: list[Case], found: list[Found], layers: int, rounds: int) -> di
 
         return run
 
-    return medians({name: capture(work(name)).replay for name in ("torch", "best", "same")}, rounds)
+    return medians({name: capture(work(name)).replay for name in WAYS}, rounds)
 
 
 def group(name: str, cases: Iterator[Case], layers: int, args: argparse.Namespace) -> dict[str, Any]:
     made = list(cases)
-    found = [search(one, args.algorithms, args.rounds) for one in made]
-    sums = {way: sum(f.row[way] for f in found) for way in ("torch", "first", "best", "same") if found[0].row[way]}
+    found = [measure(one, args.algorithms, args.rounds) for one in made]
+    sums = {way: sum(f.row[way] for f in found) for way in WAYS}
     times = whole(made, found, layers, args.rounds)
     print(f"{name}: sums us " + " ".join(f"{way} {value:.1f}" for way, value in sums.items()), end="; ")
     print(f"{layers} layers ms " + " ".join(f"{way} {seconds * 1e3:.3f}" for way, seconds in times.items()), end="; ")
-    print(f"best {times['torch'] / times['best']:.3f}x same {times['torch'] / times['same']:.3f}x")
+    print(" ".join(f"{way} {times['torch'] / times[way]:.3f}x" for way in WAYS[1:]))
     for one in found:
         show(one)
     return {"group": name, "rows": [one.row for one in found], "whole": times}

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.matmul import cublaslt
+from dtgpt.ops.matmul import search as search_module
 from dtgpt.ops.matmul.choices import WORKSPACE, file_for, key_of, read_choices, write_choices
-from dtgpt.ops.matmul.cublaslt import Algorithm, Operand, Problem, Product
+from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Operand, Operands, Problem, Product
 from dtgpt.ops.matmul.search import by_torch, search, verify
 from dtgpt.ops.matmul.searched import SearchedProducts
 from tests.support.bodies_matmul import fake_cublaslt
@@ -108,10 +109,10 @@ def test_operands(x, operand):
 
 def test_keys_tell_problems_apart():
     some = [problem(2, 3, 4), problem(2, 3, 4, bias=True), problem(3, 2, 4), problem(2, 3, 4, torch.bfloat16)]
-    some.append(some[0]._replace(stride=8))
+    some += [some[0]._replace(stride=8), some[0]._replace(scaled=True), some[0]._replace(scaled=True, fast=True)]
     some.append(some[0]._replace(b=Operand(4, 3, 3, False, torch.float32)))
     assert len({key_of(one) for one in some}) == len(some)
-    assert key_of(some[1]) == "float32 2x4/4 4x3t/4 3 bias"
+    assert key_of(some[1]) == "float32 2x4/4 float32 4x3t/4 3 float32 bias"
 
 
 def test_choices_are_kept_and_added_to(tmp_path):
@@ -158,6 +159,65 @@ def test_without_cuda_there_is_no_library(monkeypatch):
     cublaslt.library.cache_clear()
 
 
+class Timed:
+    """A product of which each algorithm is so fast as its first word says, and right unless its second word is 1."""
+
+    named = ((5, 0), (2, 1), (6, 0), (7, 0), (9, 0))
+
+    def __init__(self, problem, device):
+        pass
+
+    def algorithms(self, count, workspace):
+        return [Algorithm((*pair, 0, 0, 0, 0, 0, 0), 0) for pair in self.named]
+
+    def variants(self, algorithm):
+        """Each is faster than what it is a variant of; one is wrong, one needs too much memory."""
+        speed = algorithm.words[0]
+        given = ((speed - 1, 0, 0), (speed - 2, 1, 0), (speed - 3, 0, WORKSPACE + 1), (speed - 1, 2, 0))
+        return [Algorithm((words, wrong, *range(6)), size) for words, wrong, size in given]
+
+    def accepts(self, algorithm):
+        return algorithm.words[0] < 100
+
+    def prepare(self, algorithm):
+        speed, wrong = algorithm.words[:2]
+
+        def run(operands):
+            if wrong == 2:
+                raise CublasLtError("does not run")
+            return by_torch(operands).add_(wrong)
+
+        run.speed = speed
+        return run
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    def medians(runs, operands, rounds):
+        return {name: getattr(run, "speed", 8.0) for name, run in runs.items()}
+
+    monkeypatch.setattr(search_module, "Product", Timed)
+    monkeypatch.setattr(search_module, "_medians", medians)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_search_takes_the_fastest_of_those_with_the_bits_of_torch(timed, monkeypatch, bias):
+    wanted = problem(6, 5, 4, bias=bias)
+    assert search(wanted, CPU) == Algorithm((4, 0, *range(6)), 0)
+    monkeypatch.setattr(Timed, "named", ((9, 0),))
+    assert search(wanted, CPU) is None  # its variant takes 8.0, as PyTorch's choice does
+    monkeypatch.setattr(Timed, "named", ((2, 1),))
+    assert search(wanted, CPU) is None
+
+
+def test_a_kept_algorithm_is_verified(timed):
+    wanted = problem(6, 5, 4)
+    verdicts = {(3, 0): True, (3, 1): False, (3, 2): False, (100, 0): False}
+    for words, verdict in verdicts.items():
+        assert verify(wanted, Algorithm((*words, *range(6)), 0), CPU) is verdict
+    assert verify(wanted, None, CPU)
+
+
 LAYOUTS = {
     "forward": lambda m, n, k: (torch.randn(m, k), torch.randn(n, k).t()),
     "dx": lambda m, n, k: (torch.randn(m, n), torch.randn(n, k)),
@@ -182,7 +242,7 @@ def test_algorithms_compute_the_product(layout, dtype, bias):
     assert algorithms
     for algorithm in algorithms:
         assert product.accepts(algorithm)
-        product.prepare(algorithm)(a, b, out.fill_(torch.nan), addend)
+        product.prepare(algorithm)(Operands(a, b, out.fill_(torch.nan), addend))
         torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=0.2)
 
 
@@ -202,4 +262,4 @@ def test_what_a_search_finds_has_the_bits_of_torch(bias):
         with products:
             y = F.linear(x, w, b)
         assert torch.equal(y, F.linear(x, w, b)) and not products.unknown
-    assert by_torch(x, w.t(), torch.empty_like(y), b).equal(y)
+    assert by_torch(Operands(x, w.t(), torch.empty_like(y), b)).equal(y)

@@ -8,10 +8,11 @@ from typing import ClassVar
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.ops.matmul import searched
-from dtgpt.ops.matmul.cublaslt import Algorithm, Problem
+from dtgpt.ops.matmul.cublaslt import Algorithm, Operands, Problem
 from dtgpt.ops.matmul.search import by_torch
 from dtgpt.parallel import products
 from dtgpt.parallel.products import Products
@@ -29,9 +30,9 @@ class FakeProduct:
         self.problem = problem
 
     def prepare(self, algorithm: Algorithm):
-        def run(*operands):
+        def run(operands: Operands) -> Tensor:
             self.calls[self.problem, algorithm] += 1
-            return by_torch(*operands)
+            return by_torch(operands)
 
         return run
 

@@ -33,10 +33,14 @@ def key_of(problem: Problem) -> str:
     """Return the name of a problem in the file."""
 
     def operand(own: Operand) -> str:
-        return f"{own.rows}x{own.columns}{'t' if own.transposed else ''}/{own.stride}"
+        return f"{_name(own.dtype)} {own.rows}x{own.columns}{'t' if own.transposed else ''}/{own.stride}"
 
-    kind = str(problem.dtype).removeprefix("torch.")
-    return f"{kind} {operand(problem.a)} {operand(problem.b)} {problem.stride}{' bias' if problem.bias else ''}"
+    options = [name for name in ("bias", "scaled", "fast") if getattr(problem, name)]
+    return " ".join([operand(problem.a), operand(problem.b), f"{problem.stride}", _name(problem.dtype), *options])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def file_for(folder: Path, name: str) -> Path:

@@ -6,6 +6,7 @@ Reference: `torch.mm`, `torch.addmm`. The names of constants are those of cublas
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,10 +28,14 @@ PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK = 1, 3
 PREF_MIN_ALIGNMENTS = 5, 6, 7, 8  # of A, B, C and D
 REDUCTION_SCHEME_COMPUTE_TYPE = 2  # partial sums stay fp32
 ALIGNMENT = 16  # bytes that the addresses of operands are multiples of
-CONFIG = {  # attributes of an algorithm, and their bytes
-    "id": (0, 4), "tile": (1, 4), "split_k": (2, 4), "reduction": (3, 4), "swizzle": (4, 4), "custom": (5, 4),
-    "stages": (6, 4), "inner_shape": (7, 2), "cluster": (8, 2),
+CONFIG = {  # attributes of an algorithm, and their types
+    "id": (0, ctypes.c_int32), "tile": (1, ctypes.c_uint32), "split_k": (2, ctypes.c_int32),
+    "reduction": (3, ctypes.c_uint32), "swizzle": (4, ctypes.c_uint32), "custom": (5, ctypes.c_uint32),
+    "stages": (6, ctypes.c_uint32), "inner_shape": (7, ctypes.c_uint16), "cluster": (8, ctypes.c_uint16),
 }  # fmt: skip
+CAP_CUSTOM_OPTION_MAX = 7
+MOST_OPTIONS = 15  # custom ones that are tried
+CLUSTERS = 2, 3, 4, 5, 6, 8  # of multiprocessors that share operands: 1 x 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2, 1 x 4
 
 _Algorithm = ctypes.c_uint64 * 8
 
@@ -114,6 +119,20 @@ class Operand(NamedTuple):
         return None
 
 
+class Operands(NamedTuple):
+    """The tensors of one product a b + bias, or a b scale_a scale_b of fp8."""
+
+    a: Tensor  # [m, k]
+    b: Tensor  # [k, n]
+    out: Tensor  # [m, n]
+    bias: Tensor | None = None  # [n]
+    scale_a: Tensor | None = None  # fp32 scalar
+    scale_b: Tensor | None = None
+
+
+Run = Callable[[Operands], Tensor]
+
+
 class Problem(NamedTuple):
     """What distinguishes one product a b from another one: a `[m, k]`, b `[k, n]`, the result `[m, n]` by rows."""
 
@@ -168,35 +187,47 @@ class Product:
         usable = [result for result in results[: found.value] if result.state == 0]
         return [Algorithm(tuple(result.algorithm), result.workspace) for result in usable]
 
-    def accepts(self, algorithm: Algorithm) -> bool:
-        """Return whether this version of cuBLASLt has the algorithm, and can compute the product by it."""
+    def variants(self, algorithm: Algorithm) -> list[Algorithm]:
+        """Return the algorithms that differ from one in its custom option, of which cuBLASLt does not say more, and its
+        cluster; the algorithm itself is one of them. Nothing where cuBLASLt does not say how many options there are."""
+        most, words = ctypes.c_int32(), _Algorithm(*algorithm.words)
+        given = words, CAP_CUSTOM_OPTION_MAX, ctypes.byref(most), ctypes.c_size_t(ctypes.sizeof(most))
+        if library().cublasLtMatmulAlgoCapGetAttribute(*given, ctypes.byref(ctypes.c_size_t())):  # type: ignore[union-attr]
+            return []
+        changed = itertools.product(range(min(most.value, MOST_OPTIONS) + 1), CLUSTERS)
+        made = (_changed(algorithm, custom=custom, cluster=cluster) for custom, cluster in changed)
+        checked = (self._checked(one) for one in made if one is not None)
+        return [one for one in checked if one is not None]
+
+    def _checked(self, algorithm: Algorithm) -> Algorithm | None:
+        """Return the algorithm with the workspace that it needs; None where it cannot compute this product."""
         words, result = _Algorithm(*algorithm.words), _Result()
         given = self._handle, self._description, self._left, self._right, self._out, self._out, words
         status = library().cublasLtMatmulAlgoCheck(*given, ctypes.byref(result))  # type: ignore[union-attr]
-        return status == 0 and result.workspace <= algorithm.workspace
+        return None if status else algorithm._replace(workspace=result.workspace)
 
-    def prepare(self, algorithm: Algorithm) -> Callable[..., Tensor]:
-        """Return a function (a, b, out, bias) that computes the product by this algorithm on the current stream.
-        Scaled products take the fp32 scalar tensors scale_a and scale_b, too."""
-        words, size = _Algorithm(*algorithm.words), algorithm.workspace
-        run, stream_of = library().cublasLtMatmul, torch.cuda.current_stream  # type: ignore[union-attr]
+    def accepts(self, algorithm: Algorithm) -> bool:
+        """Return whether this version of cuBLASLt can compute the product by this algorithm and its workspace."""
+        checked = self._checked(algorithm)
+        return checked is not None and checked.workspace <= algorithm.workspace
 
-        def product(
-            a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale_a: Tensor | None = None,
-            scale_b: Tensor | None = None,
-        ) -> Tensor:  # fmt: skip
+    def prepare(self, algorithm: Algorithm) -> Run:
+        """Return a function that computes the product of such operands on the current stream, and returns `out`."""
+        words, size = _Algorithm(*algorithm.words), ctypes.c_size_t(algorithm.workspace)
+        run, stream_of, pointer = library().cublasLtMatmul, torch.cuda.current_stream, _pointer  # type: ignore[union-attr]
+
+        def product(operands: Operands) -> Tensor:
+            a, b, out, bias, scale_a, scale_b = operands
             if bias is not None:
-                self._describe(DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+                self._describe(DESC_BIAS_POINTER, pointer(bias))
             if scale_a is not None and scale_b is not None:
-                self._describe(DESC_A_SCALE_POINTER, ctypes.c_void_p(scale_b.data_ptr()))
-                self._describe(DESC_B_SCALE_POINTER, ctypes.c_void_p(scale_a.data_ptr()))
-            space = torch.empty(size, dtype=torch.uint8, device=a.device) if size else None
-            pointer = ctypes.c_void_p(out.data_ptr())
+                self._describe(DESC_A_SCALE_POINTER, pointer(scale_b))
+                self._describe(DESC_B_SCALE_POINTER, pointer(scale_a))
+            space = torch.empty(size.value, dtype=torch.uint8, device=a.device) if size.value else None
             status = run(
-                self._handle, self._description, ctypes.byref(self._one), ctypes.c_void_p(b.data_ptr()), self._left,
-                ctypes.c_void_p(a.data_ptr()), self._right, ctypes.byref(self._zero), pointer, self._out, pointer,
-                self._out, words, ctypes.c_void_p(None if space is None else space.data_ptr()), ctypes.c_size_t(size),
-                ctypes.c_void_p(stream_of(a.device).cuda_stream),
+                self._handle, self._description, ctypes.byref(self._one), pointer(b), self._left, pointer(a),
+                self._right, ctypes.byref(self._zero), pointer(out), self._out, pointer(out), self._out, words,
+                None if space is None else pointer(space), size, ctypes.c_void_p(stream_of(a.device).cuda_stream),
             )  # fmt: skip
             if status:
                 raise CublasLtError(f"cublasLtMatmul returned status {status}")
@@ -205,12 +236,26 @@ class Product:
         return product
 
 
+def _pointer(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _changed(algorithm: Algorithm, **settings: int) -> Algorithm | None:
+    """Return the algorithm with other settings, by the names of CONFIG; None where cuBLASLt refuses one."""
+    words, setter = _Algorithm(*algorithm.words), library().cublasLtMatmulAlgoConfigSetAttribute  # type: ignore[union-attr]
+    for name, value in settings.items():
+        attribute, kind = CONFIG[name]
+        if setter(words, attribute, ctypes.byref(kind(value)), ctypes.c_size_t(ctypes.sizeof(kind))):
+            return None
+    return Algorithm(tuple(words), algorithm.workspace)
+
+
 def configuration(algorithm: Algorithm) -> dict[str, int]:
     """Return the settings of an algorithm by name, for reports."""
     words, settings = _Algorithm(*algorithm.words), {}
-    for name, (attribute, size) in CONFIG.items():
-        value, written = (ctypes.c_int32 if size == 4 else ctypes.c_uint16)(), ctypes.c_size_t()
-        arguments = words, attribute, ctypes.byref(value), ctypes.c_size_t(size), ctypes.byref(written)
+    for name, (attribute, kind) in CONFIG.items():
+        value, size = kind(), ctypes.c_size_t(ctypes.sizeof(kind))
+        arguments = words, attribute, ctypes.byref(value), size, ctypes.byref(ctypes.c_size_t())
         _call("cublasLtMatmulAlgoConfigGetAttribute", *arguments)
         settings[name] = value.value
     return settings

@@ -4,44 +4,54 @@ An algorithm that sums in PyTorch's order differs from it in time alone, so that
 on noise, cannot change a run. Those that split the sum otherwise are left out.
 """
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dtgpt.ops.matmul.choices import WORKSPACE
-from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Operand, Problem, Product
+from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Operand, Operands, Problem, Product, Run
+
+Name = TypeVar("Name", bound=Hashable)
 
 CANDIDATES = 32  # algorithms to ask the heuristic for
 COLD = 128 << 20  # bytes of the operands that take turns, so that none is found in the L2 cache
-REPEATS = 3  # of each algorithm, whose results must be equal
-FINALISTS = 4
+REPEATS = 4  # of a finalist, whose results must be equal
+VARIED = 3  # of the heuristic's algorithms, the fastest ones, whose variants are tried, too
+FINALISTS = 6
 GAIN = 1.01  # by which an algorithm must be faster than PyTorch's choice
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]  # a, b, the result, a bias
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-
-def by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product by PyTorch's choice: the reference."""
+def by_torch(operands: Operands, fast: bool = False) -> Tensor:
+    """Return the product by PyTorch's choice: the reference. fast: of fp8, as of `Problem`."""
+    a, b, out, bias, scale_a, scale_b = operands
+    if scale_a is not None and scale_b is not None:
+        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast)
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
 def search(problem: Problem, device: torch.device) -> Algorithm | None:
-    """Return the fastest algorithm for a problem, or None where PyTorch's choice is as fast. Takes tens of
-    milliseconds; raises CublasLtError where cuBLASLt cannot compute the product at all."""
-    product = Product(problem, device)
-    algorithms = product.algorithms(CANDIDATES, WORKSPACE)
-    operands = _operands(problem, device)
-    runs: dict[Hashable, Run] = {algorithm: product.prepare(algorithm) for algorithm in algorithms}
-    equal = _with_equal_bits(runs, operands[0])
-    first = _medians({None: by_torch, **equal}, operands, rounds=3)
-    finalists = sorted(equal, key=first.__getitem__)[:FINALISTS]
-    times = _medians({None: by_torch, **{name: equal[name] for name in finalists}}, operands, rounds=15)
+    """Return the fastest algorithm for a problem, or None where PyTorch's choice is as fast. Takes a second;
+    raises CublasLtError where cuBLASLt cannot compute the product at all."""
+    product, operands = Product(problem, device), _operands(problem, device)
+    reference = functools.partial(by_torch, fast=problem.fast)
+
+    def equal(algorithms: list[Algorithm]) -> dict[Algorithm, Run]:
+        runs = {algorithm: product.prepare(algorithm) for algorithm in algorithms if algorithm.workspace <= WORKSPACE}
+        return _with_equal_bits(runs, reference, operands[0])
+
+    named = equal(product.algorithms(CANDIDATES, WORKSPACE))
+    varied = [one for algorithm in _fastest(named, operands, VARIED) for one in product.variants(algorithm)]
+    every = named | equal(varied)
+    chosen = {one: every[one] for one in _fastest(every, operands, FINALISTS)}
+    steady = _with_equal_bits(chosen, reference, operands[-1], REPEATS)
+    times = _medians({None: reference, **steady}, operands, rounds=15)
     best = min(times, key=times.__getitem__)
-    return best if times[None] > GAIN * times[best] else None  # type: ignore[return-value]
+    return best if times[None] > GAIN * times[best] else None
 
 
 def verify(problem: Problem, algorithm: Algorithm | None, device: torch.device) -> bool:
@@ -51,51 +61,60 @@ def verify(problem: Problem, algorithm: Algorithm | None, device: torch.device) 
     product = Product(problem, device)
     if not product.accepts(algorithm):
         return False
-    return bool(_with_equal_bits({algorithm: product.prepare(algorithm)}, _operands(problem, device, most=1)[0]))
+    reference, (operands,) = functools.partial(by_torch, fast=problem.fast), _operands(problem, device, most=1)
+    return bool(_with_equal_bits({algorithm: product.prepare(algorithm)}, reference, operands, REPEATS))
 
 
 def _operands(problem: Problem, device: torch.device, most: int = 16) -> list[Operands]:
     """Return several sets of random operands."""
     a, b = problem.a, problem.b
-    size = 2 * (a.rows * a.columns + b.rows * b.columns + a.rows * b.columns)
+    size = a.rows * a.columns * a.dtype.itemsize + b.rows * b.columns * b.dtype.itemsize
+    size += a.rows * b.columns * problem.dtype.itemsize
+    scale = torch.ones((), device=device) if problem.scaled else None
 
     def one() -> Operands:
         out = torch.empty(a.rows, problem.stride, dtype=problem.dtype, device=device)[:, : b.columns]
         bias = torch.randn(b.columns, dtype=problem.dtype, device=device) if problem.bias else None
-        return _random(a, device), _random(b, device), out, bias
+        return Operands(_random(a, device), _random(b, device), out, bias, scale, scale)
 
     return [one() for _ in range(min(most, math.ceil(COLD / size)))]
 
 
 def _random(operand: Operand, device: torch.device) -> Tensor:
     lines, length = (operand.rows, operand.columns)[:: -1 if operand.transposed else 1]
-    x = torch.randn(lines, operand.stride, dtype=operand.dtype, device=device)[:, :length]
+    wide = torch.bfloat16 if operand.dtype.itemsize == 1 else operand.dtype  # torch draws no fp8
+    x = torch.randn(lines, operand.stride, dtype=wide, device=device).to(operand.dtype)[:, :length]
     return x.t() if operand.transposed else x
 
 
-def _with_equal_bits(runs: dict[Hashable, Run], operands: Operands) -> dict[Hashable, Run]:
-    """Return the runs whose results are, each time, PyTorch's."""
-    expected = by_torch(*operands).clone()
+def _with_equal_bits(runs: Mapping[Name, Run], reference: Run, operands: Operands, repeats: int = 1) -> dict[Name, Run]:
+    """Return the runs whose results are, each time, those of the reference."""
+    expected = reference(operands).clone()
 
     def agrees(run: Run) -> bool:
         try:
-            return all(torch.equal(run(*operands), expected) for _ in range(REPEATS))
+            return all(torch.equal(run(operands), expected) for _ in range(repeats))
         except CublasLtError:  # the heuristic named an algorithm that does not run
             return False
 
     return {name: run for name, run in runs.items() if agrees(run)}
 
 
-def _medians(runs: dict[Hashable, Run], operands: list[Operands], rounds: int) -> dict[Hashable, float]:
+def _fastest(runs: Mapping[Name, Run], operands: list[Operands], count: int) -> list[Name]:
+    times = _medians(runs, operands, rounds=2)
+    return sorted(times, key=times.__getitem__)[:count]
+
+
+def _medians(runs: Mapping[Name, Run], operands: list[Operands], rounds: int) -> dict[Name, float]:
     """Return the milliseconds of each run, which take turns."""
-    times: dict[Hashable, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            run(*operands[-1])  # so that the host is ahead of the device
+            run(operands[-1])  # so that the host is ahead of the device
             begin.record()
             for own in operands:
-                run(*own)
+                run(own)
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) / len(operands))

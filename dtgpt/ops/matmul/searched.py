@@ -5,28 +5,36 @@ of local tensors, and those of backward, whichever module or function asked for 
 PyTorch's: those for which no algorithm is known, of few operations, of fp32, of operands with gaps in both directions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.ops.matmul.cublaslt import ALIGNMENT, Algorithm, Operand, Problem, Product
+from dtgpt.ops.matmul.cublaslt import ALIGNMENT, Algorithm, Operand, Operands, Problem, Product, Run
 
 aten = torch.ops.aten
 DEVICES = ("cuda",)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)  # of results
 FEWEST_FLOPS = 2e10  # of a product that is worth a search: 25 microseconds on an H200
 
 
 class Call(NamedTuple):
-    """The operands of a product a b + bias."""
+    """A product that PyTorch is asked for; `out` None: in new memory of `dtype`."""
 
-    a: Tensor  # [m, k]
-    b: Tensor  # [k, n]
-    out: Tensor | None  # [m, n]; None: new memory
-    bias: Tensor | None  # [n]
+    a: Tensor
+    b: Tensor
+    out: Tensor | None
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    fast: bool = False
+
+    def operands(self) -> Operands:
+        out = self.a.new_empty(len(self.a), self.b.shape[1], dtype=self.dtype) if self.out is None else self.out
+        return Operands(self.a, self.b, out, self.bias, self.scale_a, self.scale_b)
 
 
 class SearchedProducts(TorchDispatchMode):
@@ -37,7 +45,7 @@ class SearchedProducts(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.unknown: set[Problem] = set()
-        self._runs: dict[Problem, Callable[..., Tensor] | None] = {}
+        self._runs: dict[Problem, Run | None] = {}
 
     def use(self, algorithms: Mapping[Problem, Algorithm | None]) -> None:
         """Run these problems by these algorithms from now on; None: by PyTorch's choice."""
@@ -49,17 +57,15 @@ class SearchedProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         special = [kind for kind in types if kind not in (Tensor, torch.nn.Parameter)]
         if any(hasattr(kind, "__tensor_flatten__") for kind in special):
             return NotImplemented  # a DTensor, or any other wrapper, unpacks its tensors, whose products come here next
-        call = None if special else call_of(func, args, kwargs or {})  # such as fake tensors, which have shapes alone
+        call = None if special else call_of(func, args, kwargs)  # special: fake tensors, which have shapes alone
         run = None if call is None else self._run_of(call)
-        if call is None or run is None:
-            return func(*args, **(kwargs or {}))
-        a, b, out, bias = call
-        return run(a, b, a.new_empty(len(a), b.shape[1]) if out is None else out, bias)
+        return func(*args, **kwargs) if call is None or run is None else run(call.operands())
 
-    def _run_of(self, call: Call) -> Callable[..., Tensor] | None:
+    def _run_of(self, call: Call) -> Run | None:
         problem = problem_of(call)
         if problem is not None and problem not in self._runs:
             self.unknown.add(problem)
@@ -67,30 +73,43 @@ class SearchedProducts(TorchDispatchMode):
 
 
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Return the operands of a product of two matrices, or None for any other operation."""
+    """Return the product of two matrices that an operation computes, or None for any other operation."""
     if func is aten.mm.default or func is aten.mm.out:
         a, b = args
-        return Call(a, b, kwargs.get("out"), None)
+        return Call(a, b, kwargs.get("out"), a.dtype)
     if func is aten.addmm.default and not kwargs:  # whose keywords are factors
         bias, a, b = args
-        return Call(a, b, None, bias)
-    return None
+        return Call(a, b, None, a.dtype, bias)
+    return _call_of_fp8(*args, **kwargs) if func is aten._scaled_mm.default else None
+
+
+def _call_of_fp8(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> Call | None:  # fmt: skip
+    plain = bias is None and scale_result is None and out_dtype is not None
+    if not plain or scale_a.numel() != 1 or scale_b.numel() != 1:
+        return None
+    return Call(a, b, None, out_dtype or a.dtype, None, scale_a, scale_b, use_fast_accum)
 
 
 def problem_of(call: Call) -> Problem | None:
     """Return what a search needs to know of a product, or None where none is made."""
-    a, b, out, bias = call
-    tensors = [tensor for tensor in call if tensor is not None]
-    if a.device.type not in DEVICES or a.dtype not in DTYPES or any(tensor.dtype != a.dtype for tensor in tensors):
+    a, b, out, dtype, bias = call[:5]
+    scaled, operands = call.scale_a is not None, [a, b]
+    beside = [tensor for tensor in (out, bias) if tensor is not None]
+    of_one_dtype = all(tensor.dtype == dtype for tensor in (beside if scaled else operands + beside))
+    if a.device.type not in DEVICES or dtype not in DTYPES or not of_one_dtype:
         return None
     rows, inner, columns = *a.shape, b.shape[1]
-    if 2 * rows * inner * columns < FEWEST_FLOPS or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+    if 2 * rows * inner * columns < FEWEST_FLOPS or any(x.data_ptr() % ALIGNMENT for x in operands + beside):
         return None
     if bias is not None and (bias.shape != (columns,) or bias.stride() != (1,)):
         return None
+    if out is not None and (out.stride(1) != 1 or out.stride(0) < columns):
+        return None
     left, right = Operand.of(a), Operand.of(b)
-    if left is None or right is None or (out is not None and Operand.of(out) is None):
+    if left is None or right is None:
         return None
-    if out is not None and out.stride(1) != 1:
-        return None
-    return Problem(left, right, columns if out is None else out.stride(0), a.dtype, bias is not None)
+    stride = columns if out is None else out.stride(0)
+    return Problem(left, right, stride, dtype, bias is not None, scaled, call.fast)
