@@ -247,6 +247,29 @@ def test_algorithms_compute_the_product(layout, dtype, bias):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="has no fp8")
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_fp8_are_searched_too(bias):
+    half, third = torch.tensor([0.5], device=CUDA), torch.tensor(1 / 3, device=CUDA)
+    x, w = (torch.randn(n, 2048, device=CUDA).to(torch.float8_e4m3fn) for n in (4096, 2048))
+    b = torch.randn(2048, device=CUDA, dtype=torch.bfloat16) if bias else None
+
+    def product():
+        return torch._scaled_mm(x, w.t(), half, third, bias=b, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    expected = product()
+    with SearchedProducts(CUDA) as products:
+        assert torch.equal(product(), expected)
+        (wanted,) = products.unknown
+        for algorithm in Product(wanted, CUDA).algorithms(4, WORKSPACE):
+            products.use({wanted: algorithm})
+            torch.testing.assert_close(product(), expected)
+    products.use({wanted: search(wanted, CUDA)})
+    with products:
+        assert torch.equal(product(), expected)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_a_search_finds_has_the_bits_of_torch(bias):
     wanted = problem(4096, 2048, 1024, torch.bfloat16, bias)

@@ -120,7 +120,7 @@ class Operand(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of one product a b + bias, or a b scale_a scale_b of fp8."""
+    """The tensors of one product a b + bias, or of fp8 a b scale_a scale_b + bias."""
 
     a: Tensor  # [m, k]
     b: Tensor  # [k, n]

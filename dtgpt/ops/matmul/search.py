@@ -30,7 +30,7 @@ def by_torch(operands: Operands, fast: bool = False) -> Tensor:
     """Return the product by PyTorch's choice: the reference. fast: of fp8, as of `Problem`."""
     a, b, out, bias, scale_a, scale_b = operands
     if scale_a is not None and scale_b is not None:
-        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast)
+        return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast)
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 

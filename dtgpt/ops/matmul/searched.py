@@ -87,22 +87,23 @@ def _call_of_fp8(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Call | None:  # fmt: skip
-    plain = bias is None and scale_result is None and out_dtype is not None
-    if not plain or scale_a.numel() != 1 or scale_b.numel() != 1:
+    scalars = scale_a.numel() == scale_b.numel() == 1
+    if not scalars or scale_result is not None or out_dtype is None:
         return None
-    return Call(a, b, None, out_dtype or a.dtype, None, scale_a, scale_b, use_fast_accum)
+    return Call(a, b, None, out_dtype, bias, scale_a, scale_b, use_fast_accum)
 
 
 def problem_of(call: Call) -> Problem | None:
     """Return what a search needs to know of a product, or None where none is made."""
-    a, b, out, dtype, bias = call[:5]
-    scaled, operands = call.scale_a is not None, [a, b]
+    a, b, out, dtype, bias, scale_a, scale_b, fast = call
+    scaled, factors = scale_a is not None, [a, b]
+    scales = [tensor for tensor in (scale_a, scale_b) if tensor is not None]
     beside = [tensor for tensor in (out, bias) if tensor is not None]
-    of_one_dtype = all(tensor.dtype == dtype for tensor in (beside if scaled else operands + beside))
+    of_one_dtype = all(tensor.dtype == dtype for tensor in (beside if scaled else factors + beside))
     if a.device.type not in DEVICES or dtype not in DTYPES or not of_one_dtype:
         return None
     rows, inner, columns = *a.shape, b.shape[1]
-    if 2 * rows * inner * columns < FEWEST_FLOPS or any(x.data_ptr() % ALIGNMENT for x in operands + beside):
+    if 2 * rows * inner * columns < FEWEST_FLOPS or _misaligned(*factors, *beside, *scales):
         return None
     if bias is not None and (bias.shape != (columns,) or bias.stride() != (1,)):
         return None
@@ -112,4 +113,8 @@ def problem_of(call: Call) -> Problem | None:
     if left is None or right is None:
         return None
     stride = columns if out is None else out.stride(0)
-    return Problem(left, right, stride, dtype, bias is not None, scaled, call.fast)
+    return Problem(left, right, stride, dtype, bias is not None, scaled, fast)
+
+
+def _misaligned(*tensors: Tensor) -> bool:
+    return any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
