@@ -8,6 +8,7 @@ bits either way (`dtgpt.ops.matmul.search`).
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,15 @@ from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Problem
 from dtgpt.ops.matmul.search import search, verify
 from dtgpt.ops.matmul.searched import SearchedProducts
 from dtgpt.parallel.mesh import Mesh
+from dtgpt.util.console import counted, say
 
-Found = dict[Problem, Algorithm | None]
+
+class Settled(NamedTuple):
+    """What is known of a problem. is_certain: False where memory or cuBLASLt did not allow a search."""
+
+    problem: Problem
+    algorithm: Algorithm | None
+    is_certain: bool
 
 
 class Products:
@@ -48,14 +56,15 @@ def settle(products: SearchedProducts, mesh: Mesh, folder: Path) -> None:
     peers = [rank for rank, (other, _, _) in enumerate(asked) if other == name]
     problems = sorted({problem for rank in peers for problem in asked[rank][1]}, key=key_of)
     proposals = first_of([asked[rank][2] for rank in peers])
+    if missing := sum(key_of(problem) not in proposals for problem in problems):
+        say(f"timing algorithms for {counted(missing, 'matrix product')}, once: the choices are kept in {file}")
     share = problems[peers.index(mesh.rank) :: len(peers)]
-    own = {problem: settled(problem, proposals, products.device) for problem in share}
-    everyone: list[Found] = mesh.gather(own)
-    found: Found = {problem: algorithm for rank in peers for problem, algorithm in everyone[rank].items()}
-    products.use(found)
-    named = {key_of(problem): algorithm for problem, algorithm in found.items()}
-    if any(key not in kept or kept[key] != algorithm for key, algorithm in named.items()):
-        write_choices(file, name, named)
+    everyone = mesh.gather([settled(problem, proposals, products.device) for problem in share])
+    found: list[Settled] = [one for rank in peers for one in everyone[rank]]
+    products.use({one.problem: one.algorithm for one in found})
+    certain = {key_of(one.problem): one.algorithm for one in found if one.is_certain}
+    if any(key not in kept or kept[key] != algorithm for key, algorithm in certain.items()):
+        write_choices(file, name, certain)
 
 
 def first_of(files: list[dict[str, Algorithm | None]]) -> dict[str, Algorithm | None]:
@@ -63,12 +72,12 @@ def first_of(files: list[dict[str, Algorithm | None]]) -> dict[str, Algorithm | 
     return {key: value for entries in reversed(files) for key, value in entries.items()}
 
 
-def settled(problem: Problem, proposals: Mapping[str, Algorithm | None], device: torch.device) -> Algorithm | None:
-    """Return the proposed algorithm where it proves right on this device, else one that a search finds; None where
-    PyTorch's choice is as fast, or neither memory nor cuBLASLt allows a search."""
+def settled(problem: Problem, proposals: Mapping[str, Algorithm | None], device: torch.device) -> Settled:
+    """Return the proposed algorithm where it proves right on this device, else one that a search finds."""
+    key = key_of(problem)
     try:
-        if key_of(problem) in proposals and verify(problem, proposals[key_of(problem)], device):
-            return proposals[key_of(problem)]
-        return search(problem, device)
+        if key in proposals and verify(problem, proposals[key], device):
+            return Settled(problem, proposals[key], True)
+        return Settled(problem, search(problem, device), True)
     except (CublasLtError, torch.OutOfMemoryError):
-        return None
+        return Settled(problem, None, False)

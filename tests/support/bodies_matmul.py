@@ -38,12 +38,16 @@ class FakeProduct:
 
 
 @contextmanager
-def fake_cublaslt(searches: Problems, refused: tuple[int, ...] = (), rank: int = 0) -> Iterator[Counter]:
+def fake_cublaslt(
+    searches: Problems, refused: tuple[int, ...] = (), rank: int = 0, full: bool = False
+) -> Iterator[Counter]:
     """Let products of fp32 on the CPU count as searchable. Each search adds to `searches` and finds an algorithm that
-    names the rank; proposals whose first word is `refused` are wrong."""
+    names the rank, or runs out of memory; proposals whose first word is `refused` are wrong."""
 
     def search(problem: Problem, device: torch.device) -> Algorithm:
         searches.append(problem)
+        if full:
+            raise torch.OutOfMemoryError
         return Algorithm((rank, *range(7)), 0)
 
     FakeProduct.calls.clear()
@@ -58,12 +62,12 @@ def fake_cublaslt(searches: Problems, refused: tuple[int, ...] = (), rank: int =
 
 
 def steps_of(
-    recipe: Recipe, steps: int, folder: Path | None, refused: tuple[int, ...] = ()
+    recipe: Recipe, steps: int, folder: Path | None, refused: tuple[int, ...] = (), full: bool = False
 ) -> tuple[list[float], Problems, Counter]:
     """Return the losses, the problems that this rank searched, and how often each product ran by which algorithm.
-    folder: None leaves all products to PyTorch. refused: as of `fake_cublaslt`."""
+    folder: None leaves all products to PyTorch. refused, full: as of `fake_cublaslt`."""
     searches: Problems = []
-    with open_trainer(recipe) as trainer, fake_cublaslt(searches, refused, trainer.mesh.rank) as calls:
+    with open_trainer(recipe) as trainer, fake_cublaslt(searches, refused, trainer.mesh.rank, full) as calls:
         if folder is not None:
             trainer.products = Products(trainer.mesh, folder)
         losses = [trainer.mean_loss(trainer.train_step()) for _ in range(steps)]
