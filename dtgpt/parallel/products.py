@@ -1,8 +1,8 @@
 """Searched algorithms of matrix products, the same on all ranks.
 
-The first step of a process runs PyTorch's choice and records the problems. Before the second one, the ranks search
-together, each for its share; all GPUs of one kind then use the same algorithms. The result of a product has the same
-bits either way (`dtgpt.ops.matmul.search`).
+The first step of a process runs PyTorch's choice and records the problems. Before the next ones, until steps are
+captured, the ranks search together, each for its share; all GPUs of one kind then use the same algorithms. The result
+of a product has the same bits either way (`dtgpt.ops.matmul.search`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,6 +16,7 @@ from dtgpt.ops.matmul.choices import file_for, identity, key_of, read_choices, w
 from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Problem
 from dtgpt.ops.matmul.search import search, verify
 from dtgpt.ops.matmul.searched import SearchedProducts
+from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.console import counted, say
 
@@ -37,10 +38,10 @@ class Products:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the products of a step, which is not the replay of a graph, inside of the context. All ranks take part in
-        the second step of a process."""
+        """Run the products of a step inside of the context. All ranks take part in what comes before the second step of
+        a process and those after it that may bring other products: in fp8 the second step does."""
         self._steps += 1
-        if self._steps == 2:
+        if 1 < self._steps <= WARM_UP + 1:
             settle(self._products, self._mesh, self._folder)
         with self._products:
             yield
