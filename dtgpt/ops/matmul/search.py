@@ -19,7 +19,11 @@ from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Operand, Operand
 Name = TypeVar("Name", bound=Hashable)
 
 CANDIDATES = 32  # algorithms to ask the heuristic for
-COLD = 128 << 20  # bytes of the operands that take turns, so that none is found in the L2 cache
+COLD = (
+    256 << 20
+)  # bytes of the operands that take turns, so that none is found in the L2 cache, and written before them
+FILLS = 4  # writes of so many bytes, during which the host launches the products that are timed
+SETS = 8  # of operands at most: as many as the host launches meanwhile
 REPEATS = 4  # of a finalist, whose results must be equal
 VARIED = 3  # of the heuristic's algorithms, the fastest ones, whose variants are tried, too
 FINALISTS = 6
@@ -65,7 +69,7 @@ def verify(problem: Problem, algorithm: Algorithm | None, device: torch.device) 
     return bool(_with_equal_bits({algorithm: product.prepare(algorithm)}, reference, operands, REPEATS))
 
 
-def _operands(problem: Problem, device: torch.device, most: int = 16) -> list[Operands]:
+def _operands(problem: Problem, device: torch.device, most: int = SETS) -> list[Operands]:
     """Return several sets of random operands."""
     a, b = problem.a, problem.b
     size = a.rows * a.columns * a.dtype.itemsize + b.rows * b.columns * b.dtype.itemsize
@@ -108,10 +112,12 @@ def _fastest(runs: Mapping[Name, Run], operands: list[Operands], count: int) -> 
 def _medians(runs: Mapping[Name, Run], operands: list[Operands], rounds: int) -> dict[Name, float]:
     """Return the milliseconds of each run, which take turns."""
     times: dict[Name, list[float]] = {name: [] for name in runs}
+    other = torch.empty(COLD, dtype=torch.uint8, device=operands[0].a.device)
     for _ in range(rounds):
         for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            run(operands[-1])  # so that the host is ahead of the device
+            for _ in range(FILLS):
+                other.zero_()
             begin.record()
             for own in operands:
                 run(own)
