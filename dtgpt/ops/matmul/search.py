@@ -19,11 +19,10 @@ from dtgpt.ops.matmul.cublaslt import Algorithm, CublasLtError, Operand, Operand
 Name = TypeVar("Name", bound=Hashable)
 
 CANDIDATES = 32  # algorithms to ask the heuristic for
-COLD = (
-    256 << 20
-)  # bytes of the operands that take turns, so that none is found in the L2 cache, and written before them
-FILLS = 4  # writes of so many bytes, during which the host launches the products that are timed
-SETS = 8  # of operands at most: as many as the host launches meanwhile
+COLD = 256 << 20  # bytes that are written before products are timed, so that no operand is found in the L2 cache
+FILLS = 4  # writes of so many bytes, during which the host launches what is timed
+CALLS = 8  # products that are timed at once, at most: as many as the host launches meanwhile
+ENOUGH_FLOPS = 1e12  # of all of these, where they are fewer
 REPEATS = 4  # of a finalist, whose results must be equal
 VARIED = 3  # of the heuristic's algorithms, the fastest ones, whose variants are tried, too
 FINALISTS = 6
@@ -69,7 +68,7 @@ def verify(problem: Problem, algorithm: Algorithm | None, device: torch.device) 
     return bool(_with_equal_bits({algorithm: product.prepare(algorithm)}, reference, operands, REPEATS))
 
 
-def _operands(problem: Problem, device: torch.device, most: int = SETS) -> list[Operands]:
+def _operands(problem: Problem, device: torch.device, most: int = CALLS) -> list[Operands]:
     """Return several sets of random operands."""
     a, b = problem.a, problem.b
     size = a.rows * a.columns * a.dtype.itemsize + b.rows * b.columns * b.dtype.itemsize
@@ -112,16 +111,18 @@ def _fastest(runs: Mapping[Name, Run], operands: list[Operands], count: int) -> 
 def _medians(runs: Mapping[Name, Run], operands: list[Operands], rounds: int) -> dict[Name, float]:
     """Return the milliseconds of each run, which take turns."""
     times: dict[Name, list[float]] = {name: [] for name in runs}
-    other = torch.empty(COLD, dtype=torch.uint8, device=operands[0].a.device)
+    a, b = operands[0][:2]
+    calls = max(len(operands), min(CALLS, math.ceil(ENOUGH_FLOPS / (2 * len(a) * b.numel()))))
+    other = torch.empty(COLD, dtype=torch.uint8, device=a.device)
     for _ in range(rounds):
         for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for _ in range(FILLS):
                 other.zero_()
             begin.record()
-            for own in operands:
-                run(own)
+            for call in range(calls):
+                run(operands[call % len(operands)])
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) / len(operands))
+            times[name].append(begin.elapsed_time(end) / calls)
     return {name: statistics.median(found) for name, found in times.items()}
