@@ -160,7 +160,7 @@ def test_without_cuda_there_is_no_library(monkeypatch):
 
 
 class Timed:
-    """A product of which each algorithm is so fast as its first word says, and right unless its second word says otherwise."""
+    """A product of which each algorithm is as fast as its first word says, and right where its second word is 0."""
 
     named = ((5, 0), (2, 1), (1, 3), (6, 0), (7, 0), (9, 0))
 
