@@ -193,11 +193,12 @@ class Timed:
 
 @pytest.fixture
 def timed(monkeypatch):
-    def medians(runs, operands, rounds):
+    def times(runs, operands, **options):
         return {name: getattr(run, "speed", 8.0) for name, run in runs.items()}
 
     monkeypatch.setattr(search_module, "Product", Timed)
-    monkeypatch.setattr(search_module, "_medians", medians)
+    monkeypatch.setattr(search_module, "_medians", times)
+    monkeypatch.setattr(search_module, "_under_load", times)
 
 
 @pytest.mark.parametrize("bias", [False, True])
