@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,27 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from cases import medians
+from cublaslt import CublasLtError, Operand, Operands, Problem, Product, Run, configuration, version
 from timing import MATRIX_RATE, capture
 from torch import Tensor
-
-from dtgpt.ops.matmul.cublaslt import (
-    Algorithm,
-    CublasLtError,
-    Operand,
-    Operands,
-    Problem,
-    Product,
-    Run,
-    configuration,
-    version,
-)
-from dtgpt.ops.matmul.search import search
 
 MODELS = {"345m": (16384, 1024), "124m": (65536, 768), "1558m": (8192, 1600)}  # tokens, H
 VOCAB = 50304
 CACHE = 160 << 20  # bytes of operands of one graph
 WORKSPACE = 32 << 20
-WAYS = "torch", "best", "same", "searched"
+WAYS = "torch", "best", "same"
 Work = Callable[[], object]
 
 
@@ -152,7 +139,6 @@ class Found(NamedTuple):
     torch: Callable[..., Tensor]
     best: Callable[..., Tensor]
     same: Callable[..., Tensor]  # the best of those whose bits are those of most algorithms
-    searched: Callable[..., Tensor]  # what `dtgpt.ops.matmul.search` finds
     row: dict[str, Any]
 
 
@@ -181,15 +167,11 @@ def measure(case: Case, count: int, rounds: int) -> Found:
     device = torch.device("cuda", torch.cuda.current_device())
     product = Product(case.problem, device)
     algorithms = product.algorithms(count, WORKSPACE)
-    begin = time.perf_counter()
-    found = search(case.problem, device)
-    seconds = time.perf_counter() - begin
     works: dict[Any, Callable[..., Tensor]] = {"torch": case.torch}
     works |= {i: partial(case.cublaslt, product.prepare(algorithm)) for i, algorithm in enumerate(algorithms)}
     kinds = kinds_of_bits(case, works)
     calls = min(96, max(len(case.operands), round(6e-4 * MATRIX_RATE / case.flops)))
     usable = [i for i in range(len(algorithms)) if kinds[i] is not None]
-    searched = case.torch if found is None else partial(case.cublaslt, product.prepare(found))
     graphs = {i: capture(case.repeated(works[i], calls)).replay for i in usable}
     quick = medians({i: graphs[i] for i in usable}, 5)
     order = sorted(usable, key=quick.__getitem__)
@@ -198,7 +180,6 @@ def measure(case: Case, count: int, rounds: int) -> Found:
     chosen = list(dict.fromkeys([*order[:3], *same[:2], 0]))
     variants = {i: graphs[i] for i in chosen if i in graphs}
     variants["torch"] = capture(case.repeated(case.torch, calls)).replay
-    variants["searched"] = capture(case.repeated(searched, calls)).replay
     if case.scales is None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
         variants["torch lt"] = capture(case.repeated(case.torch, calls)).replay
@@ -214,28 +195,20 @@ def measure(case: Case, count: int, rounds: int) -> Found:
         "algorithms": len(algorithms), "unstable": [i for i in works if kinds[i] is None],
         "kinds": kinds, "torch_kind": kinds["torch"], "common": common, "error": error.item(), "calls": calls,
         "floor": case.flops / MATRIX_RATE * 1e6, "quick": {i: quick[i] / calls * 1e6 for i in order},
-        "searched": times["searched"], "search_seconds": seconds, "choice": None if found is None else described(found),
-        "configurations": [described(algorithm) for algorithm in algorithms],
+        "configurations": [configuration(a) | {"workspace": a.workspace} for a in algorithms],
     }  # fmt: skip
-    return Found(case.torch, works[best], works[best_same], searched, row)
-
-
-def described(algorithm: Algorithm) -> dict[str, int]:
-    return configuration(algorithm) | {"workspace": algorithm.workspace}
+    return Found(case.torch, works[best], works[best_same], row)
 
 
 def show(found: Found) -> None:
     row = found.row
     best, config = row["best_index"], row["configurations"][row["best_index"]]
     bits = f"bits {row['torch_kind']}/{row['kinds'][best]} of {len(set(row['kinds'].values()))}"
-    keys = "tile", "split_k", "custom", "cluster"
-    choice = "-" if row["choice"] is None else " ".join(f"{key[:2]}{row['choice'][key]}" for key in keys)
     lt = "" if row["torch_lt"] is None else f" lt {row['torch_lt']:.1f}"
     print(
         f" {row['name']:9s} torch {row['torch']:.1f}{lt} first {row['first'] or 0:.1f} best {row['best']:.1f} "
         f"{row['torch'] / row['best']:.3f}x #{best}/{row['algorithms']} same {row['same']:.1f} {bits} "
-        f"id{config['id']} k{config['split_k']} r{config['reduction']} ws{config['workspace'] >> 10}, searched "
-        f"{row['searched']:.1f} {row['torch'] / row['searched']:.3f}x in {row['search_seconds']:.1f} s: {choice}"
+        f"id{config['id']} k{config['split_k']} r{config['reduction']} ws{config['workspace'] >> 10}"
         + (f" UNSTABLE {row['unstable']}" if row["unstable"] else "")
     )
 

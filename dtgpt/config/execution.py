@@ -15,7 +15,6 @@ from dtgpt.util.hardware import why_no_compiler
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by a recipe's names
 Recompute = Literal["none", "selective", "full"]
 Switch = Literal["auto", "on", "off"]
-Matmul = Literal["auto", "default", "searched"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,6 @@ class Settings:
     recompute: Recompute = "none"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
-    searches_products: bool = False  # run matrix products by searched algorithms of cuBLASLt
     masks_documents: bool = False  # tokens attend to their own document only
 
     @property
@@ -105,18 +103,3 @@ def choose_compiler(wanted: Switch, device: torch.device, graphs: bool, plan: Pl
     if reason:
         say(f"{reason}: training runs without torch.compile, slower", warning=True)
     return wanted != "off" and reason is None
-
-
-def choose_search(wanted: Matmul, device: torch.device, dtype: torch.dtype, graphs: bool, compiled: bool) -> bool:
-    """Return whether matrix products run by searched algorithms. By default they do in replayed steps, in which their
-    choice costs the host nothing. Raises UserError where that is asked for and impossible."""
-    reason = None
-    if device.type != "cuda" or torch.version.hip is not None:
-        reason = "cuBLASLt needs an NVIDIA GPU"
-    elif dtype.itemsize != 2:
-        reason = "products of fp32 are not searched"
-    elif compiled:
-        reason = "torch.compile chooses the products of what it compiles"
-    if reason and wanted == "searched":
-        raise UserError(f"matmul=searched, but {reason}; use --matmul auto")
-    return reason is None and (wanted == "searched" or (wanted == "auto" and graphs))

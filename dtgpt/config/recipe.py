@@ -12,7 +12,7 @@ import torch
 from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
-from dtgpt.config.execution import Matmul, Settings, choose_compiler, choose_dtype, choose_graphs, choose_search
+from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
@@ -68,11 +68,6 @@ class Recipe:
         Literal["auto", "on", "off"], "use torch.compile for each block; auto: on cuda if graph is off"
     ] = "auto"
     graph: Annotated[Literal["auto", "on", "off"], "replay steps as CUDA graphs; auto: on cuda"] = "auto"
-    matmul: Annotated[
-        Matmul,
-        "algorithms of 16-bit matrix products; default: PyTorch's choice; searched: the fastest with the same bits, "
-        "timed once and kept in $DTGPT_CACHE; auto: searched if steps are replayed",
-    ] = "auto"
     timeout: Annotated[float, "seconds that a process waits for another before the run ends", Bounds(above=0)] = 600.0
     lost_after: Annotated[
         float,
@@ -174,20 +169,17 @@ class Recipe:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
         graphs = choose_graphs(self.graph, device)
-        dtype = choose_dtype(self.precision, device)
-        compiled = choose_compiler(self.compile, device, graphs, plan, here)
         return Settings(
             model=self.model,
             plan=plan,
             device=device,
-            dtype=dtype,
+            dtype=choose_dtype(self.precision, device),
             micro_batch_size=self.micro_batch_size,
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
-            compile=compiled,
+            compile=choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
-            searches_products=choose_search(self.matmul, device, dtype, graphs, compiled),
             masks_documents=self.data.reset_attention_mask,
         )
 

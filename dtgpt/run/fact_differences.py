@@ -15,7 +15,7 @@ EXECUTION = (
     "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "compile", "graph", "device",
 )  # fmt: skip
 # Fields of a recipe without influence on a curve; of these sections, all but what is measured on the way.
-WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval", "matmul")
+WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval")
 SECTIONS = ("log.", "checkpoint.")
 MEASURES = ("log.eval_samples", "log.eval_tasks", "log.eval_tasks_limit")
 MASKS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")  # what is done with the tokens

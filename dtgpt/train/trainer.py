@@ -1,7 +1,6 @@
 """The model, optimizer and batches of a run: `gradients()` and `update()` are one optimizer step."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed import ReduceOp
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Dataset, Part, default_cache
+from dtgpt.data.dataset import Dataset, Part
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.prefetch import Prefetcher
 from dtgpt.models.batch import Batch
@@ -21,7 +20,6 @@ from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scale_gradients, smoke_test_table
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.products import Products
 from dtgpt.parallel.shards import Shard
 from dtgpt.run.sinks import TIMED
 from dtgpt.train import evaluate
@@ -57,7 +55,6 @@ class Trainer:
         self.num_sites = settings.model.num_sites if settings.model.dropout > 0 else 0  # of dropout, where any drops
 
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
-        self.products = Products(mesh, default_cache()) if settings.searches_products else None
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
         if settings.plan.table:
@@ -91,7 +88,7 @@ class Trainer:
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         batch = self.masks.apply(Batch(tokens, dropout_keys=keys, targets=targets))
         weighted = self._with_global_weights(batch)
-        with self.timers.measure("forward_backward"), nullcontext() if self.products is None else self.products.step():
+        with self.timers.measure("forward_backward"):
             return self.engine.gradients(self.micro_batches, weighted)
 
     def update(self, loss: Tensor) -> StepResult:

@@ -106,35 +106,3 @@ def test_graphs_on_a_cpu_are_refused_where_they_were_asked_for(recipe):
     assert not choose_graphs("auto", CPU) and not choose_graphs("off", CPU)
     with pytest.raises(UserError, match=r"^graph=on, but .* need a CUDA device; use --graph auto, or --device cuda"):
         replace(recipe, graph="on").settings(ResolvedPlan(dp=1), CPU)
-
-
-@pytest.mark.parametrize(
-    "changes, searches",
-    [
-        ({}, True),
-        ({"matmul": "default"}, False),
-        ({"graph": "off", "compile": "off"}, False),
-        ({"graph": "off", "compile": "off", "matmul": "searched"}, True),
-        ({"compile": "on"}, False),
-        ({"precision": "fp32"}, False),
-        ({"precision": "fp16"}, True),
-    ],
-)
-def test_products_of_replayed_steps_are_searched(recipe, changes, searches):
-    settings = replace(recipe, **changes).settings(ResolvedPlan(dp=1), CUDA, here=False)
-    assert settings.searches_products is searches
-
-
-@pytest.mark.parametrize(
-    "changes, device, reason",
-    [
-        ({}, CPU, "cuBLASLt needs an NVIDIA GPU"),
-        ({"precision": "fp32"}, CUDA, "products of fp32 are not searched"),
-        ({"compile": "on"}, CUDA, "torch.compile chooses the products of what it compiles"),
-    ],
-)
-def test_a_search_that_is_impossible_is_refused_where_it_was_asked_for(recipe, changes, device, reason):
-    given = replace(recipe, **changes)
-    assert not given.settings(ResolvedPlan(dp=1), device, here=False).searches_products
-    with pytest.raises(UserError, match=f"^matmul=searched, but {reason}; use --matmul auto$"):
-        replace(given, matmul="searched").settings(ResolvedPlan(dp=1), device, here=False)

@@ -1,12 +1,11 @@
 """Matrix products by the cuBLASLt library that PyTorch has loaded, called through its C interface.
 
-PyTorch runs the first algorithm that cuBLASLt's heuristic names. Here a product runs any of those that it names.
-Reference: `torch.mm`, `torch.addmm`. The names of constants are those of cublasLt.h, where their meaning stands.
+PyTorch runs the first algorithm that cuBLASLt's heuristic names. Here a product runs any of those that it names. The
+names of constants are those of cublasLt.h, where their meaning stands.
 """
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,9 +32,6 @@ CONFIG = {  # attributes of an algorithm, and their types
     "reduction": (3, ctypes.c_uint32), "swizzle": (4, ctypes.c_uint32), "custom": (5, ctypes.c_uint32),
     "stages": (6, ctypes.c_uint32), "inner_shape": (7, ctypes.c_uint16), "cluster": (8, ctypes.c_uint16),
 }  # fmt: skip
-CAP_CUSTOM_OPTION_MAX = 7
-MOST_OPTIONS = 15  # custom ones that are tried
-CLUSTERS = 2, 3, 4, 5, 6, 8  # of multiprocessors that share operands: 1 x 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2, 1 x 4
 
 _Algorithm = ctypes.c_uint64 * 8
 
@@ -187,30 +183,6 @@ class Product:
         usable = [result for result in results[: found.value] if result.state == 0]
         return [Algorithm(tuple(result.algorithm), result.workspace) for result in usable]
 
-    def variants(self, algorithm: Algorithm) -> list[Algorithm]:
-        """Return the algorithms that differ from one in its custom option, of which cuBLASLt does not say more, and its
-        cluster; the algorithm itself is one of them. Nothing where cuBLASLt does not say how many options there are."""
-        most, words = ctypes.c_int32(), _Algorithm(*algorithm.words)
-        given = words, CAP_CUSTOM_OPTION_MAX, ctypes.byref(most), ctypes.c_size_t(ctypes.sizeof(most))
-        if library().cublasLtMatmulAlgoCapGetAttribute(*given, ctypes.byref(ctypes.c_size_t())):  # type: ignore[union-attr]
-            return []
-        changed = itertools.product(range(min(most.value, MOST_OPTIONS) + 1), CLUSTERS)
-        made = (_changed(algorithm, custom=custom, cluster=cluster) for custom, cluster in changed)
-        checked = (self._checked(one) for one in made if one is not None)
-        return [one for one in checked if one is not None]
-
-    def _checked(self, algorithm: Algorithm) -> Algorithm | None:
-        """Return the algorithm with the workspace that it needs; None where it cannot compute this product."""
-        words, result = _Algorithm(*algorithm.words), _Result()
-        given = self._handle, self._description, self._left, self._right, self._out, self._out, words
-        status = library().cublasLtMatmulAlgoCheck(*given, ctypes.byref(result))  # type: ignore[union-attr]
-        return None if status else algorithm._replace(workspace=result.workspace)
-
-    def accepts(self, algorithm: Algorithm) -> bool:
-        """Return whether this version of cuBLASLt can compute the product by this algorithm and its workspace."""
-        checked = self._checked(algorithm)
-        return checked is not None and checked.workspace <= algorithm.workspace
-
     def prepare(self, algorithm: Algorithm) -> Run:
         """Return a function that computes the product of such operands on the current stream, and returns `out`."""
         words, size = _Algorithm(*algorithm.words), ctypes.c_size_t(algorithm.workspace)
@@ -238,16 +210,6 @@ class Product:
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
-
-
-def _changed(algorithm: Algorithm, **settings: int) -> Algorithm | None:
-    """Return the algorithm with other settings, by the names of CONFIG; None where cuBLASLt refuses one."""
-    words, setter = _Algorithm(*algorithm.words), library().cublasLtMatmulAlgoConfigSetAttribute  # type: ignore[union-attr]
-    for name, value in settings.items():
-        attribute, kind = CONFIG[name]
-        if setter(words, attribute, ctypes.byref(kind(value)), ctypes.c_size_t(ctypes.sizeof(kind))):
-            return None
-    return Algorithm(tuple(words), algorithm.workspace)
 
 
 def configuration(algorithm: Algorithm) -> dict[str, int]:
