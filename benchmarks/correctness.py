@@ -52,7 +52,7 @@ PLANS = {
     4: ["dp2_tp2", "dp2_tp2_sp_zero1", "dp2_tp2_sp_zero3", "dp2_pp2", "dp2_pp2_zero2_interleaved", "tp2_pp2",
         "tp2_sp_pp2_gpipe", "tp2_sp_pp2_interleaved", "tp2_sp_pp2_zbv", "dp4_zero3", "pp4"],
 }  # fmt: skip
-STEPS = {"cuda": {"fp32": 20, "bf16": 200}, "cpu": {"fp32": 20, "bf16": 50}}
+STEPS = {"cuda": {"fp32": 20, "bf16": 200, "fp8": 200}, "cpu": {"fp32": 20, "bf16": 50, "fp8": 50}}
 START, EACH = 60.0, 60.0  # seconds that a job may take, and more for each of its cases
 PLAIN = "one process, PyTorch's ops"  # in place of kernels, as pp2_zbv runs them
 HANG = 30  # seconds after which a rank that waits for another one ends
@@ -106,6 +106,8 @@ def alone(kind: str) -> list[Case]:
     cases += [Case(f, "single", p, s, label=micro, other="--micro_batch_size 1") for f, p, s in kinds(kind)]
     wide = "one process in fp32"
     cases += [Case(f, "single", "bf16", steps, label=wide, other="--precision fp32") for f in RECIPES]
+    wider = "one process in bf16"
+    cases += [Case(f, "single", "fp8", steps, label=wider, other="--precision bf16") for f in RECIPES]
     cases += [Case(f, "single", p, s, recompute="full", label="one process") for f, p, s in kinds(kind)]
     if kind == "cuda":
         cases += [Case(f, "single", "bf16", steps, label=PLAIN) for f in RECIPES]

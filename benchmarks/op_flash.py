@@ -24,8 +24,8 @@ LENGTH, WIDTH, P = 1024, 64, 0.1
 SIZES = [(16, 16), (32, 16), (8, 25)]  # B, N
 LAUNCHES = {
     "forward": [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2)],
-    "keys": [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 8, 2)],
-    "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
+    "keys": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (32, 64, 4, 3), (64, 64, 8, 2)],
+    "queries": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2)],
 }
 GROUPED = [(4, 4096, 32, 8, 64), (2, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (8, 1024, 16, 8, 128)]  # B, T, N, G, D
 GROUPED_LAUNCHES = {
@@ -80,8 +80,8 @@ class Inputs:
 
     def backward(self, p: float) -> Work:
         key, parts = self.key if p else None, self.parts()
-        out, sums = flash_launch.launch_forward(*parts, key, p, 0, None)
-        return lambda: flash_launch.launch_backward(self.grad, *parts, out, sums, key, p, 0, None, True)
+        saved = flash_launch.launch_forward(*parts, key, p, 0, None)
+        return lambda: flash_launch.launch_backward(self.grad, *parts, *saved, p, None, True)
 
     def both(self, function: Callable[[], Tensor]) -> Work:
         return lambda: torch.autograd.grad(function(), self.qkv, self.grad)
@@ -105,33 +105,19 @@ def parts(batch: int, heads: int) -> list[Case]:
     """Each kernel alone."""
     x = Inputs(batch, heads)
     qkv = x.parts()
-    out, sums = flash_launch.launch_forward(*qkv, x.key, P, 0, None)
+    out, sums, words = flash_launch.launch_forward(*qkv, x.key, P, 0, None)
     pairs, cases = sums.new_empty(*sums.shape, 2), []
     dq, dk, dv = torch.empty_like(x.qkv).unbind(3)
-    call = flash_launch.Call(*qkv, x.key, P, 0, None)
-    masks, inputs, sizes = (*call.key, call.words, None), (out, x.grad, sums, pairs), (*call.sizes, *call.start)
-    mask = {
-        "draw": lambda: call.kernels.draw_kernel[call.grid](*masks, *sizes, SIMD=call.simd, SPANS=False),
-        "draw, one half at a time": lambda: call.kernels.draw_kernel[call.grid](
-            *masks, *sizes, SIMD=False, SPANS=False
-        ),
-        "draw and sum": lambda: call.kernels.prepare_kernel[call.grid](
-            *masks, *inputs, *sizes, call.rescale, **call.shape, DROP=True, SIMD=call.simd, SPANS=False
-        ),
-        "sum": lambda: call.kernels.prepare_kernel[call.grid](
-            None, 0, 0, None, None, *inputs, *sizes, 1.0, **call.shape, DROP=False, SIMD=False, SPANS=False
-        ),
-    }
-    for work in mask.values():
-        work()
-    cases.append(Case(f"masks {x.name}", mask, call.words.nbytes / 2))
-    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (x.grad, pairs, dq)}
+    call = flash_launch.Call(*qkv, P, words, None)
+    cases.append(Case(f"masks {x.name}", {"draw": lambda: call.draw(x.key, P, 0)}, words.nbytes))
+    call.backward(x.grad, out, sums, pairs, dq, dk, dv)
+    tensors = {"forward": (out, sums), "keys": (x.grad, pairs, dk, dv), "queries": (out, x.grad, sums, pairs, dq)}
     made = {"forward": None, "keys": dk, "queries": dq}
     for name, share in (("forward", 1), ("keys", 2), ("queries", 1.5)):
         scales = () if name == "forward" else (1 / math.sqrt(WIDTH),)
         variants = {}
         for p in (0.0, P):
-            site = call if p else flash_launch.Call(*qkv, None, 0.0, 0, None)
+            site = call if p else flash_launch.Call(*qkv, 0.0, None, None)
 
             def work(site=site, name=name, scales=scales) -> None:
                 site._run(name, *tensors[name], made=made[name], scale=scales)
@@ -200,10 +186,10 @@ def grouped(batch: int, length: int, heads: int, kv_heads: int, width: int) -> l
     }
     both = {k: lambda f=f: torch.autograd.grad(f(), leaves, grad) for k, f in functions.items()}
     q, k, v = (t.detach() for t in leaves)
-    out, sums = flash_launch.launch_forward(q, k, v, None, 0.0, 0, None)
+    saved = flash_launch.launch_forward(q, k, v, None, 0.0, 0, None)
 
     def backward() -> object:
-        return flash_launch.launch_backward(grad, q, k, v, out, sums, None, 0.0, 0, None, False)
+        return flash_launch.launch_backward(grad, q, k, v, *saved, 0.0, None, False)
 
     def forward() -> object:
         return flash_launch.launch_forward(q, k, v, None, 0.0, 0, None)

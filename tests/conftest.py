@@ -30,7 +30,8 @@ for number in (signal.SIGINT, signal.SIGHUP):
 SLOW = {
     "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage",
     "test_checkpoint_kill", "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert",
-    "test_data", "test_engine", "test_eval_command", "test_extension", "test_foreign_files", "test_fuzz",
+    "test_data", "test_engine", "test_eval_command", "test_extension", "test_foreign_files",
+    "test_fp8_parity", "test_fp8_runs", "test_fuzz",
     "test_generate_command", "test_generate_llama", "test_graphs", "test_harness", "test_hostile", "test_inference",
     "test_interop_huggingface", "test_interval_loss", "test_last_step", "test_life", "test_llama",
     "test_llama_block", "test_llama_parity", "test_llama_runs", "test_lm_eval", "test_lost_peers",

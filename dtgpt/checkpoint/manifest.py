@@ -23,7 +23,7 @@ from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
 from dtgpt.models.architectures import ARCHITECTURES, FIRST
-from dtgpt.optim.loss_scale import check_state
+from dtgpt.optim import fp8_scales, loss_scale
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular, remove_tree, sync_path, write_text
@@ -121,8 +121,8 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, recipe, files, ... and of a run in fp16 its loss scale. Raise Damaged, or UserError where a newer dtgpt wrote
-    it."""
+    model, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise Damaged, or
+    UserError where a newer dtgpt wrote it."""
     path = folder / STATE
     try:
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
@@ -154,14 +154,16 @@ def _check_digest(state: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _check(state: dict[str, Any]) -> None:
-    ARCHITECTURES[state["architecture"]](**state["model"]).validate()
+    config = ARCHITECTURES[state["architecture"]](**state["model"])
+    config.validate()
     counts = [state[name] for name in ("step", "consumed_samples", "updates", "tokens")]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in counts) or not isinstance(state["data_digest"], str):
         raise ValueError("step, consumed_samples, updates and tokens must be whole numbers, data_digest a string")
     _check_kinds(state)
     if state["updates"] > state["step"]:
         raise ValueError(f"{state['updates']} updates are more than the steps")
-    check_state(state.get("loss_scale"))
+    loss_scale.check_state(state.get("loss_scale"))
+    fp8_scales.check_state(state.get(fp8_scales.STATE), config)
     for name, file in state["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file of a checkpoint")

@@ -32,6 +32,7 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
             "RECIPE.py --plans NAME"
         )
     from dtgpt.config.execution import DTYPES
+    from dtgpt.config.fp8 import FP8
     from dtgpt.run.plot import check_picture, import_pyplot
     from dtgpt.run.two_runs import compare_runs
     from dtgpt.run.two_runs_plot import plot_two_runs
@@ -42,6 +43,7 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
         check_picture(Path(options.output))
         import_pyplot()
     by_precision = {name: TOLERANCE[str(dtype)][0] for name, dtype in DTYPES.items()}
+    by_precision[FP8] = by_precision["bf16"]
     two = compare_runs(*runs, options.tolerance, by_precision)
     if options.output is not None:
         plot_two_runs(two, Path(options.output))

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend, choose
@@ -31,12 +32,23 @@ class Settings:
     recompute: Recompute = "none"
     compile: bool = False
     graphs: bool = False  # replay steps as CUDA graphs
+    fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
 
     @property
     def micro_batches(self) -> int:
         """Forward and backward passes of each replica per optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.micro_batch_size * self.plan.dp)
+
+    @property
+    def precision(self) -> str:
+        """The precision by a recipe's name."""
+        return FP8 if self.fp8 else next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    @property
+    def number_types(self) -> str:
+        """The types of activations and of products, in words."""
+        return f"{str(self.dtype).removeprefix('torch.')}{', products of blocks in fp8' if self.fp8 else ''}"
 
     @property
     def low_precision(self) -> bool:
@@ -78,10 +90,10 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations. `precision`: auto, fp32, bf16 or fp16."""
+    """Return the dtype of activations. `precision`: auto, fp32, bf16, fp16 or fp8."""
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[precision]
+    return torch.bfloat16 if precision == FP8 else DTYPES[precision]
 
 
 def choose_graphs(wanted: Switch, device: torch.device) -> bool:

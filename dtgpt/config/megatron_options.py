@@ -118,7 +118,14 @@ OPTIONS = {
         f"gradients, softmax and loss are always fp32; {LEAVE}",
         "apply-query-key-layer-scaling, no-query-key-layer-scaling": "scores are never scaled by the layer's number; "
         f"{LEAVE}",
-        "fp8-*, fp4-*": "8-bit and 4-bit floats are not available; use --precision bf16",
+        "fp8-format FORMAT, fp8-e4m3, fp8-hybrid": "--precision fp8, with e4m3 for inputs, weights and gradients",
+        "fp8-recipe NAME": "--precision fp8, whose scales always follow from earlier steps",
+        "fp8-amax-history-len N, fp8-amax-compute-algo NAME, fp8-margin N, fp8-interval N": "--precision fp8, whose "
+        "scales always follow from the largest values of the last 16 steps",
+        "first-last-layers-bf16, num-layers-at-start-in-bf16 N, num-layers-at-end-in-bf16 N, no-fp8-wgrad, "
+        "fp8-param-gather": "fp8 always has all products of all blocks, and never the weights themselves; use "
+        "--precision fp8 or bf16",
+        "fp8-*, fp4-*": "this choice of 8-bit or 4-bit floats is not available; use --precision fp8 or bf16",
         "te-*": "there is one implementation of the model, without Transformer Engine",
     },
     "Parallelism": {

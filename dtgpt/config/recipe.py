@@ -13,6 +13,7 @@ from dtgpt.config import checks
 from dtgpt.config.batch_size import BatchSizes, check_rampup
 from dtgpt.config.checks import MOST_STEPS
 from dtgpt.config.execution import Settings, choose_compiler, choose_dtype, choose_graphs
+from dtgpt.config.fp8 import FP8, check_fp8, fp8_notes
 from dtgpt.config.plan import Plan, ResolvedPlan
 from dtgpt.config.plan_choice import PlanChoice, choose_plan, parse_alternatives
 from dtgpt.config.schedule import Schedule
@@ -52,8 +53,9 @@ class Recipe:
     plans: Mapping[str, Plan] = field(default_factory=dict)  # user-defined plans by the names that `plan` can have
     device: Annotated[Literal["auto", "cpu", "cuda"], "device; auto: cuda if there is one"] = "auto"
     precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"],
-        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32",
+        Literal["auto", "fp32", "bf16", "fp16", "fp8"],
+        "type of weights and activations, with fp32 master weights; auto: bf16 on cuda, else fp32; fp8: bf16, with the "
+        "matrix products of blocks in 8 bits",
     ] = "auto"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     attention: Annotated[
@@ -168,7 +170,9 @@ class Recipe:
     def settings(self, plan: ResolvedPlan, device: torch.device, here: bool = True) -> Settings:
         """Return what the model is built and run with under `plan` on `device`. here: False where this machine does not
         run it, so that what is installed does not matter."""
-        graphs = choose_graphs(self.graph, device)
+        graphs, fp8 = choose_graphs(self.graph, device), self.precision == FP8
+        if fp8 and here:
+            check_fp8(device)
         return Settings(
             model=self.model,
             plan=plan,
@@ -178,8 +182,9 @@ class Recipe:
             global_batch_size=self.global_batch_size,
             attention=self.attention,
             recompute=self.recompute,
-            compile=choose_compiler(self.compile, device, graphs, plan, here),
+            compile=not fp8 and choose_compiler(self.compile, device, graphs, plan, here),
             graphs=graphs,
+            fp8=fp8,
             masks_documents=self.data.reset_attention_mask,
         )
 
@@ -216,6 +221,11 @@ class Recipe:
                 "has weights already"
             )
         check_backend(self.attention, self.model.dropout, self.model.head_dim)
+        if self.compile == "on" and self.precision == FP8:
+            raise UserError(
+                "compile=on, but precision=fp8 has kernels of its own, which torch.compile cannot take; use --compile "
+                "off or --precision bf16"
+            )
         scale, config = self.loss_scale, self.optimizer
         if scale.minimum > scale.initial:
             raise UserError(
@@ -245,4 +255,6 @@ class Recipe:
             found.append(checks.one_replica(choice.named.zero))
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
+        if self.precision == FP8:
+            found += fp8_notes(self.model, choice.plan, self.micro_batch_size, device_type)
         return found

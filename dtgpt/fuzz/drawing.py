@@ -153,6 +153,8 @@ def _training(draws: Draws, careless: bool) -> dict[str, Any]:
     if careless or draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)) == 0:
         back_ends.append("sdpa")
     precision = draws.pick("kind of 16 bits", ("bf16", "bf16", "fp16")) if draws.chance("16 bits", 8) else "fp32"
+    if precision == "bf16" and draws.chance("products of 8 bits", 2):
+        precision = "fp8"
     values = {
         "seed": draws.below("seed of the run", 1 << 20),
         "precision": precision,

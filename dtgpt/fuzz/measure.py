@@ -98,13 +98,15 @@ def _of_shard(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _digest_of_state(trainer: Trainer) -> str:
-    """Return a digest of all weights and moments, the same under every plan; one of nothing on ranks other than 0."""
+    """Return a digest of all weights and moments, and the history of fp8's scales, the same under every plan; without
+    weights and moments on ranks other than 0."""
     found, adamw = hashlib.sha256(), trainer.optimizer.adamw
     kinds: list[Callable[[Shard], Tensor]] = [attrgetter("local")]
     kinds += [partial(_of_shard, getattr(adamw, moment)) for moment in MOMENTS]
     for value in kinds:
         for _, whole in trainer.shards.gather(value):
             found.update(b"" if whole is None else whole.numpy().tobytes())
+    found.update(repr(trainer.fp8 and trainer.fp8.state()).encode())
     return found.hexdigest()
 
 
@@ -142,6 +144,8 @@ def _copies(trainer: Trainer) -> list[tuple[str, str]]:
         found += [(f"{where}.{moment}", digest(getattr(adamw, moment)[shard.index])) for moment in MOMENTS]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
+    if trainer.fp8 is not None:
+        found += [("history of fp8", digest(trainer.fp8.history)), ("scales of fp8", digest(trainer.fp8.scale))]
     return found
 
 

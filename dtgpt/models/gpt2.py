@@ -25,6 +25,7 @@ from dtgpt.models.layers import (
     Linear,
     Output,
     add,
+    mlp,
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.attention.packed import split_qkv
@@ -168,7 +169,7 @@ class MLP(nn.Module):
         self.proj = DeferredBiasLinear(4 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Branch:
-        return Branch(self.proj(bias_gelu(self.fc(x), self.fc.bias)), self.proj.bias)
+        return Branch(mlp(x, self.fc, self.proj, bias_gelu), self.proj.bias)
 
 
 class Head(nn.Module):

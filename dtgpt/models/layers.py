@@ -1,11 +1,19 @@
 """Modules that architectures share. Each owns its fusion, so that a model file shows the transformer alone."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.ops.fast import is_apart
+from dtgpt.ops.fp8.linear import fp8_linear
+from dtgpt.ops.fp8.mlp import fp8_mlp
+from dtgpt.ops.fp8.sites import Sites
+from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norm.layer_norm import layer_norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
@@ -34,15 +42,38 @@ class Branch(NamedTuple):
 class Linear(nn.Linear):
     """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
 
+    sites: Sites | None = None  # of a run in fp8, whose plan's build sets them
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        if self.sites is not None:
+            return on_local_tensors(partial(fp8_linear, sites=self.sites), x, weight, bias)
+        return linear(x, weight, bias)
 
 
 class DeferredBiasLinear(nn.Linear):
     """A `Linear` that leaves its bias to the following operation, which adds it on the way."""
 
+    sites: Sites | None = None  # as of `Linear`
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        if self.sites is not None:
+            return on_local_tensors(partial(fp8_linear, sites=self.sites), x, weight, None)
+        return F.linear(x, weight)
+
+
+def mlp(
+    x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
+) -> Tensor:
+    """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
+    argument. The activation is `swiglu` or, with a bias, `bias_gelu`. In a run in fp8 whose plan cuts neither matrix,
+    what lies between them is in 8 bits only."""
+    one, two, cut = first.sites, second.sites, isinstance(first.weight, DTensor) or isinstance(second.weight, DTensor)
+    bias = () if first.bias is None else (first.bias,)
+    if one is None or two is None or cut or not one.quantise or is_apart():
+        return second(activation(first(x), *bias))
+    return fp8_mlp(x, first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), one, two)
 
 
 class LayerNorm(nn.LayerNorm):

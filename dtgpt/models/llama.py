@@ -25,6 +25,7 @@ from dtgpt.models.layers import (
     Output,
     RMSNorm,
     add,
+    mlp,
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
@@ -245,7 +246,7 @@ class MLP(nn.Module):
         self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Branch:
-        return Branch(self.down(swiglu(self.gate_up(x))), None)
+        return Branch(mlp(x, self.gate_up, self.down, swiglu), None)
 
 
 class Head(nn.Module):

@@ -24,6 +24,7 @@ class Role(Enum):
 
 Roles = Mapping[str, Role]  # module pattern -> role
 COLUMNS = (Role.QKV, Role.COLUMN)
+MATRICES = (*COLUMNS, Role.ROW)  # of a block
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -31,6 +31,12 @@ def has_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Return whether a GPU multiplies 8-bit floats, as those from compute capability 8.9 on do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may use, or those of a Hopper GPU where torch does not say."""
     properties = torch.cuda.get_device_properties(device)

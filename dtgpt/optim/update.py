@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
 from dtgpt.ops.optim.adamw import AdamW, Slot
+from dtgpt.optim.fp8_scales import STATE, Fp8Scales
 from dtgpt.optim.loss_scale import LossScaler
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.errors import UserError
@@ -45,10 +46,10 @@ class Update:
 
     def __init__(
         self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
-        share: float,
+        share: float, fp8: Fp8Scales | None = None,
     ):  # fmt: skip
         """rates: learning rates of every step; share: what one micro-batch counts in the sum over all."""
-        self.shards, self.clip = shards, config.clip
+        self.shards, self.clip, self.fp8 = shards, config.clip, fp8
         device = shards.mesh.device
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
         self.adamw = make_optimizer(shards, config)
@@ -78,6 +79,8 @@ class Update:
         on all ranks, and its norm is infinite."""
         update = self.adamw.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
+        if self.fp8 is not None:
+            self.fp8.update()
         if self.scaler is None:
             norm = self.shards.norm()
             self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
@@ -98,11 +101,15 @@ class Update:
     def state(self) -> dict[str, Any]:
         """Return numbers for a checkpoint, beside weights and moments."""
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
-        return {"updates": int(self.adamw.updates.item()), **scaler}
+        fp8 = {} if self.fp8 is None else {STATE: self.fp8.state()}
+        return {"updates": int(self.adamw.updates.item()), **scaler, **fp8}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew."""
+        """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew, or the
+        scales of fp8, for which the next step observes the values."""
         self.adamw.updates.fill_(state["updates"])
+        if self.fp8 is not None:
+            self.fp8.restore(state.get(STATE, []))
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
             self.gradient_scale.copy_(self.scaler.scale * self.share)

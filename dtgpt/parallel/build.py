@@ -15,6 +15,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output
 from dtgpt.ops.collectives.peers import Peers
+from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
@@ -22,8 +23,10 @@ from dtgpt.parallel.gradients import Buckets
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import PipelineEngine
+from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
+from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -39,10 +42,19 @@ def build_stages(
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
     for stage in stages:
         stage.allocate(mesh.device)
+        if settings.plan.zero and masters:
+            push_shards(stage, mesh, settings.dtype, scattered_dtype(settings))
     shards = Shards(stages, mesh, masters)
     if key is not None:
         shards.initialize(settings.model, key)
     return stages, shards
+
+
+def scattered_dtype(settings: Settings) -> torch.dtype:
+    """Return the type of the gradients that `fully_shard` scatters: fp32 where it has summed micro-batches before."""
+    plan = settings.plan
+    summed_before = plan.pp > 1 or (plan.zero == 1 and settings.micro_batches > 1)
+    return torch.float32 if summed_before else settings.dtype
 
 
 def lay_out_stage(
@@ -97,7 +109,10 @@ def make_engine(
     """Return what runs forward and backward under the plan. Without graphs, `timers` measure them."""
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
-        shards.buckets = Buckets(stages, shards.mesh.dp_group, settings.micro_batches, hooks)
+        mesh = shards.mesh
+        share = partial(symmetric_memory, mesh, mesh.dp_group, usable=TRITON)
+        narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
+        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, share if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)

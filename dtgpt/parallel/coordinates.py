@@ -50,9 +50,11 @@ class RankCoordinates:
         return pp if pp != self.pp else None
 
     @property
-    def num_edges(self) -> int:
-        """The number of edges to stages on other ranks: over each goes an activation, and its gradient comes back."""
-        return sum(self.rank_of(beside) is not None for stage in self.stages for beside in (stage - 1, stage + 1))
+    def edges(self) -> list[tuple[int, int]]:
+        """Pairs of a stage on another rank and the stage beside it on this rank: over each goes an activation, and its
+        gradient comes back."""
+        pairs = [(beside, stage) for stage in self.stages for beside in (stage - 1, stage + 1)]
+        return [(beside, stage) for beside, stage in pairs if self.rank_of(beside) is not None]
 
     def neighbour(self, pp: int) -> int:
         """Return the rank with the same dp and tp coordinates on pipeline rank `pp`."""

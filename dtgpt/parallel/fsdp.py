@@ -11,7 +11,8 @@ from dtgpt.parallel.mesh import Mesh
 
 def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     """Wrap each block, then the whole part. Weights are all-gathered in `dtype`, in which they compute; gradients are
-    reduce-scattered in fp32."""
+    reduce-scattered in fp32. What is not in a block stays whole from the forward pass on, also by ZeRO-3: backward
+    begins with the head."""
     plan, policy = mesh.plan, MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -22,7 +23,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
             module,
             mesh=mesh.devices["shard"],
             mp_policy=policy,
-            reshard_after_forward=plan.zero == 3 and plan.pp == 1,
+            reshard_after_forward=plan.zero == 3 and plan.pp == 1 and module is not part,
         )
         # Gradients are summed, not averaged: the loss already counts a micro-batch by its share of the global batch.
         sharded.set_gradient_divide_factor(1.0)

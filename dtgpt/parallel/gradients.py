@@ -6,6 +6,8 @@ replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets 
 """
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedSum, meeting_bytes
 from dtgpt.ops.optim.adamw import Accumulator
-from dtgpt.parallel.torch_private import all_gather_single
+from dtgpt.parallel.torch_private import SharedMemory, all_gather_single
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -47,54 +50,86 @@ class Sum:
 
 class NarrowSum(Sum):
     """The sum of 16-bit numbers, whose length the replicas divide: half the bytes are sent. Each rank sums its
-    piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on."""
+    piece in fp32 and rounds once, so that the error does not grow with the replicas, as where sums are passed on.
+    `pushed`: what does so by memory that the replicas share, with `flat` in it."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pushed: PushedSum | None = None):
         super().__init__(flat, group)
-        self.pieces = torch.empty_like(flat)
-        self._stream = _second_stream(flat.device) if flat.is_cuda else None
+        self._run = self._send if pushed is None else pushed.run
+        self.pieces = torch.empty_like(flat) if pushed is None else pushed.pieces
+        self._side = side_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
-        if self._stream is None:
-            self._run()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with self._side.beside() if self._side else nullcontext():
             self._run()
 
-    def _run(self) -> None:
+    def _send(self) -> None:
         dist.all_to_all_single(self.pieces, self.flat, group=self.group)
         own = self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32).to(self.flat.dtype)
         all_gather_single(self.flat, own, self.group)
 
     def wait(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._side is not None:
+            self._side.join()
+
+
+class SideStream:
+    """The stream of all buckets, on which gradients are copied and summed while backward goes on."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._reading: tuple[torch.cuda.Event, list[Tensor]] | None = None
+
+    @contextmanager
+    def beside(self, read: list[Tensor] | None = None) -> Iterator[None]:
+        """Queue what the context does behind what the current stream has got so far. Tensors that it reads, and that
+        the caller then drops, are kept until the next call that reads some: the current stream, which may use their
+        memory again, then waits until this one has read them."""
+        current = torch.cuda.current_stream()
+        if read and self._reading is not None:
+            current.wait_event(self._reading[0])
+            self._reading = None
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        if read:
+            self._reading = self._stream.record_event(), read
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._reading = None
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all buckets: PyTorch has few, and would in the end hand out the one that computes."""
-    return torch.cuda.Stream(device)
+def side_stream(device: torch.device) -> SideStream:
+    """Return that of a device: PyTorch has few streams, and would in the end hand out the one that computes."""
+    return SideStream(device)
 
 
 class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas of
     `group`. What 16-bit weights send to other replicas has 16 bits too."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        pushed: PushedSum | None = None,
+    ):  # fmt: skip
+        """pushed: what sums over the replicas, where these share memory."""
         self.parameters, self.passes = parameters, passes
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        dtype = torch.float32 if group is None else locals_[0].dtype
-        multiple = 1 if group is None else group.size()
-        self.wire, self.sums = _flat(locals_, dtype, multiple)
+        locals_, dtype, length = _wire(parameters, group)
+        flat = torch.zeros(length, dtype=dtype, device=locals_[0].device) if pushed is None else pushed.flat
+        self.wire, self.sums = flat, _views(flat, locals_)
         self.flat, self._totals = self.wire, self.sums
-        if dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
-            self.flat, self._totals = _flat(locals_, torch.float32, multiple)
+        narrow = dtype != torch.float32
+        if narrow and passes > 1:  # a single pass needs no sum of its own
+            self.flat = torch.zeros(length, dtype=torch.float32, device=flat.device)
+            self._totals = _views(self.flat, locals_)
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
         self._over_replicas: Sum | None = None
         if group is not None:
-            self._over_replicas = (Sum if dtype == torch.float32 else NarrowSum)(self.wire, group)
+            self._over_replicas = NarrowSum(self.wire, group, pushed) if narrow else Sum(self.wire, group)
+        self._side = side_stream(flat.device) if flat.is_cuda and narrow else None
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -115,7 +150,8 @@ class Bucket:
         gradients = [local_gradient(p) for p in self.parameters]
         with torch.no_grad():
             if self._accumulator is None:
-                torch._foreach_copy_(self._totals, gradients)
+                with self._side.beside(gradients) if self._side else nullcontext():
+                    torch._foreach_copy_(self._totals, gradients)
             elif self.done:
                 self._accumulator.add(gradients)
             else:
@@ -137,26 +173,40 @@ class Bucket:
         held = [self.flat] if self.flat is self.wire else [self.flat, self.wire]
         if isinstance(self._over_replicas, NarrowSum):
             held.append(self._over_replicas.pieces)
-        used = sum(total.numel() for total in self.sums)
-        return sum(used * t.element_size() for t in held), sum((t.numel() - used) * t.element_size() for t in held)
+        used, whole = sum(total.numel() for total in self.sums), sum(t.nbytes for t in held)
+        gradients = sum(used * t.nbytes // self.flat.numel() for t in held)
+        return gradients, whole - gradients
 
 
-def _flat(parameters: list[Tensor], dtype: torch.dtype, multiple: int) -> tuple[Tensor, list[Tensor]]:
-    """Return (a flat tensor, its views as the parameters), of a length that `multiple` divides; zeros at the end."""
+def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tuple[list[Tensor], torch.dtype, int]:
+    """Return the local tensors of some parameters, and dtype and length of the flat gradient that replicas send: in 16
+    bits, whole words of each replica."""
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    dtype = torch.float32 if group is None else locals_[0].dtype
+    multiple = 1 if group is None else group.size() * (1 if dtype == torch.float32 else ALIGNED)
+    return locals_, dtype, -(-sum(p.numel() for p in locals_) // multiple) * multiple
+
+
+def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Return the beginning of a flat tensor as tensors of the parameters' shapes."""
     sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(-(-sum(sizes) // multiple) * multiple, dtype=dtype, device=parameters[0].device)
-    pieces = flat[: sum(sizes)].split(sizes)
-    return flat, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+    return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
 class Buckets:
     """A bucket for each block of this rank's stages and one for the ends of each. hooks: whether backward hands in each
-    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself."""
+    gradient; a schedule that cuts backward in two calls none, and sums the micro-batches itself. share: returns memory
+    of so many bytes that the replicas of a host share, if they can; all ranks call it."""
 
-    def __init__(self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool):
+    def __init__(
+        self, stages: list[Decoder], group: dist.ProcessGroup | None, passes: int, hooks: bool,
+        share: Callable[[int], SharedMemory | None] | None = None,
+    ):  # fmt: skip
         self.hooks = hooks
         passes = passes if hooks else 1
-        self.all = [Bucket(part, group, passes, hooks) for stage in stages for part in _parts(stage)]
+        parts = [part for stage in stages for part in parameter_groups(stage)]
+        pushed = _share(parts, group, share) if share and group else [None] * len(parts)
+        self.all = [Bucket(part, group, passes, hooks, one) for part, one in zip(parts, pushed, strict=True)]
 
     def expect(self, passes: int) -> None:
         """Set the backward passes of the following steps, at most those of the first."""
@@ -186,7 +236,21 @@ class Buckets:
         return {p: t for bucket in self.all for p, t in zip(bucket.parameters, bucket.sums, strict=True)}
 
 
-def _parts(stage: Decoder) -> list[list[nn.Parameter]]:
+def _share(
+    parts: list[list[nn.Parameter]], group: dist.ProcessGroup, share: Callable[[int], SharedMemory | None]
+) -> Sequence[PushedSum | None]:
+    """Return what sums each bucket in memory that the replicas share; None for each where they do not."""
+    wires = [(length * dtype.itemsize, dtype) for _, dtype, length in (_wire(part, group) for part in parts)]
+    sizes = [PushedSum.bytes(size, group.size()) for size, _ in wires]
+    shared = share(sum(sizes) + meeting_bytes(group.size()))
+    if shared is None:
+        return [None] * len(parts)
+    *areas, flags = zip(*(m.split([*sizes, meeting_bytes(group.size())]) for m in shared.of_ranks), strict=True)
+    meeting = Meeting(flags, group.rank())
+    return [PushedSum(area, *wire, meeting) for area, wire in zip(areas, wires, strict=True)]
+
+
+def parameter_groups(stage: Decoder) -> list[list[nn.Parameter]]:
     """Return the parameters of each block, and those around the blocks, each tensor once."""
     blocks = [list(block.parameters()) for block in stage.blocks.values()]
     inside = {id(p) for block in blocks for p in block}

@@ -5,7 +5,9 @@ Without a graph every parallel step waits for the host, which launches kernels o
 each step of dtgpt is written so.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -80,7 +82,7 @@ def capture(
     options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     failure = None
     try:
-        with torch.cuda.graph(graph, **options):
+        with _no_collection(), torch.cuda.graph(graph, **options):
             try:
                 result = work(*places)
             except RuntimeError as error:
@@ -93,6 +95,19 @@ def capture(
         reason = str(failure).splitlines()[0]
         raise UserError(f"a step cannot be captured as a CUDA graph ({reason}); {remedy}") from failure
     return graph, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no cycles of objects meanwhile: what they hold, such as memory that ranks share, may be freed by calls
+    that a capture forbids, and the process would end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _leave_default_stream() -> None:

@@ -18,6 +18,7 @@ from dtgpt.config.execution import Settings
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.fast import split_backward
+from dtgpt.parallel.edges import Edges, share_edges
 from dtgpt.parallel.engine import TrainingEngine
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.graphs import Graphs
@@ -28,21 +29,73 @@ from dtgpt.util.timers import NO_TIMERS, Timers
 
 class Stage(PipelineStage):
     """A stage with timers, whose neighbour may be on the same rank, as at the turn of ZBV. Before the first step torch
-    exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself."""
+    exchanges a message with every neighbour, and gloo of torch 2.11 fails where a rank sends to itself.
+
+    With `edges`, there is nothing left that torch's schedule would have to send or to receive: a message leaves when
+    the schedule asks what to send, and the stage waits for one right before it needs it.
+    """
 
     timers = NO_TIMERS
+    edges: Edges | None = None
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._receive(self.args_recv_info, self.stage_index - 1, fwd_chunk_id)
         with self.timers.measure("forward"):
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._receive(self.grad_recv_info, self.stage_index + 1, bwd_chunk_id)
         with self.timers.measure("backward"):
-            return super().backward_one_chunk(*args, **kwargs)
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.timers.measure("backward"):
             return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1, fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, bwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return super().get_fwd_recv_ops(fwd_chunk_id) if self.edges is None else []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return super().get_bwd_recv_ops(bwd_chunk_id) if self.edges is None else []
+
+    def _send(self, ops: list[dist.P2POp], target: int, micro_batch: int) -> list[dist.P2POp]:
+        """Send now what the operations would, over the edge to `target`. Returns those that are left."""
+        if self.edges is None:
+            return ops
+        for op in ops:
+            self.edges.send(op.tensor.detach(), self.stage_index, target, micro_batch)
+        return []
+
+    def _receive(self, infos: dict[int, tuple[Any, ...]], source: int, micro_batch: int) -> None:
+        """Wait for what comes over the edge from `source`, if there is one, and let torch find it where it expects
+        what it received."""
+        if self.edges is not None and self.edges.joins(source, self.stage_index):
+            (info,) = infos[micro_batch]
+            received = self.edges.receive(source, self.stage_index, micro_batch)
+            info.buffer = received.requires_grad_(source < self.stage_index)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self._free_buffers(self.args_recv_info, self.stage_index - 1)
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self._free_buffers(self.grad_recv_info, self.stage_index + 1)
+        return result
+
+    def _free_buffers(self, infos: dict[int, tuple[Any, ...]], source: int) -> None:
+        """Free the buffers that torch made, before version 2.15, to receive what comes over an edge."""
+        if self.edges is not None and self.edges.joins(source, self.stage_index):
+            for (info,) in infos.values():
+                if info.buffer is not None:
+                    info.buffer = torch.empty(0, device=self.device)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -56,6 +109,7 @@ class PipelineEngine(TrainingEngine):
         self.timers = NO_TIMERS if graphs.enabled else timers  # a replay is not divided
         self.mesh, plan, config = shards.mesh, settings.plan, settings.model
         self.edge = config.seq_length // (plan.tp if plan.sequence_parallel else 1), config.hidden_size
+        self.edges = share_edges(settings, shards.mesh, (settings.micro_batch_size, *self.edge))
         self.schedule = self._make_schedule(settings.micro_batches)
 
     def _make_schedule(self, micro_batches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
@@ -72,7 +126,7 @@ class PipelineEngine(TrainingEngine):
             for index, module in zip(mesh.place.stages, self.modules, strict=True)
         ]  # fmt: skip
         for stage in stages:
-            stage.timers = self.timers
+            stage.timers, stage.edges = self.timers, self.edges
         # The last stage gets its targets and computes the loss itself.
         schedule = get_schedule_class(plan.schedule)
         given = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
@@ -88,6 +142,8 @@ class PipelineEngine(TrainingEngine):
     def _run_schedule(self, *fields: Tensor | None) -> Tensor:
         if self.shards.buckets is not None:
             self.shards.buckets.begin()
+        if self.edges is not None:
+            self.edges.begin()
         batch, place = Batch._make(fields), self.mesh.place
         inputs = [batch.tokens] if place.holds_first else []
         losses: list[Tensor] = []
@@ -97,6 +153,8 @@ class PipelineEngine(TrainingEngine):
             more |= {"targets": targets, "target": targets, "losses": losses}
         with split_backward() if self.settings.plan.splits_backward else nullcontext():
             self.schedule.step(*inputs, return_outputs=False, **more)
+        if self.edges is not None:
+            self.edges.end()
         self.shards.take_gradients()
         return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.mesh.device)
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: F401, what groups take
 
 from dtgpt.util.hardware import count_memory
 
@@ -54,8 +55,12 @@ def forget_meshes() -> None:
 class SharedMemory(NamedTuple):
     """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
 
-    own: Tensor  # uint8; the memory lives as long as this tensor
-    addresses: tuple[int, ...]  # of each rank's memory, for this rank's GPU
+    own: Tensor  # uint8; the memory lives as long as this tensor or a view of it
+    of_ranks: tuple[Tensor, ...]  # uint8, each rank's as this rank's GPU reaches it; `own` among them
+
+    @property
+    def addresses(self) -> list[int]:
+        return [memory.data_ptr() for memory in self.of_ranks]
 
 
 def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SharedMemory:
@@ -68,5 +73,7 @@ def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> S
     own.zero_()
     torch.cuda.synchronize(device)
     count_memory(own)
-    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
-    return SharedMemory(own, tuple(buffer.data_ptr() for buffer in buffers))
+    # What the handle returns is an address without an owner, also for this rank: the memory is freed with `own`.
+    of_ranks = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    of_ranks[group.rank()] = own
+    return SharedMemory(own, tuple(of_ranks))

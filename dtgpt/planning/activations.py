@@ -1,8 +1,10 @@
 """The activations that one block keeps for backward, measured: a block runs on the meta device with the sizes of one
 rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the planned memory beside the memory used."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.config.execution import Settings
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import reads_groups
+from dtgpt.ops.attention.flash_launch import mask_words
+from dtgpt.ops.fast import split_backward
+from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.parallel.coordinates import chunk
 
 
@@ -23,6 +28,13 @@ class BlockSizes:
     saved: int  # bytes that autograd keeps, without weights and the inside of the attention core
     widest: int  # bytes of the largest activation
     repeated: int  # bytes that keys and values would take more with heads of their own for each head of queries
+
+
+class Fp8(NamedTuple):
+    """What the memory of a block in fp8 depends on."""
+
+    splits_backward: bool
+    keeps_weights: bool  # as of `Calibration`
 
 
 def block_activations(settings: Settings) -> float:
@@ -37,7 +49,8 @@ def block_activations(settings: Settings) -> float:
 def block_sizes(settings: Settings) -> BlockSizes:
     """Return the sizes of a block under the plan, measured once for each shape."""
     plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
-    return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype)
+    given = settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype
+    return _measure(config, *given, Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None)
 
 
 def whole_bytes(settings: Settings) -> int:
@@ -67,6 +80,8 @@ def core_bytes(settings: Settings) -> float:
         return tensors * width * scores + block_sizes(settings).repeated
     masked, length = settings.masks_documents, settings.model.seq_length
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
+    if backend == "flash" and settings.model.dropout > 0:
+        kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
         kept += block_sizes(settings).repeated
     if backend == "sdpa" and masked:
@@ -75,8 +90,11 @@ def core_bytes(settings: Settings) -> float:
 
 
 @lru_cache(maxsize=32)
-def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype) -> BlockSizes:
+def _measure(
+    config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: Fp8 | None
+) -> BlockSizes:  # fmt: skip
     length, saved, repeated = config.seq_length, {}, []
+    apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block().to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
@@ -90,6 +108,8 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
     for module in block.modules():
         if isinstance(module, AttentionCore):
             module.forward = attend  # type: ignore[method-assign,assignment]
+        elif isinstance(module, Linear | DeferredBiasLinear) and fp8:
+            module.sites = _known_sites(fp8.keeps_weights)
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -97,9 +117,11 @@ def _measure(config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, 
             saved[storage._cdata] = storage  # kept, so that no other storage takes its address
         return tensor
 
-    with saved_tensors_hooks(save, lambda tensor: tensor):
+    with split_backward() if apart else nullcontext(), saved_tensors_hooks(save, lambda tensor: tensor):
         block(x.requires_grad_(), Context())
     kept = sum(s.nbytes() for s in saved.values())
+    if apart:  # rounded weights count as weights that matmuls read, as casts do without fp8
+        kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
     return BlockSizes(kept, batch * length * widest * dtype.itemsize, sum(repeated))
 
 
@@ -120,6 +142,12 @@ def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_pa
         if sequence_parallel:  # its output is reduce-scattered
             module.register_forward_hook(lambda module, inputs, output: output.chunk(tp, dim=1)[0].clone())
     return module.out_features
+
+
+def _known_sites(keeps_weights: bool) -> Sites:
+    """Return sites whose scales are known, without memory."""
+    site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
+    return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
 
 
 class _Core(torch.autograd.Function):

@@ -56,7 +56,7 @@ def memory_of(settings: Settings, rank: int) -> Memory:
     common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
     # torch.distributed.pipelining keeps a buffer for every micro-batch on each edge where a rank receives; what a rank
     # sent is kept until its backward pass.
-    buffers = place.num_edges * micro_batches + in_flight if plan.pp > 1 else 0
+    buffers = len(place.edges) * micro_batches + in_flight if plan.pp > 1 else 0
     common["edges"] = round(buffers * residual_bytes(settings))
 
     full = gradient_bytes(held, settings)

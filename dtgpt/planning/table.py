@@ -75,7 +75,7 @@ def _heading(name: str, settings: Settings) -> list[str]:
     config, tokens = settings.model, settings.global_batch_size * settings.model.seq_length
     lines = [
         f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
-        f"T={config.seq_length}, {str(settings.dtype).removeprefix('torch.')}, recompute {settings.recompute}",
+        f"T={config.seq_length}, {settings.number_types}, recompute {settings.recompute}",
         f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
         f"{settings.micro_batch_size}",
     ]

@@ -107,6 +107,7 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
     groups = blocks + ends  # each block, and the rest of a stage
     whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
+    in_blocks = sum(p.by_tp for p in held if p.in_block)
     if plan.zero == 0 and not settings.low_precision:
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
     if plan.zero == 0:
@@ -114,10 +115,13 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
             Collective("all-to-all", "dp", "gradients, pieces to sum", groups, width * whole),
             Collective("all-gather", "dp", "gradients, the sums", groups, width * whole),
         ]
-    fetches = 2 * passes if plan.zero == 3 and plan.pp == 1 else 1
+    once = passes if plan.zero == 3 and plan.pp == 1 else 1
+    again = once if plan.zero == 3 and plan.pp == 1 else 0  # blocks, in backward
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
     return [
-        Collective("all-gather", "dp", "weights", groups * fetches, width * whole * fetches),
+        Collective(
+            "all-gather", "dp", "weights", groups * once + blocks * again, width * (whole * once + in_blocks * again)
+        ),
         Collective("reduce-scatter", "dp", "gradients, fp32", groups * reductions, 4 * whole * reductions),
     ]
 
@@ -127,7 +131,7 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     if plan.pp == 1:
         return []
     # Activations on, gradients back.
-    sends = place.num_edges * passes
+    sends = len(place.edges) * passes
     found = [Collective("send", "pp", "activations and gradients", sends, round(sends * residual_bytes(settings)))]
     tables = [p for p in held if config.tied and p.role in (Role.VOCABULARY, Role.OUTPUT)]
     if plan.stage_rank(plan.num_stages - 1) != 0 and tables:

@@ -66,7 +66,7 @@ class Report:
             f"{counted(tokenizer.vocab_size, 'token')})",
             f"plan    {self.mesh.plan.name}",
             f"device  {f'{self.mesh.world} x ' if self.mesh.world > 1 else ''}{device_name(self.device)}, "
-            f"{str(self.settings.dtype).removeprefix('torch.')}",
+            f"{self.settings.number_types}",
             f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtgpt.config.execution import DTYPES, Settings
+from dtgpt.config.execution import Settings
 from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
@@ -63,7 +63,7 @@ def _execution(settings: Settings, mesh: Mesh) -> dict[str, Any]:
         "plan": mesh.plan.name,
         "world": mesh.world,
         "micro_batch_size": settings.micro_batch_size,
-        "precision": next((name for name, dtype in DTYPES.items() if dtype == settings.dtype), str(settings.dtype)),
+        "precision": settings.precision,
         "attention": settings.attention_backend,
         "recompute": settings.recompute,
         "compile": settings.compile,

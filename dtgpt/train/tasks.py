@@ -49,7 +49,8 @@ class TaskEvaluation:
         scorer = Scorer(trainer.stages, trainer.mesh, settings.model, settings.dtype, tokens)
         for number in range(len(self.names)):
             prepared = self._prepared[number] if self._prepared else None
-            with torch.compiler.set_stance("force_eager"):  # batches of other shapes would be compiled anew
+            # Batches of other shapes would be compiled anew.
+            with torch.compiler.set_stance("force_eager"), trainer.as_loaded():
                 scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
             if scores is None:
                 return None

@@ -1,6 +1,7 @@
 """The model, optimizer and batches of a run: `gradients()` and `update()` are one optimizer step."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from dtgpt.data.prefetch import Prefetcher
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
+from dtgpt.optim.fp8_scales import Fp8Scales
 from dtgpt.optim.update import Update
 from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scale_gradients, smoke_test_table
 from dtgpt.parallel.graphs import Graphs
@@ -57,12 +59,16 @@ class Trainer:
         self.stages, self.shards = build_stages(settings, mesh, weights_key if draw_weights else None)
         self.timers = Timers(recipe.log.timers, mesh.device)
         self.engine = make_engine(self.stages, self.shards, settings, self.graphs, self.timers)
+        self.fp8 = Fp8Scales(settings.model, mesh) if settings.fp8 else None
+        if self.fp8 is not None:
+            self.fp8.attach(self.stages)
         if settings.plan.table:
             smoke_test_table(self.engine, settings)
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
         share, rates = gradient_share(self.micro_batches, settings.plan), self.schedule.rates(self.steps, self.sizes)
-        self.optimizer = Update(self.shards, recipe.optimizer, recipe.loss_scale, rates, settings.dtype, share)
+        given = recipe.loss_scale, rates, settings.dtype, share, self.fp8
+        self.optimizer = Update(self.shards, recipe.optimizer, *given)
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
@@ -124,8 +130,13 @@ class Trainer:
         if not log.sample_tokens or not tokenizer.spells or self.mesh.any(interrupted()):
             return None
         given = self.stages, self.mesh, self.settings, tokenizer, log
-        text = evaluate.sample(*given, self.seed, self.step, interrupted)
+        with self.as_loaded():
+            text = evaluate.sample(*given, self.seed, self.step, interrupted)
         return None if self.mesh.any(interrupted()) else text
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Compute, while the context lasts, as a model does that is loaded from a checkpoint: in fp8 in 16 bits."""
+        return nullcontext() if self.fp8 is None else self.fp8.disabled()
 
     def times(self) -> dict[str, float]:
         """Return the mean seconds of the parts of a step since the last call, those of the slowest rank for each part;

@@ -114,7 +114,7 @@ def test_help_is_as_wide_as_the_terminal(recipe, monkeypatch, columns):
         (["--optimizer.lr", "nan"], ["finite"]),
         (["--seed", "9" * 30], ["too large"]),
         (["--device", "tpu"], ["--device tpu", "auto, cpu, cuda"]),
-        (["--precision", "fp8"], ["--precision fp8", "auto, fp32, bf16, fp16"]),
+        (["--precision", "fp4"], ["--precision fp4", "auto, fp32, bf16, fp16, fp8"]),
         (["--attention", "paged"], ["--attention paged", "auto, sdpa, fused_softmax, flash, explicit"]),
         (["--recompute", "some"], ["--recompute some", "none, selective, full"]),
         (["--graph", "yes"], ["--graph yes", "auto, on, off"]),

@@ -100,16 +100,18 @@ def test_the_ops_keep_the_contract_of_custom_ops(kv_heads):
     opcheck(flash._forward, (*qkv, keys_of(2), 0.3, 1, None))
     opcheck(flash._forward, (*qkv, None, 0.0, 0, spans))
     qkv = [t.detach() for t in qkv]
-    out, sums = flash._forward(*qkv, keys_of(2), 0.3, 1, spans)
+    out, *rest = flash._forward(*qkv, keys_of(2), 0.3, 1, spans)
     for packed in [False] if kv_heads else [False, True]:
-        opcheck(flash._backward, (torch.randn_like(out), *qkv, out, sums, keys_of(2), 0.3, 1, spans, packed))
+        opcheck(flash._backward, (torch.randn_like(out), *qkv, out, *rest, 0.3, spans, packed))
 
 
-def test_backward_saves_the_output_and_a_number_per_query():
-    (_, qkv), key, sizes = inputs((2, 9, 2, 8), torch.float32), keys_of(2), []
+@pytest.mark.parametrize("dropped", [True, False])
+def test_backward_saves_the_output_a_number_per_query_and_a_bit_per_score(dropped):
+    (_, qkv), key, sizes = inputs((2, 9, 2, 8), torch.float32), keys_of(2) if dropped else None, []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        out, sums = flash._forward(*qkv, key, 0.3, 0, None)
-    assert sorted(sizes) == sorted(t.nbytes for t in (*qkv, out, sums, key))
+        out, sums, kept = flash._forward(*qkv, key, 0.3, 0, None)
+    assert sorted(sizes) == sorted(t.nbytes for t in (*qkv, out, sums, kept))
+    assert kept.nbytes == (2 * 2 * 9 * 2 if dropped else 0)  # 9 columns take 2 bytes
 
 
 def test_views_of_a_packed_tensor_are_read_and_their_gradient_is_returned_without_a_copy(monkeypatch):
@@ -138,7 +140,7 @@ def test_gradients_of_other_shapes_are_stacked():
 
 
 def attend_twice(x, key):
-    out, _ = flash._forward(*split_qkv(x * 2), key, 0.3, 0, None)
+    out, *_ = flash._forward(*split_qkv(x * 2), key, 0.3, 0, None)
     return out + flash.flash_attention(*split_qkv(x), key, 0.3)
 
 
@@ -263,12 +265,21 @@ def test_forward_and_backward_draw_the_mask_of_the_reference(p):
         chosen = torch.eye(length, device="cuda", dtype=BF16)[:, first : first + width]
         qkv = torch.zeros(2, length, 3, 3, width, device="cuda", dtype=BF16)
         qkv[..., 2, :] = chosen[None, :, None]
-        out, _ = flash._forward(*split_qkv(qkv.requires_grad_()), key.cuda(), p, 7, None)
+        out, *_ = flash._forward(*split_qkv(qkv.requires_grad_()), key.cuda(), p, 7, None)
         columns = expected[..., first : first + width].transpose(1, 2)
         assert torch.equal(out.detach().cpu() != 0, columns)
         _, _, dv = gradients(out, [qkv], chosen[None, :, None].expand(out.shape))
         queries = expected[..., first : first + width, :].permute(0, 3, 1, 2)
         assert torch.equal(dv.cpu() != 0, queries)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("key", [True, False])
+@pytest.mark.parametrize("length, columns", [(128, 128), (77, 77), (70, 150)])
+def test_a_compiler_knows_the_shapes_of_what_the_kernels_return(length, columns, key):
+    _, qkv = inputs((2, length, 2, 64), BF16, "cuda", columns=columns)
+    arguments = *[t.detach() for t in qkv], keys_of(2, device="cuda") if key else None, 0.3, 1, None
+    opcheck(flash._forward, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.cuda

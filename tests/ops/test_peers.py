@@ -7,10 +7,11 @@ from torch import Tensor
 
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.ops.collectives.peers import Peers, bytes_for
+from dtgpt.ops.collectives.pushes import Meeting, PushedGather, PushedScatter, PushedSum, meeting_bytes
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
-from dtgpt.parallel.symmetric import share_peers
+from dtgpt.parallel.symmetric import share_peers, symmetric_memory
 from tests.ops.test_exchange import delay, run_on_two_gpus
 
 PART, PROGRAMS = 1 << 20, 48  # bytes
@@ -66,7 +67,60 @@ def check() -> None:
         delay(mesh.rank, turn)
         check_turn(made, whole, turn % 3 % 2, mesh.tp_group)
     check_replays(made, mesh)
+    check_pushed(mesh)
     end_process_group()
+
+
+def check_pushed(mesh: Mesh) -> None:
+    """Sums, gathers and scatters by copies, captured and replayed, of numbers that round."""
+    ranks, group = mesh.world, mesh.tp_group
+    numel = 16 * ranks * 4111
+    sizes = [PushedSum.bytes(2 * numel, ranks), 2 * numel, 4 * 16 * 1001, *[meeting_bytes(ranks)] * 3]
+    shared = symmetric_memory(mesh, group, sum(sizes), usable=True)
+    assert shared is not None and group is not None
+    cut = list(zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True))
+    del shared  # what is made of it keeps it
+    meetings = [Meeting(flags, mesh.rank) for flags in cut[3:]]
+    summed = PushedSum(cut[0], 2 * numel, torch.bfloat16, meetings[0])
+    gathered = PushedGather(cut[1], meetings[1])
+    scattered = PushedScatter(cut[2], meetings[2])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(numel, device=mesh.device, dtype=torch.bfloat16)
+        y = torch.zeros(numel, device=mesh.device)
+        whole, part = gathered.memory.view(x.dtype), torch.empty(numel // ranks, device=mesh.device)
+        graph = torch.cuda.CUDAGraph()
+
+        def work() -> None:
+            summed.flat.copy_(x)
+            summed.run()
+            own = x.view(ranks, -1)[mesh.rank]
+            whole.view(ranks, -1)[mesh.rank].copy_(own)
+            gathered.run(whole)
+            scattered.run(y, part)
+
+        work()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+        for turn in range(200):
+            torch.manual_seed(ranks * turn + mesh.rank)
+            x.normal_()
+            y.normal_()
+            delay(mesh.rank, turn)
+            graph.replay()
+            found = [summed.flat.clone(), whole.clone(), part.clone()]
+            everyone = [torch.empty_like(x) for _ in range(ranks)]
+            dist.all_gather(everyone, x, group=group)
+            wide = [torch.empty_like(y) for _ in range(ranks)]
+            dist.all_gather(wide, y, group=group)
+            expected = [
+                sum(one.float() for one in everyone).to(x.dtype),
+                torch.cat([one.view(ranks, -1)[rank] for rank, one in enumerate(everyone)]),
+                sum(one.view(ranks, -1)[mesh.rank] for one in wide),
+            ]
+            for name, a, b in zip(("sum", "gather", "scatter"), found, expected, strict=True):
+                assert torch.equal(a, b), (name, turn)
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def check_turn(made: Peers, whole: Tensor, dim: int, group: dist.ProcessGroup) -> None:

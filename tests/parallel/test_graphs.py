@@ -1,5 +1,7 @@
 """Steps as CUDA graphs: the same numbers as without, whatever happens in between."""
 
+import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +63,15 @@ def test_a_piece_that_cannot_be_captured_tells_its_own_cause(monkeypatch, cause)
         expected = UserError, r"cannot be captured as a CUDA graph \(not in a capture\); use --graph off"
     with pytest.raises(expected[0], match=expected[1]):
         capture(work, (), None, "use --graph off")
+    assert gc.isenabled()
+
+
+def test_no_cycles_of_objects_are_collected_during_a_capture(monkeypatch):
+    """They may hold memory that cannot be freed then."""
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    assert capture(gc.isenabled, (), None, "use --graph off") == (None, False)
+    assert gc.isenabled()
 
 
 def test_a_run_on_a_cpu_that_asks_for_graphs_is_refused_before_it_begins(recipe):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.plan_names import parse_plan
@@ -14,7 +15,7 @@ from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.planning.activations import block_activations
+from dtgpt.planning.activations import block_activations, core_bytes
 from dtgpt.planning.memory import memory_of, stages_in_flight
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
@@ -61,6 +62,20 @@ def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, r
     assert settings.attention_backend == ("explicit" if dropout else "sdpa")
     assert y.requires_grad
     assert seen == pytest.approx(block_activations(settings), rel=0.06)
+
+
+@pytest.mark.parametrize("length", [128, 200])
+def test_the_keep_decisions_of_flash_are_counted(recipe, length):
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "seq_length": length, "vocab_size": 257}
+    plan, counted = ResolvedPlan(dp=1, tp=2), []
+    for dropout in (0.1, 0.0):
+        changed = replace(recipe, model=GPT2Config(**sizes, dropout=dropout), micro_batch_size=3, attention="flash")
+        counted.append(core_bytes(replace(changed.settings(plan, CPU), dtype=torch.bfloat16)))
+    with FakeTensorMode():
+        q = torch.empty(3, length, 2, 16, device="cuda", dtype=torch.bfloat16)
+        key = torch.empty(3, 2, device="cuda", dtype=torch.int64)
+        *_, kept = torch.ops.dtgpt.flash_forward(q, q, q, key, 0.1, 0, None)
+    assert counted[0] - counted[1] == kept.nbytes > 3 * 2 * length * length / 8
 
 
 MESSAGES = ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3", "tp2", "tp2_sp", "dp2_tp2_sp_zero2", "tp2_sp_pp2"]

@@ -178,6 +178,18 @@ def test_several_plans_are_measured_in_one_process_group(small):
         assert (dp, *dp_sizes) == ("dp2", [2, 2, 2], 2, True) and (tp, *tp_sizes) == ("tp2_sp", [1, 2, 2], 2, True)
 
 
+def test_the_curve_of_fp8_is_held_against_that_of_bf16(small, tmp_path, monkeypatch, capsys):
+    import curve_precision
+
+    small = small[: small.index("--steps")] + small[small.index("--data.path") :]
+    arguments = [*small, "--steps", "5", "--model.dropout", "0", "--json", str(tmp_path / "curves.json")]
+    call(curve_precision.main, "curve_precision.py", [*arguments, "--log.eval_samples", "4"], monkeypatch)
+    found = json.loads((tmp_path / "curves.json").read_text())
+    losses = [run["losses"] for run in found.values()]
+    assert len(losses) == 2 and all(len(run) == 5 for run in losses) and losses[0] != losses[1]
+    assert "--precision fp8: held-out loss" in capsys.readouterr().out
+
+
 def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
     import curve
 

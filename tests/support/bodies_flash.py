@@ -79,7 +79,7 @@ def check(
     cotangent = torch.randn(shape).to(dtype).to(device)
     key = keys_of(batch, device=device) if p else None
     ends = torch.rand(batch, length, device=device) < documents if documents else None
-    out, _ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
+    out, *_ = flash._forward(*qkv, key, p, head_start, None if ends is None else document_bounds(ends))
     assert out.shape == shape and out.is_contiguous() and out.dtype == dtype
     found = gradients(out, leaves, cotangent)
     wide = [t.detach().double().requires_grad_() for t in qkv]

@@ -11,7 +11,7 @@ T.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_tiles import load_pairs, program_tile, seen_columns, store
+from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
 
 LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
 
@@ -94,7 +94,7 @@ def keys_by_tiles(
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, of strides d_b, d_t, d_n. Grid (T / BLOCK_N B N / GROUP).
+    """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_by_tiles`. Grid (T / BLOCK_N B N / GROUP).
 
     Tiles are transposed, `[keys, queries]`: these are the left operands of two products, which the tensor cores read
     from registers. One loop goes over the queries of all heads that share the keys, so that its pipeline fills once.
@@ -162,11 +162,11 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def queries_by_tiles(
-    q, k, v, grad, sums, dq, spans, d_b, d_t, d_n, T, N, places, c, scale,
+    q, k, v, grad, out, lse, sums, dq, spans, d_b, d_t, d_n, T, N, places, c, scale,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, of strides d_b, d_t, d_n. Grid (T / BLOCK_M B N)."""
+    """Compute dq, of strides d_b, d_t, d_n, and the sums for `keys_by_tiles`. Grid (T / BLOCK_M B N)."""
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
     sample, head = place // N, place % N
@@ -175,7 +175,8 @@ def queries_by_tiles(
     rows = begin + tl.arange(0, BLOCK_M)
     q_tile = tile_of(q, sample, head, begin, BLOCK_M, D)
     g_tile = tile_of(grad, sample, head, begin, BLOCK_M, D)
-    level, delta = load_pairs(sums + place.to(tl.int64) * 2 * T, rows, T, False)
+    o = load(out + sample.to(tl.int64) * T * N * D + head * D, rows, N * D, T, D, D, False)
+    level, delta = sum_products(o, g_tile, lse, sums, place.to(tl.int64), rows, T, 1.0)
     total = tl.zeros([BLOCK_M, D], tl.float32)
     group, clear, starts = head // GROUP, 0, rows
     if SPANS:

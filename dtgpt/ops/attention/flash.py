@@ -2,8 +2,8 @@
 
 Method: FlashAttention (Dao et al. 2022, algorithm 1) with the loops of FlashAttention-2 (Dao 2023, algorithms 1 and 2):
 a running maximum and sum of the softmax instead of a `[T, T]` tensor. Backward computes the probabilities again from
-the saved logarithm of the sum, in one kernel for dk and dv and one for dq. Keep decisions of dropout are drawn as bits,
-one for each probability, into a temporary buffer; backward draws them again. With document bounds, tiles outside of all
+the saved logarithm of the sum, in one kernel for dk and dv and one for dq. Keep decisions of dropout are drawn once, as
+bits, and saved for backward, since Philox takes longer than reading them. With document bounds, tiles outside of all
 documents of their queries are skipped, so that time falls with the length of documents.
 
 Reference: `reference`. Fast path: Triton kernels (`flash_kernels`), for heads of up to 128; otherwise the reference.
@@ -16,10 +16,10 @@ import math
 import torch
 from torch import Tensor
 
-from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward
+from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward, mask_words
 from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.random.dropout import dropout, keep_mask, keep_scale, threshold
+from dtgpt.ops.random.dropout import LANES, dropout, keep_bytes, keep_scale, threshold, unpack_bytes
 
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
@@ -69,8 +69,9 @@ def flash_attention(
     packed tensor are read in place. key: int64 `[B, 2]`, a key for each sample, or None (no dropout). p: the
     probability of dropout. The mask's index within a sample is (head, position of the query, column); head_start:
     global index of the shard's first head. spans: int32 `[B, T, 2]`, bounds [first, end) of each query's document, to
-    which attention is restricted, for S = T; None: one document. Saves q, k, v, the output and 4 bytes per head and
-    query. Raises ValueError where shapes do not fit.
+    which attention is restricted, for S = T; None: one document. Saves q, k, v, the output, 4 bytes per head and query
+    and, with dropout, bits per head, query and column: about one in the kernels, where S = T. Raises ValueError where
+    shapes do not fit.
     """
     check_inputs(q, k, v, key, spans)
     if threshold(p) == 0:
@@ -102,10 +103,18 @@ def _covers(q: Tensor, k: Tensor) -> bool:
 @torch.library.custom_op("dtgpt::flash_forward", mutates_args=(), device_types="cpu")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`, keep decisions).
+
+    Keep decisions are as of `keep_bytes`, uint8 `[B, N, T, ceil(S / 8)]`, here, and as of `flash_mask`, int64
+    `[B N, mask_words]`, on a GPU; without a key they are empty.
+    """
     sums = _scores(q, k, v, spans)[0].logsumexp(dim=-1) * LOG2_E
-    return reference(q, k, v, key, p, head_start, spans).contiguous(), sums
+    kept = q.new_empty(0, dtype=torch.uint8)
+    if key is not None:
+        heads, (first, columns) = range(head_start, head_start + q.shape[2]), (k.shape[1] - q.shape[1], k.shape[1])
+        kept = keep_bytes(key, [heads, range(first, columns), range(columns)], p)
+    return reference(q, k, v, key, p, head_start, spans).contiguous(), sums, kept
 
 
 _forward.register_kernel("cuda", launch_forward)
@@ -113,27 +122,31 @@ _forward.register_kernel("cuda", launch_forward)
 
 @_forward.register_fake
 def _(q, k, v, key, p, head_start, spans):
-    batch, length, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    (batch, length, heads, _), columns = q.shape, k.shape[1]
+    sums = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    if q.device.type == "cuda":
+        kept = q.new_empty(batch * heads, 0 if key is None else mask_words(length, columns), dtype=torch.int64)
+    else:
+        shape = (0,) if key is None else (batch, heads, length, -(-columns // LANES))
+        kept = q.new_empty(shape, dtype=torch.uint8)
+    return q.new_empty(q.shape), sums, kept
 
 
 @torch.library.custom_op("dtgpt::flash_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
-    head_start: int, spans: Tensor | None, packed: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor, p: float,
+    spans: Tensor | None, packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) or, if `packed`, one buffer `[B, T, N, 3, D]` of all three and two empty tensors."""
     scores, queries, keys, values = _scores(q, k, v, spans)
     grad, out = (x.transpose(1, 2).to(scores.dtype) for x in (grad, out))
     probabilities = torch.exp2(scores * LOG2_E - sums[..., None])
-    kept = torch.ones_like(scores)
-    if key is not None:
-        first, (heads, length, columns) = k.shape[1] - q.shape[1], scores.shape[1:]
-        ranges = [range(head_start, head_start + heads), range(first, first + length), range(columns)]
-        kept = keep_mask(key, ranges, p).to(scores.dtype) * keep_scale(p)
-    d_probabilities = grad @ values.transpose(-2, -1) * kept
+    mask = torch.ones_like(scores)
+    if kept.numel():
+        mask = unpack_bytes(kept, slice(k.shape[1])).to(scores.dtype) * keep_scale(p)
+    d_probabilities = grad @ values.transpose(-2, -1) * mask
     d_scores = probabilities * (d_probabilities - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    dk, dv = d_scores.transpose(-2, -1) @ queries, (probabilities * kept).transpose(-2, -1) @ grad
+    dk, dv = d_scores.transpose(-2, -1) @ queries, (probabilities * mask).transpose(-2, -1) @ grad
     dk, dv = (t.unflatten(1, (k.shape[2], -1)).sum(2) for t in (dk, dv))  # over the queries' heads of a group
     gradients = [t.transpose(1, 2).to(q.dtype) for t in (d_scores @ keys, dk, dv)]
     if packed:
@@ -146,23 +159,22 @@ _backward.register_kernel("cuda", launch_backward)
 
 
 @_backward.register_fake
-def _(grad, q, k, v, out, sums, key, p, head_start, spans, packed):
+def _(grad, q, k, v, out, sums, kept, p, spans, packed):
     if packed:
         return q.new_empty(*q.shape[:3], 3, q.shape[3]), q.new_empty(0), q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, key, ctx.p, ctx.head_start, spans = inputs
+    q, k, v, _, ctx.p, _, spans = inputs
     ctx.packed = are_packed(q, k, v)
-    ctx.save_for_backward(q, k, v, *output, key, spans)
-    ctx.set_materialize_grads(False)  # the sums have no gradient
+    ctx.save_for_backward(q, k, v, *output, spans)
+    ctx.set_materialize_grads(False)  # the sums and the keep decisions have no gradient
 
 
-def _differentiate(ctx, grad: Tensor, _):
-    *saved, key, spans = ctx.saved_tensors
-    q, k, v, out, sums = saved
-    made = _backward(grad.contiguous(), q, k, v, out, sums, key, ctx.p, ctx.head_start, spans, ctx.packed)
+def _differentiate(ctx, grad: Tensor, *_):
+    *saved, spans = ctx.saved_tensors
+    made = _backward(grad.contiguous(), *saved, ctx.p, spans, ctx.packed)
     return *(made[0].unbind(3) if ctx.packed else made), None, None, None, None
 
 

@@ -19,8 +19,8 @@ dropout keeps.
 import triton
 import triton.language as tl
 
-from dtgpt.ops.attention.flash_mask import WORD, draw, kept, zero_dropped
-from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store
+from dtgpt.ops.attention.flash_mask import WORD, first_word, first_word_of_columns, kept, zero_dropped
+from dtgpt.ops.attention.flash_tiles import load, load_pairs, program_tile, seen_columns, store, sum_products
 
 LOWEST = tl.constexpr(-3e38)  # below every score, yet finite: a tile may hide all its columns from a query
 
@@ -48,7 +48,7 @@ def _forward_tiles(
         v = load(v_base, columns, stride, S, D, WIDTH, BOUND and DIAGONAL)
         p = p.to(v.dtype)
         if DROP:
-            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            low, high = load_pairs(words + 2 * first_word(first // WORD, T, S), rows, T, BOUND)
             p = zero_dropped(p, low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :])
         acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, total, top
@@ -56,7 +56,7 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def forward_kernel(
-    q, k, v, out, lse, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, places, c, rescale,
+    q, k, v, out, lse, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, T, earlier, N, count, places, c, rescale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def forward_kernel(
     k += sample * k_b + head // GROUP * k_n
     v += sample * k_b + head // GROUP * k_n
     if DROP:
-        words += place.to(tl.int64) * tl.cdiv(S, WORD) * 2 * T
+        words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -99,38 +99,6 @@ def forward_kernel(
     store(out + sample * T * N * D + head * D, rows, N * D, acc * (rescale / total)[:, None], T, D, WIDTH)
 
 
-@triton.jit(do_not_specialize=["start", "drop"])
-def draw_kernel(
-    key, stride_sample, stride_word, words, spans, T, earlier, N, start, drop, SIMD: tl.constexpr, SPANS: tl.constexpr
-):
-    """Draw the keep decisions. Grid (B N, ceil(S / 64))."""
-    S = T if earlier is None else T + earlier
-    place, group = tl.program_id(0), tl.program_id(1)
-    draw(key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop, SIMD, SPANS)
-
-
-@triton.jit(do_not_specialize=["start", "drop"])
-def prepare_kernel(
-    key, stride_sample, stride_word, words, spans, out, grad, lse, sums, T, earlier, N, start, drop, rescale,
-    D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, SIMD: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
-    """Compute sums `[B, N, T, 2]`: lse, and the sum of out * grad over D, without the factor `rescale` that backward
-    kernels omit from products with grad; draw the keep decisions. Grid (B N, ceil(S / 64)). The sums are bound by
-    memory and Philox by arithmetic, so that both together cost little more than the slower one."""
-    S = T if earlier is None else T + earlier
-    place, group = tl.program_id(0), tl.program_id(1)
-    rows = group * WORD + tl.arange(0, WORD)
-    base = (place // N).to(tl.int64) * T * N * D + place % N * D
-    o = load(out + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
-    g = load(grad + base, rows, N * D, T, D, WIDTH, True).to(tl.float32)
-    level = tl.load(lse + place * T + rows, mask=rows < T)
-    pairs = sums + 2 * (place * T + rows)
-    tl.store(pairs, level, mask=rows < T)
-    tl.store(pairs + 1, tl.sum(o * g, 1) / rescale, mask=rows < T)
-    if DROP:
-        draw(key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop, SIMD, SPANS)
-
-
 @triton.jit
 def _key_tiles(
     dk, dv, k, v, q_base, grad_base, words, sums, columns, ends, begin, end, stride, grad_stride, T, S, c,
@@ -153,8 +121,11 @@ def _key_tiles(
             p = tl.where(rows[None, :] < ends[:, None], p, 0.0)
         survived = p
         if DROP:
-            low, high = load_pairs(words, rows, T, BOUND)
-            survived = tl.where(kept(low[None, :], high[None, :], tl.arange(0, BLOCK_N)[:, None]), p, 0.0)
+            low, high = load_pairs(words + 2 * first_word_of_columns(first // WORD, T, S), columns, S, BOUND)
+            lanes = tl.arange(0, BLOCK_M)
+            if BLOCK_M < WORD:
+                lanes += first - first // WORD * WORD
+            survived = tl.where(kept(low[:, None], high[:, None], lanes[None, :]), p, 0.0)
         dv = tl.dot(survived.to(g.dtype), g, dv, input_precision="ieee")
         ds = survived * dp - p * delta[None, :]
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -164,11 +135,12 @@ def _key_tiles(
 @triton.jit(do_not_specialize=["places"])
 def keys_kernel(
     q, k, v, grad, sums, dk, dv, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
-    T, earlier, N, places, c, rescale, scale,
+    T, earlier, N, count, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, of strides d_b, d_t, d_n. Grid (ceil(S / BLOCK_N) B N / GROUP)."""
+    """Compute dk and dv, of strides d_b, d_t, d_n, from the sums of `queries_kernel`. Grid (ceil(S / BLOCK_N) B N /
+    GROUP)."""
     S = T if earlier is None else T + earlier
     tile, place = program_tile(tl.cdiv(S, BLOCK_N), places, BAND)
     sample, head = (place // (N // GROUP)).to(tl.int64), place % (N // GROUP)
@@ -197,7 +169,7 @@ def keys_kernel(
         pairs = sums + query_place * 2 * T
         bits = words
         if DROP:
-            bits = words + (query_place.to(tl.int64) * tl.cdiv(S, WORD) + begin // WORD) * 2 * T
+            bits = words + query_place.to(tl.int64) * 2 * count
         dk_tile, dv_tile = _key_tiles(
             dk_tile, dv_tile, k_tile, v_tile, q_base, g_base, bits, pairs, columns, ends, first, middle, q_t, grad_t,
             T, S, c, D, WIDTH, BLOCK_M, BLOCK_N, True, SPANS, BOUND, DROP,
@@ -234,7 +206,7 @@ def _query_tiles(
         if SPANS:
             p = tl.where(starts[:, None] <= columns[None, :], p, 0.0)
         if DROP:
-            low, high = load_pairs(words + first // WORD * 2 * T, rows, T, BOUND)
+            low, high = load_pairs(words + 2 * first_word(first // WORD, T, S), rows, T, BOUND)
             dp = tl.where(kept(low[:, None], high[:, None], tl.arange(0, BLOCK_N)[None, :]), dp, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -243,12 +215,14 @@ def _query_tiles(
 
 @triton.jit(do_not_specialize=["places"])
 def queries_kernel(
-    q, k, v, grad, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
-    T, earlier, N, places, c, rescale, scale,
+    q, k, v, out, grad, lse, sums, dq, words, spans, q_b, q_t, q_n, k_b, k_t, k_n, d_b, d_t, d_n,
+    T, earlier, N, count, places, c, rescale, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BAND: tl.constexpr, BOUND: tl.constexpr, DROP: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, of strides d_b, d_t, d_n. Grid (ceil(T / BLOCK_M) B N)."""
+    """Compute dq, of strides d_b, d_t, d_n, and sums `[B, N, T, 2]` for `keys_kernel`: lse, and the sum of out * grad
+    over D, without the factor `rescale` that both kernels omit from products with grad. Grid (ceil(T / BLOCK_M) B N).
+    """
     S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
@@ -261,10 +235,13 @@ def queries_kernel(
     k += sample * k_b + head // GROUP * k_n
     v += sample * k_b + head // GROUP * k_n
     if DROP:
-        words += place.to(tl.int64) * tl.cdiv(S, WORD) * 2 * T
+        words += place.to(tl.int64) * 2 * count
     q = load(q + sample * q_b + head * q_n, rows, q_t, T, D, WIDTH, BOUND)
-    g = load(grad + sample * T * N * D + head * D, rows, N * D, T, D, WIDTH, BOUND)
-    level, delta = load_pairs(sums + place * 2 * T, rows, T, BOUND)
+    base = sample * T * N * D + head * D
+    g = load(grad + base, rows, N * D, T, D, WIDTH, BOUND)
+    level, delta = sum_products(
+        load(out + base, rows, N * D, T, D, WIDTH, BOUND), g, lse, sums, place, rows, T, rescale
+    )
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     clear, starts = 0, rows
     if SPANS:

@@ -16,6 +16,8 @@ from dtgpt.ops.random.dropout import keep_scale, threshold
 
 LOG2_E = 1 / math.log(2)
 LARGEST_TILE = 128  # rows
+WORD = 64  # decisions of dropout in a word, as in `flash_mask`
+DRAWING_WARPS = 2  # of a program of `draw_kernel`, whose threads draw a word each
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
@@ -29,7 +31,7 @@ class Launch(NamedTuple):
 
 
 Launches = dict[str, Launch]
-NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 3)}  # D <= 64
+NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 3)}  # D <= 64
 WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
 SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
 NARROW_TILES = {"forward": Launch(64, 128, 4, 2), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}
@@ -39,28 +41,34 @@ WIDE_TILES = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "qu
 class Call:
     """The arguments that the kernels of one operation share."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-    ):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, p: float, words: Tensor | None, spans: Tensor | None):
+        """words: keep decisions in the layout of `flash_mask`, or None."""
         from dtgpt.ops.attention import descriptor_kernels, flash_kernels
 
         self.kernels, self.descriptor_kernels = flash_kernels, descriptor_kernels
         self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        self.key = (None, 0, 0) if key is None else (key, *key.stride())
         self.batch, self.length, self.heads, self.size = q.shape
         self.columns, self.kv_heads = k.shape[1:3]
         self.sizes = (self.length, self.columns - self.length or None, self.heads)
         self.places = self.batch * self.heads
-        self.grid = (self.places, math.ceil(self.columns / flash_kernels.WORD.value))
         self.shape = {"D": self.size, "WIDTH": max(16, 1 << (self.size - 1).bit_length())}
-        self.rescale = 1.0 if key is None else keep_scale(p)
-        self.start = (head_start, threshold(p))
-        self.simd = has_hopper(q.device)
-        self.words = None if key is None else q.new_empty(*self.grid, self.length, dtype=torch.int64)
+        self.words, self.rescale = words, 1.0 if words is None else keep_scale(p)
+        self.count = 0 if words is None else words.shape[1]
         self.spans = None if spans is None else spans.contiguous()
-        self.by_tiles = key is None and takes_tiles(q, k)
+        self.by_tiles = words is None and takes_tiles(q, k)
         tables = (NARROW_TILES, WIDE_TILES) if self.by_tiles else (NARROW, WIDE)
         self.launches: Launches = SINGLE if q.dtype == torch.float32 else tables[self.size > 64]
+
+    def draw(self, key: Tensor, p: float, head_start: int) -> None:
+        """Draw the keep decisions."""
+        from dtgpt.ops.attention.flash_mask import draw_kernel
+
+        assert self.words is not None
+        grid, simd = (self.places, math.ceil(self.columns / WORD)), self.q.is_cuda and has_hopper(self.q.device)
+        draw_kernel[grid](
+            key, *key.stride(), self.words, self.spans, *self.sizes, self.count, head_start, threshold(p),
+            SIMD=simd, SPANS=self.spans is not None, num_warps=DRAWING_WARPS,
+        )  # fmt: skip
 
     def forward(self, out: Tensor, sums: Tensor) -> None:
         """Compute the output and the logarithms of the sums."""
@@ -69,15 +77,17 @@ class Call:
         else:
             self._run("forward", out, sums)
 
-    def backward(self, grad: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Compute the gradients. pairs: what `prepare_kernel` computes."""
+    def backward(
+        self, grad: Tensor, out: Tensor, sums: Tensor, pairs: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Compute the gradients; pairs: memory `[B, N, T, 2]` for sums of the first kernel."""
         scale = (1 / math.sqrt(self.size),)
         if self.by_tiles:
+            self._run_tiles("queries", (grad,), out, sums, pairs, dq, made=dq, scale=scale)
             self._run_tiles("keys", (grad,), pairs, dk, dv, made=dk, scale=scale)
-            self._run_tiles("queries", (grad,), pairs, dq, made=dq, scale=scale)
         else:
+            self._run("queries", out, grad, sums, pairs, dq, made=dq, scale=scale)
             self._run("keys", grad, pairs, dk, dv, made=dk, scale=scale)
-            self._run("queries", grad, pairs, dq, made=dq, scale=scale)
 
     def _run(self, name: str, *tensors: Tensor, made: Tensor | None = None, scale: tuple[float, ...] = ()) -> None:
         """Launch a kernel of `flash_kernels`. made: the output with strides of its own."""
@@ -88,7 +98,7 @@ class Call:
         bound = self.length % largest + self.columns % largest != 0
         getattr(self.kernels, f"{name}_kernel")[grid](
             q, k, v, *tensors, None if self.words is None else self.words.view(torch.int32), self.spans,
-            *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, places,
+            *(stride for tensor in strided for stride in tensor.stride()[:3]), *self.sizes, self.count, places,
             LOG2_E / math.sqrt(self.size), self.rescale, *scale, **self.shape, **constants, BOUND=bound,
             DROP=self.words is not None,
         )  # fmt: skip
@@ -141,37 +151,41 @@ def _readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor |
     return q, k, None if v.data_ptr() - k.data_ptr() == k.shape[-1] * k.element_size() else v
 
 
+def mask_words(queries: int, columns: int) -> int:
+    """Return how many words hold the keep decisions of a head for `queries` (T) and `columns` (S): one for 64 columns
+    of a query and one for 64 queries of a column. Where S = T, those that causality hides whole are left out."""
+    groups, rows = math.ceil(columns / WORD), math.ceil(queries / WORD)
+    if queries != columns:
+        return groups * queries + rows * columns
+    return groups * queries + WORD * groups  # triangles: less 64 g (g - 1) / 2 of one, 64 g (g + 1) / 2 of the other
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, p: float, head_start: int, spans: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels of the operation `flash_forward`."""
-    call = Call(q, k, v, key, p, head_start, spans)
+    (batch, length, heads, _), columns = q.shape, k.shape[1]
+    words = q.new_empty(batch * heads, 0 if key is None else mask_words(length, columns), dtype=torch.int64)
+    call = Call(q, k, v, p, None if key is None else words, spans)
     out = q.new_empty(q.shape)
-    sums = q.new_empty(call.batch, call.heads, call.length, dtype=torch.float32)
+    sums = q.new_empty(batch, heads, length, dtype=torch.float32)
     if key is not None:
-        call.kernels.draw_kernel[call.grid](
-            *call.key, call.words, call.spans, *call.sizes, *call.start, SIMD=call.simd,
-            SPANS=spans is not None,
-        )  # fmt: skip
+        call.draw(key, p, head_start)
     call.forward(out, sums)
-    return out, sums
+    return out, sums, words
 
 
 def launch_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, key: Tensor | None, p: float,
-    head_start: int, spans: Tensor | None, packed: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor, p: float,
+    spans: Tensor | None, packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of the operation `flash_backward`."""
-    call = Call(q, k, v, key, p, head_start, spans)
+    call = Call(q, k, v, p, kept if kept.numel() else None, spans)
     pairs = sums.new_empty(*sums.shape, 2)
     if packed:
         gradient = q.new_empty(*q.shape[:3], 3, q.shape[3])
         dq, dk, dv = gradient.unbind(3)
     else:
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    call.kernels.prepare_kernel[call.grid](
-        *call.key, call.words, call.spans, out, grad, sums, pairs, *call.sizes, *call.start,
-        call.rescale, **call.shape, DROP=key is not None, SIMD=call.simd, SPANS=spans is not None,
-    )  # fmt: skip
-    call.backward(grad, pairs, dq, dk, dv)
+    call.backward(grad, out, sums, pairs, dq, dk, dv)
     return (gradient, q.new_empty(0), q.new_empty(0)) if packed else (dq, dk, dv)

@@ -1,8 +1,12 @@
 """Keep decisions of attention dropout as bits: how `flash_kernels` draws and reads them. Needs Triton.
 
-They are stored in a temporary buffer, int64 `[B N, ceil(S / 64), T]`. Word (g, query) holds the decisions of a query
-for the columns 64 g to 64 g + 63, in the order of `kept`. One thread draws a whole word, so that all of Philox that
-depends on the column alone is scalar, and reading a decision costs at most a test and a select.
+Forward draws them once, into int64 `[B N, count]` that is kept for backward; count: `flash_launch.mask_words`. A row
+begins with *words of queries*: word (g, query) holds the decisions of a query for the columns 64 g to 64 g + 63. *Words
+of columns* follow: word (h, column) holds those of the queries 64 h to 64 h + 63 for one column. Each kernel reads the
+words that belong to one thread's rows of its tiles. Where S = T, words that causality hides whole are left out.
+
+The bits of a word have the order of `kept`. One thread draws a whole word of queries, so that all of Philox that
+depends on the column alone is scalar, and reading a decision costs a test and a select; a warp transposes 32 of them.
 """
 
 import triton
@@ -10,55 +14,116 @@ import triton.language as tl
 
 from dtgpt.ops.random.triton_philox import philox
 
-WORD = tl.constexpr(64)  # columns that share a word of keep decisions
-DRAWN = tl.constexpr(128)  # queries whose words a program draws at a time, one a thread
+WORD = tl.constexpr(64)  # columns or queries that share a word of keep decisions
 
 
 @triton.jit
-def _decide(word, drop, SIMD: tl.constexpr):
-    """Return bits 0 and 16: whether the halves of a word are kept. drop: at least 1. SIMD: the GPU compares two halves
-    with one instruction (compute capability 9.0 and above)."""
+def first_word(group, T, S):
+    """Return where word (group, query 0) of queries would be; words of queries before the group's columns are left out
+    where S = T."""
+    return group * T - tl.where(S == T, group * (group + 1) * (WORD // 2), 0)
+
+
+@triton.jit
+def first_word_of_columns(rows, T, S):
+    """Return where word (rows, column 0) of columns is, in a group `rows` of queries."""
+    groups = tl.cdiv(S, WORD)
+    before = first_word(groups, T, S) + tl.where(S == T, groups * WORD, 0)
+    return before + tl.where(S == T, rows * (rows + 1) * (WORD // 2), rows * S)
+
+
+@triton.jit
+def _append(bits, word, drop, position, SIMD: tl.constexpr):
+    """Return `bits`, shifted by one, plus whether the halves of a word are kept, in its bits 0 and 16.
+
+    drop: at least 1. SIMD: the GPU compares two halves with one instruction (compute capability 9.0 and above); the
+    bits are then too large by drop - 1 in both halves. position: not negative; its highest bit is shifted in, so that
+    shift and sum are one instruction outside of the pipe of the products.
+    """
     if SIMD:
-        ones = tl.full(word.shape, 0x10001, tl.uint32)
+        highest = tl.full(word.shape, 0x10001, tl.uint32) * drop.to(tl.uint32)
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 more; max.u16x2 more, $1, $2; sub.u32 more, more, $2; min.u16x2 $0, more, $3; }",
-            "=r,r,r,r",
-            [word, ones * (drop - 1).to(tl.uint32), ones],
+            """{
+            .reg .b32 value, twice;
+            max.u16x2 value, $2, $3;
+            min.u16x2 value, value, $4;
+            shf.l.wrap.b32 twice, $5, $1, 1;
+            add.u32 $0, twice, value;
+            }""",
+            "=r,r,r,r,r,r",
+            [bits, word, highest - 0x10001, highest, position],
             dtype=tl.uint32,
             is_pure=True,
             pack=1,
         )
     # A half is kept where adding 2^16 - drop carries out of its 16 bits.
     low = ((word & 0xFFFF) + (65536 - drop)) >> 16
-    return low | (((word >> 16) + (65536 - drop)) & 0x10000)
+    return bits * 2 + (low | (((word >> 16) + (65536 - drop)) & 0x10000))
 
 
 @triton.jit
-def _words(k0, k1, rows, group, head, drop, SIMD: tl.constexpr):
-    """Return int64 `[R]`: the keep decisions of the positions `rows [R]` of queries for the 64 columns of a group."""
-    packed = tl.zeros(rows.shape, tl.uint64)
-    for part in tl.static_range(2):
-        bits = tl.zeros(rows.shape, tl.uint32)
-        for i in tl.static_range(4):
-            block = 8 * group + 4 * part + (3 - i) % 2 * 2 + (3 - i) // 2  # blocks 3, 1, 2, 0: see `kept`
-            words = philox(
-                k0, k1, block.to(tl.uint32), rows.to(tl.uint32), head.to(tl.uint32), tl.full((), 0, tl.uint32)
-            )
-            for j in tl.static_range(4):
-                bits = bits * 2 + _decide(words[3 - j], drop, SIMD)
-        packed |= bits.to(tl.uint64) << (32 * part)
-    return packed.to(tl.int64, bitcast=True)
+def _half_word(k0, k1, rows, group, half: tl.constexpr, head, drop, SIMD: tl.constexpr):
+    """Return uint32 `[R]`: the keep decisions of the positions `rows [R]` of queries for 32 of the 64 columns of a
+    group."""
+    bits = tl.zeros(rows.shape, tl.uint32)
+    zero = tl.full((), 0, tl.uint32)
+    for i in tl.static_range(4):
+        block = 8 * group + 4 * half + (3 - i) % 2 * 2 + (3 - i) // 2  # blocks 3, 1, 2, 0: see `kept`
+        words = philox(k0, k1, block.to(tl.uint32), rows.to(tl.uint32), head.to(tl.uint32), zero)
+        for j in tl.static_range(4):
+            bits = _append(bits, words[3 - j], drop, rows, SIMD)
+    if SIMD:
+        surplus = ((drop - 1).to(tl.uint32) * 0x10001).to(tl.uint64) * 0xFFFF
+        bits = tl.sub(bits, surplus.to(tl.uint32), sanitize_overflow=False)
+    return bits
+
+
+@triton.jit
+def _exchange(bits, lane, apart: tl.constexpr, low: tl.constexpr):
+    """Swap the bits outside of the mask `low` with the bits inside of it of the thread `apart` lanes further."""
+    mask = tl.full(bits.shape, low, tl.uint32)
+    upper = (lane & apart) != 0
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 other;
+        shfl.sync.bfly.b32 other, $1, $4, 0x1f, 0xffffffff;
+        shf.l.wrap.b32 other, other, other, $3;
+        lop3.b32 $0, $1, other, $2, 0xe4; // bits of the first where the mask is 1, else of the other
+        }""",
+        "=r,r,r,r,r",
+        [bits, tl.where(upper, ~mask, mask), tl.where(upper, 32 - apart, apart), tl.full(bits.shape, apart, tl.int32)],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _transpose(bits, lane, SIMD: tl.constexpr):
+    """Return uint32 `[R]` for bits `[R]` of the threads with these lanes, 0 ... 31: bit j of lane i is bit i of lane j.
+    Every warp holds 32 adjacent elements, one a thread."""
+    if SIMD:
+        bits = _exchange(bits, lane, 16, 0x0000FFFF)
+        bits = _exchange(bits, lane, 8, 0x00FF00FF)
+        bits = _exchange(bits, lane, 4, 0x0F0F0F0F)
+        bits = _exchange(bits, lane, 2, 0x33333333)
+        return _exchange(bits, lane, 1, 0x55555555)
+    lanes = tl.arange(0, 32)
+    square = tl.reshape(bits, (bits.shape[0] // 32, 32, 1))
+    square = ((square >> lanes[None, None, :].to(tl.uint32)) & 1) << lanes[None, :, None].to(tl.uint32)
+    return tl.reshape(tl.sum(square, 1), bits.shape)
 
 
 @triton.jit
 def kept(low, high, lanes):
-    """Return whether words, given as halves, keep their columns `lanes`, 0 ... 63; shapes broadcast.
+    """Return whether words, given as halves, keep their columns or queries `lanes`, 0 ... 63; shapes broadcast.
 
-    In a half, the columns 8 e + 2 i and 8 e + 2 i + 1, which lie in one register of the tensor cores' layout, are at
-    bit 8 (e % 2) + 4 (e // 2) + i and 16 above it.
+    In a half, the lanes 8 e + 2 i and 8 e + 2 i + 1, which lie in one register of the tensor cores' layout, are at bit
+    8 (e % 2) + 4 (e // 2) + i and 16 above it. A thread has one i, by which it shifts a word once for all its elements.
     """
-    bit = ((lanes & 1) << 4) | (lanes & 8) | ((lanes & 16) >> 2) | ((lanes & 6) >> 1)
-    return (tl.where(lanes < 32, low, high) & (tl.full(lanes.shape, 1, tl.int32) << bit)) != 0
+    shifted = tl.where(lanes < 32, low, high) >> ((lanes & 6) >> 1)
+    bit = ((lanes & 1) << 4) | (lanes & 8) | ((lanes & 16) >> 2)
+    return (shifted & (tl.full(lanes.shape, 1, tl.int32) << bit)) != 0
 
 
 @triton.jit
@@ -90,19 +155,34 @@ def zero_dropped(p, low, high, lanes):
     )
 
 
-@triton.jit
-def draw(
-    key, stride_sample, stride_word, words, spans, T, S, group, place, N, start, drop,
+@triton.jit(do_not_specialize=["start", "drop"])
+def draw_kernel(
+    key, stride_sample, stride_word, words, spans, T, earlier, N, count, start, drop,
     SIMD: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Write the words of a group of columns for all queries of a head that see one of them."""
+    """Draw the decisions of all queries that see a group of 64 columns, a word a thread. Grid (B N, ceil(S / 64))."""
+    S = T if earlier is None else T + earlier
+    place, group = tl.program_id(0), tl.program_id(1)
     end = T
     if SPANS:
         end = tl.load(spans + 2 * (place // N * T + tl.minimum(group * WORD + WORD, T) - 1) + 1)
     key += place // N * stride_sample
     k0 = tl.load(key).to(tl.uint32)
     k1 = tl.load(key + stride_word).to(tl.uint32)
-    words += (place.to(tl.int64) * tl.cdiv(S, WORD) + group) * T
-    for begin in range(tl.maximum(group * WORD + T - S, 0) // DRAWN * DRAWN, end, DRAWN):
-        rows = begin + tl.arange(0, DRAWN)
-        tl.store(words + rows, _words(k0, k1, rows + (S - T), group, start + place % N, drop, SIMD), mask=rows < T)
+    words += place.to(tl.int64) * count
+    halves = words.to(tl.pointer_type(tl.int32))
+    thread = tl.arange(0, WORD)
+    lane = thread % 32
+    # The thread of lane i has the query, and after the transposition the column, whose decision is at bit i of a half.
+    inside = ((lane & 4) << 2) | (lane & 8) | ((lane & 3) << 1) | (lane >> 4)
+    column = group * WORD + inside  # and 32 further
+    head = start + place % N
+    for begin in range(tl.maximum(group * WORD + T - S, 0) // WORD * WORD, end, WORD):
+        rows = begin + thread // 32 * 32 + inside
+        low = _half_word(k0, k1, rows + (S - T), group, 0, head, drop, SIMD)
+        high = _half_word(k0, k1, rows + (S - T), group, 1, head, drop, SIMD)
+        both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+        tl.store(words + first_word(group, T, S) + rows, both.to(tl.int64, bitcast=True), mask=rows < T)
+        turned = halves + 2 * (first_word_of_columns(begin // WORD, T, S) + column) + thread // 32
+        tl.store(turned, _transpose(low, lane, SIMD).to(tl.int32, bitcast=True), mask=column < S)
+        tl.store(turned + 64, _transpose(high, lane, SIMD).to(tl.int32, bitcast=True), mask=column + 32 < S)

@@ -35,6 +35,17 @@ def load_pairs(base, rows, T, BOUND: tl.constexpr):
 
 
 @triton.jit
+def sum_products(o, g, lse, sums, place, rows, T, rescale):
+    """Return (lse, sum of o * g over D less the factor `rescale`) of these rows, and write both to `[B, N, T, 2]`."""
+    level = tl.load(lse + place * T + rows, mask=rows < T, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1) / rescale
+    pairs = sums + 2 * (place * T + rows)
+    tl.store(pairs, level, mask=rows < T)
+    tl.store(pairs + 1, delta, mask=rows < T)
+    return level, delta
+
+
+@triton.jit
 def program_tile(tiles, places, BAND: tl.constexpr):
     """Return (tile, index of sample and head in B N) for this program. Bands of heads, small enough for the L2 cache,
     run one after the other; in a band, tiles are ordered over all its heads, so that the longest run first."""

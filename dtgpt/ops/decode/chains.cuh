@@ -69,7 +69,7 @@ struct Chains : Place<ROWS, SIZE, COLUMNS> {
         return f;
     }
 
-    __device__ void multiply(const Fragments& f) const {
+    __device__ void multiply(Fragments& f) const {
         float c[SETS][TILES][4] = {};
         const uint32_t x = shared_address(inputs(lane % 8 < p.rows ? lane % 8 : 0)) + lane / 8 * 16;
 #pragma unroll

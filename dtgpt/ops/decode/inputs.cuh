@@ -141,49 +141,68 @@ struct Inputs : Place<ROWS, SIZE, COLUMNS> {
     // The merge of attention's `used` splits: four columns of a head a thread. The threads of a head, an aligned part of a
     // warp of at least AT_ONCE lanes, share the splits' states.
     static_assert(PROLOGUE != MERGE || HEAD >= 4 * AT_ONCE, "a head has AT_ONCE threads");
+    static constexpr int ITEMS = SIZE / 4, AT_A_TIME = ITEMS > SHARERS ? 2 : 1;
     __device__ void keep_merged(int used) const {
+        const unsigned group = 0xffu << (lane & 24);  // the AT_ONCE lanes that share states: others may have ended
 #pragma unroll 1
-        for (int i = share(); i < SIZE / 4; i += SHARERS) {
-            const unsigned group = 0xffu << (lane & 24);  // the AT_ONCE lanes that share states: others may have ended
-            const size_t cell = (static_cast<size_t>(row()) * (SIZE / HEAD) + i / (HEAD / 4)) * SPLITS;
-            const float2* const state = p.state + cell;
-            const float4* const partial = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
-            float largest = -INFINITY, total = 0;
-            float4 made{};
-            if constexpr (SPLITS > AT_ONCE) {
+        for (int start = share(); start < ITEMS; start += AT_A_TIME * SHARERS) {
+            const float2* state[AT_A_TIME];
+            const float4* partial[AT_A_TIME];
+            float largest[AT_A_TIME], total[AT_A_TIME] = {};
+            float4 made[AT_A_TIME] = {};
+#pragma unroll
+            for (int n = 0; n < AT_A_TIME; ++n) {
+                const int i = start + n * SHARERS < ITEMS ? start + n * SHARERS : start;
+                const size_t cell = (static_cast<size_t>(row()) * (SIZE / HEAD) + i / (HEAD / 4)) * SPLITS;
+                state[n] = p.state + cell, partial[n] = reinterpret_cast<const float4*>(p.partial + cell * HEAD) + i % (HEAD / 4);
+                largest[n] = -INFINITY;
+                if constexpr (SPLITS > AT_ONCE) {
 #pragma unroll 1
-                for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) largest = fmaxf(largest, __ldcg(state + j).x);
+                    for (int j = lane % AT_ONCE; j < used; j += AT_ONCE) largest[n] = fmaxf(largest[n], __ldcg(state[n] + j).x);
+                }
             }
 #pragma unroll 1
             for (int base = 0; base < SPLITS && (base == 0 || base < used); base += AT_ONCE) {
                 const int mine = base + lane % AT_ONCE;
-                const float2 own = mine < used ? __ldcg(state + mine) : make_float2(-INFINITY, 0);
-                float4 values[AT_ONCE];
+                float2 own[AT_A_TIME];
+                float4 values[AT_A_TIME][AT_ONCE];
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) {
-                    values[j] = base + j < used ? __ldcg(partial + (base + j) * (HEAD / 4)) : float4{};
-                }
-                if (base == 0) {
-                    largest = fmaxf(largest, own.x);
+                for (int n = 0; n < AT_A_TIME; ++n) {
+                    own[n] = mine < used ? __ldcg(state[n] + mine) : make_float2(-INFINITY, 0);
 #pragma unroll
-                    for (int distance = AT_ONCE / 2; distance > 0; distance /= 2) {
-                        largest = fmaxf(largest, __shfl_xor_sync(group, largest, distance));
+                    for (int j = 0; j < AT_ONCE; ++j) {
+                        values[n][j] = base + j < used ? __ldcg(partial[n] + (base + j) * (HEAD / 4)) : float4{};
                     }
                 }
-                const float factor_of_own = exp2_approx(__fsub_rn(own.x, largest));
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) {  // a split that is not there adds 0
-                    const float factor = __shfl_sync(group, factor_of_own, j, AT_ONCE);
-                    total = __fmaf_rn(factor, __shfl_sync(group, own.y, j, AT_ONCE), total);
-                    made.x = __fmaf_rn(factor, values[j].x, made.x);
-                    made.y = __fmaf_rn(factor, values[j].y, made.y);
-                    made.z = __fmaf_rn(factor, values[j].z, made.z);
-                    made.w = __fmaf_rn(factor, values[j].w, made.w);
+                for (int n = 0; n < AT_A_TIME; ++n) {
+                    if (base == 0) {
+                        largest[n] = fmaxf(largest[n], own[n].x);
+#pragma unroll
+                        for (int distance = AT_ONCE / 2; distance > 0; distance /= 2) {
+                            largest[n] = fmaxf(largest[n], __shfl_xor_sync(group, largest[n], distance));
+                        }
+                    }
+                    const float factor_of_own = exp2_approx(__fsub_rn(own[n].x, largest[n]));
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j) {  // a split that is not there adds 0
+                        const float factor = __shfl_sync(group, factor_of_own, j, AT_ONCE);
+                        total[n] = __fmaf_rn(factor, __shfl_sync(group, own[n].y, j, AT_ONCE), total[n]);
+                        made[n].x = __fmaf_rn(factor, values[n][j].x, made[n].x);
+                        made[n].y = __fmaf_rn(factor, values[n][j].y, made[n].y);
+                        made[n].z = __fmaf_rn(factor, values[n][j].z, made[n].z);
+                        made[n].w = __fmaf_rn(factor, values[n][j].w, made[n].w);
+                    }
                 }
             }
-            reinterpret_cast<uint2*>(inputs(row()))[i] =
-                make_uint2(Pairs<T>::narrow(__fdiv_rn(made.x, total), __fdiv_rn(made.y, total)),
-                           Pairs<T>::narrow(__fdiv_rn(made.z, total), __fdiv_rn(made.w, total)));
+#pragma unroll
+            for (int n = 0; n < AT_A_TIME; ++n) {
+                const int i = start + n * SHARERS;
+                if (i >= ITEMS) continue;
+                reinterpret_cast<uint2*>(inputs(row()))[i] =
+                    make_uint2(Pairs<T>::narrow(__fdiv_rn(made[n].x, total[n]), __fdiv_rn(made[n].y, total[n])),
+                               Pairs<T>::narrow(__fdiv_rn(made[n].z, total[n]), __fdiv_rn(made[n].w, total[n])));
+            }
         }
     }
 };

@@ -19,8 +19,10 @@ struct Outputs : Multiplication<ROWS, SIZE, COLUMNS> {
     using Base::count;
     using Base::partials;
     using Base::SEGMENTS;
+    using Base::TILE_ROWS;
 
-    __device__ float total(int row, int column) const {
+    __device__ float total(int row, int own) const {
+        const int column = own / TILE_ROWS * TILE + own % TILE_ROWS;
         float total = 0;
 #pragma unroll
         for (int base = 0; base < SEGMENTS; base += GROUP) {

@@ -11,7 +11,9 @@ constexpr int GROUP = 4;                  // segments of a group
 constexpr int STRIDE = SEGMENT * 2 + 16;  // bytes of a row of a segment: 16 more, so that 8 rows lie in different banks
 constexpr int PARTS = SEGMENT / 32;       // of a segment: 32 columns are one load of four matrices
 constexpr int MOST_KEPT = 4;              // chains of a warp whose weights fit into its registers
-constexpr int MOST_BYTES = 110 * 1024;    // of shared memory of a CTA, so that two fit on a multiprocessor
+constexpr int MOST_EARLY = 4;             // pieces of a ring that a warp has in registers before the inputs are there
+constexpr int TOGETHER = 2;               // pieces that a warp multiplies at once
+constexpr int MOST_BYTES = 113 * 1024;    // of shared memory of a CTA, so that two fit on a multiprocessor
 // Copies of a warp, 512 bytes each, that are under way: more would delay what the kernel before this one loads.
 constexpr int COPIES = 4;
 
@@ -58,12 +60,14 @@ struct Place {
     static constexpr int INPUT_STRIDE = SIZE * 2 + 16, WEIGHTS = INPUTS + ROWS * INPUT_STRIDE;
 
     // Weights: all of a CTA's, [warp][set][row], where those of a warp fit into its registers. Else they pass through a
-    // ring of pieces, a tile of a segment each: [warp][piece][row].
+    // ring of pieces, a tile of a segment each: [warp][piece][row]. All tiles have as many rows then, as far as possible.
     static constexpr bool KEPT = TILES * SETS <= MOST_KEPT && SIZE % SEGMENT == 0;
-    static constexpr int LEVEL = WARPS * TILE * STRIDE, LEVELS = (MOST_BYTES - WEIGHTS) / LEVEL;
-    static constexpr int RING = LEVELS < TILES * SETS ? LEVELS : TILES * SETS;
-    static_assert(KEPT || RING >= 2, "the ring has room");
-    static constexpr int BYTES = WEIGHTS + (KEPT ? WARPS * SETS * MOST_ROWS * STRIDE : RING * LEVEL);
+    static constexpr int TILE_ROWS = KEPT ? TILE : (MOST_ROWS + TILES - 1) / TILES, PIECE = TILE_ROWS * STRIDE;
+    static constexpr int PIECES = (TILES * SEGMENTS + WARPS - 1) / WARPS;  // of a warp, at most
+    static constexpr int LEVELS = (MOST_BYTES - WEIGHTS) / WARPS / PIECE, RING = LEVELS < PIECES ? LEVELS : PIECES;
+    static_assert(KEPT || RING >= TOGETHER, "the ring has room");
+    static constexpr int EARLY = PIECES - RING < MOST_EARLY ? PIECES - RING : MOST_EARLY;
+    static constexpr int BYTES = WEIGHTS + (KEPT ? WARPS * SETS * MOST_ROWS * STRIDE : WARPS * RING * PIECE);
     __device__ double2* sums() const { return reinterpret_cast<double2*>(shared); }
     __device__ float* partials(int segment, int row) const {
         return reinterpret_cast<float*>(shared + PARTIALS) + (segment * ROWS + row) * TILES * TILE;

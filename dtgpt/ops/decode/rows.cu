@@ -32,10 +32,12 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
     const int items = p.rows * place.count;
     const typename Outs::Output own = outputs.output(place.thread < items ? place.thread : 0);
     outputs.copy_weights();
-    // A first merge of whatever memory holds brings its instructions to the multiprocessor: there is time for that.
+    typename Outs::Fragments weights;
+    if constexpr (!Outs::KEPT) weights = outputs.load_weights();  // which makes room for more copies
+    // A first merge of whatever memory holds brings its instructions to the multiprocessor, where there is time for that.
     if constexpr (PROLOGUE == MERGE) {
 #pragma unroll 1
-        for (int pass = 0; pass < 2; ++pass) {
+        for (int pass = Outs::KEPT ? 0 : 1; pass < 2; ++pass) {
             if (pass == 1) wait_for_predecessor();
             inputs.keep_merged(used);
         }
@@ -44,7 +46,7 @@ __device__ inline void run_product(const Place<ROWS, SIZE, COLUMNS>& place) {
         x = inputs.load_rows();
     }
     const unsigned short residual = outputs.residual_of(own);
-    const typename Outs::Fragments weights = outputs.load_weights();
+    if constexpr (Outs::KEPT) weights = outputs.load_weights();
     if constexpr (PROLOGUE == JOIN) x = inputs.join(x, branch_bias, flag);
     if constexpr (PROLOGUE == NORM || PROLOGUE == JOIN) inputs.keep_normal(x, norm_weight, norm_bias);
     if constexpr (PROLOGUE == PLAIN) inputs.keep_rows(x);

@@ -8,13 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.norm.column_kernels import Launch, column_grid, sum_partials
+from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
 
 FORWARD = Launch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
 BACKWARD = Launch(rows=2, width=8, occupancy=24, stages=2)
 
-CUBIC = tl.constexpr(0.044715)
 # (1 + tanh z) / 2 = 1 / (1 + 2^(-2 z / ln 2)): one exponential, and accurate where 1 + tanh z cancels.
+# z = sqrt(2 / pi) (u + 0.044715 u^3).
 RATE = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2))
+CUBIC_RATE = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2) * 0.044715)
 SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
 # In products with tensors these constants are the right operand, as the interpreter of Triton 3.8 needs.
@@ -23,7 +25,14 @@ CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
 @triton.jit
 def share(u):
     """Return gelu_tanh(u) / u."""
-    return 1.0 / (1.0 + tl.exp2(u * RATE * (1.0 + u * CUBIC * u)))
+    return reciprocal(1.0 + power_of_two(u * (u * u * CUBIC_RATE + RATE)))
+
+
+@triton.jit
+def slope(u):
+    """Return the derivative of gelu_tanh at u."""
+    s = share(u)
+    return s + (s - s * s) * (u * (u * u * CUBIC_SLOPE + SLOPE))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -58,9 +67,7 @@ def bias_gelu_backward_kernel(
         first = tl.cast(tile, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
-        s = share(u)
-        slope = s + u * s * (1.0 - s) * (u * CUBIC_SLOPE * u + SLOPE)
-        gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32) * slope
+        gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32) * slope(u)
         tl.store(dx + first * F + place, gradient, mask)
         sums += tl.sum(gradient, 0)
     tl.store(partials + tl.program_id(1) * F + columns, sums, inside)

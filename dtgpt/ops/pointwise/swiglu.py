@@ -45,7 +45,7 @@ _swiglu.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 
 
 @torch.library.custom_op("dtgpt::swiglu_backward", mutates_args=(), device_types="cpu")
-def _swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Return dx."""
     gate, up = _wide_pairs(x)
     dy, share = dy.to(gate.dtype), gate.sigmoid()
@@ -53,12 +53,12 @@ def _swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return torch.stack([dy * up * slope, dy * gate * share], dim=-1).flatten(-2).to(x.dtype)
 
 
-_swiglu_backward.register_kernel("cuda", lambda dy, x: kernels().swiglu_backward(dy, x))
-_swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
+swiglu_backward.register_kernel("cuda", lambda dy, x: kernels().swiglu_backward(dy, x))
+swiglu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_swiglu.register_autograd(lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors), setup_context=_save)
+_swiglu.register_autograd(lambda ctx, dy: swiglu_backward(dy, *ctx.saved_tensors), setup_context=_save)

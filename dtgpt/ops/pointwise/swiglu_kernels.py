@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
+
 
 class Launch(NamedTuple):
     """How a kernel is distributed over the device."""
@@ -28,7 +30,7 @@ RATE = tl.constexpr(-1 / math.log(2))
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(x * RATE))
+    return reciprocal(1.0 + power_of_two(x * RATE))
 
 
 @triton.jit

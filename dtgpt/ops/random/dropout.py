@@ -45,10 +45,13 @@ def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
 
 def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """Return bool `[*key batch, *ranges]`, True where an element is kept: that part of the whole tensor's mask."""
-    packed = keep_bytes(key, ranges, p).unsqueeze(-1)
-    lanes = torch.arange(LANES, dtype=torch.uint8, device=key.device)
-    _, cut = covering_blocks(ranges[-1], LANES)
-    return ((packed >> lanes) & 1).bool().flatten(-2)[..., cut]
+    return unpack_bytes(keep_bytes(key, ranges, p), covering_blocks(ranges[-1], LANES)[1])
+
+
+def unpack_bytes(packed: Tensor, cut: slice) -> Tensor:
+    """Return bool `[.., elements]` for what `keep_bytes` returns. cut: the elements to return of those in all bytes."""
+    lanes = torch.arange(LANES, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> lanes) & 1).bool().flatten(-2)[..., cut]
 
 
 def _apply(x: Tensor, key: Tensor, p: float, start: Sequence[int]) -> Tensor:

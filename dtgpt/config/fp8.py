@@ -1,0 +1,55 @@
+"""What training in fp8 needs of the hardware, and what a user should know of sizes and plans for which it is slow."""
+
+import torch
+
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.roles import MATRICES, Role, role_of
+from dtgpt.ops.fast import has_float8
+from dtgpt.ops.fp8.product import STEP
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import device_name
+
+FP8 = "fp8"  # the precision of a recipe: bf16, but for the matrix products of blocks
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise UserError where a GPU does not multiply 8-bit floats."""
+    if device.type == "cuda" and not has_float8(device):
+        raise UserError(
+            f"precision=fp8, but {device_name(device)} does not multiply 8-bit floats, which needs compute capability "
+            "8.9 (Ada, Hopper or later); use --precision bf16"
+        )
+
+
+def fp8_notes(model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, device_type: str) -> list[str]:
+    """Return why fp8 is slow here, though right; nothing where it is fast."""
+    slow = "is computed in 16 bits from 8-bit values, slower than bf16"
+    if device_type == "cpu":
+        return [f"precision=fp8 has no CPU kernel: every product {slow}"]
+    if plan.splits_backward:
+        return [f"the schedule {plan.schedule} splits backward, for which every product of fp8 {slow}"]
+    if (micro_batch_size * model.seq_length) % STEP:
+        samples = f"micro_batch_size={micro_batch_size} x model.seq_length={model.seq_length}"
+        return [f"{samples} tokens are not a multiple of {STEP}: every product of fp8 {slow}"]
+    found = []
+    for name, rows, columns in _matrices(model, plan):
+        if rows % STEP or columns % STEP:
+            found.append(
+                f"{name} has {rows} x {columns} elements on each rank, not multiples of {STEP}: its product {slow}"
+            )
+    return found
+
+
+def _matrices(model: ModelConfig, plan: ResolvedPlan) -> list[tuple[str, int, int]]:
+    """Return (name, rows, columns) of each matrix of a block as the default table of tensor parallelism cuts it."""
+    found = []
+    for name, shape in model.layout.block:
+        module, _, kind = name.rpartition(".")
+        role = role_of(module, model.roles)
+        if kind == "weight" and role in MATRICES:
+            rows, columns = shape
+            by_rows = role is Role.ROW
+            cut = rows if by_rows else rows // plan.tp, columns // plan.tp if by_rows else columns
+            found.append((module.replace("blocks.0.", "blocks.*.", 1), *cut))
+    return found

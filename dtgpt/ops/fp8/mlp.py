@@ -1,0 +1,64 @@
+"""An MLP whose six products are of 8-bit floats, with one pass over the data between its two matrices each way.
+
+The activation and the gradient of its input exist in 8 bits only, in both orders. Every value is that of `fp8_linear`,
+the activation, and `fp8_linear` again. Sharding rule: a first matrix cut by its outputs and a second one cut alike by
+its inputs give an addend of the result.
+"""
+
+import torch
+from torch import Tensor
+
+from dtgpt.ops.fp8.activation import activation_backward, activation_forward
+from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
+from dtgpt.ops.fp8.product import product
+from dtgpt.ops.fp8.quantize import quantize
+from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
+
+
+def fp8_mlp(
+    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites
+) -> Tensor:
+    """Return activation(x weight_1^T) weight_2^T `[.., out]`: with a bias the activation is gelu_tanh(u + bias),
+    without one SwiGLU, whose pairs lie as of `swiglu`.
+
+    x: `[.., in]`; weight_1: `[F, in]`, or `[2 F, in]` without a bias; bias: `[F]`; weight_2: `[out, F]`; x and weights
+    of one 16-bit dtype. The scales of both sites must be known.
+    """
+    return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record)
+
+
+class _MLP(torch.autograd.Function):
+    """Forward keeps transposed 8-bit copies of both inputs, the 16-bit input of the activation, and the weights as
+    `quantized_weight` says."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, one: Sites, two: Sites, record: bool
+    ) -> Tensor:
+        cells = [site.amax if record else None for site in (one.input, two.input)]
+        xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
+        wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
+        u = product(xq, wq, one.input.inverse, one.weight.inverse, fast=True, dtype=x.dtype)
+        hq, hq_t = activation_forward(u, bias, two.input.scale, FORWARD, cells[1], record)
+        wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
+        y = product(hq, wq, two.input.inverse, two.weight.inverse, fast=True, dtype=x.dtype)
+        ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
+        ctx.sites = one, two
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        xq_t, hq_t, u, bias, kept_1, kept_2 = ctx.saved_tensors
+        one, two = ctx.sites
+        g = two.gradient
+        gq, gq_t = quantize(dy, g.scale, GRADIENT, g.amax, rows=True, columns=True)
+        wq_t = transposed_weight(kept_2, two.weight)
+        dh = product(gq, wq_t, g.inverse, two.weight.inverse, fast=False, dtype=u.dtype)
+        d_weight_2 = product(gq_t, hq_t, g.inverse, two.input.inverse, fast=False, dtype=dy.dtype)
+        g = one.gradient
+        gq, gq_t, d_bias = activation_backward(dh, u, bias, g.scale, GRADIENT, g.amax)
+        wq_t = transposed_weight(kept_1, one.weight)
+        dx = product(gq, wq_t, g.inverse, one.weight.inverse, fast=False, dtype=u.dtype)
+        d_weight_1 = product(gq_t, xq_t, g.inverse, one.input.inverse, fast=False, dtype=dy.dtype)
+        d_bias = None if bias is None else d_bias
+        return dx.unflatten(0, dy.shape[:-1]), d_weight_1, d_bias, d_weight_2, None, None, None

@@ -1,0 +1,47 @@
+"""A function of the local tensors of a linear map, where tensor parallelism has cut its weight."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def on_local_tensors(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `function(x, weight, bias)`, a linear map x w^T + bias: of DTensors a DTensor, from what the function
+    makes of this rank's part of each.
+
+    x: `[.., in]`; weight: `[out, in]`, whole or cut along one mesh dimension; bias: `[out]` or None. Of a weight that
+    is cut by its outputs, each rank has its features of the result, and an addend of the gradient of x; of one cut by
+    its inputs, an addend of the result. The function sees plain tensors, and so does its backward.
+    """
+    if not isinstance(weight, DTensor):
+        return function(x, weight, bias)
+    (cut,) = weight.placements
+    mesh, rows = weight.device_mesh, isinstance(cut, Shard) and cut.dim == 1
+    given, given_gradient, made = _layouts(cut, x.ndim)
+    x = _redistributed(x, given).to_local(grad_placements=[given_gradient])
+    local_bias = None if bias is None or rows else _local(bias, weight)
+    y = function(x, weight.to_local(grad_placements=[cut]), local_bias)
+    whole = DTensor.from_local(y, mesh, [made], run_check=False)
+    return whole + bias if rows and bias is not None else whole
+
+
+def _layouts(cut: Placement, ndim: int) -> tuple[Placement, Placement, Placement]:
+    """Return the layouts of the input, of its gradient and of the output, for a weight that is laid out by `cut`."""
+    if not isinstance(cut, Shard):
+        return Replicate(), Replicate(), Replicate()
+    if cut.dim == 0:
+        return Replicate(), Partial(), Shard(ndim - 1)
+    return Shard(ndim - 1), Shard(ndim - 1), Partial()
+
+
+def _redistributed(x: Tensor, placement: Placement) -> DTensor:
+    if not isinstance(x, DTensor):
+        raise ValueError("the input of a weight that is a DTensor must be one, too")
+    return x if x.placements == (placement,) else x.redistribute(placements=[placement])
+
+
+def _local(bias: Tensor, weight: DTensor) -> Tensor:
+    return bias.to_local(grad_placements=weight.placements) if isinstance(bias, DTensor) else bias

@@ -1,0 +1,71 @@
+"""What goes over the edges between pipeline stages of one host: activations and their gradients, each to a place of its
+own in the memory of the rank that receives it."""
+
+from torch import Tensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.ops.collectives.messages import Messages, bytes_for
+from dtgpt.ops.fast import TRITON
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.symmetric import symmetric_memory
+
+
+class Edges:
+    """The messages of a rank's stages, for up to `micro_batches` of them."""
+
+    def __init__(self, place: RankCoordinates, messages: Messages, micro_batches: int):
+        self.place, self.messages, self._micro_batches = place, messages, micro_batches
+        self._signals = most_edges(place) * micro_batches  # the first of them
+        self._closed: set[tuple[int, int]] = set()
+
+    def begin(self) -> None:
+        """Begin a step: nothing of the one before is needed any more in the places of this rank."""
+        for beside, stage in self.place.edges:
+            there = self._at(beside)
+            self.messages.signal(there.pp, self._signals + there.edges.index((stage, beside)))
+        self._closed = set(self.place.edges)
+
+    def send(self, tensor: Tensor, source: int, target: int, micro_batch: int) -> None:
+        """Send from a stage of this rank to a stage beside it on another rank."""
+        there, edge = self._at(target), (target, source)
+        after = self._signals + self.place.edges.index(edge) if edge in self._closed else None
+        self._closed.discard(edge)
+        self.messages.send(tensor, there.pp, self._index(there, source, target, micro_batch), after)
+
+    def joins(self, source: int, target: int) -> bool:
+        """Return whether an edge goes from `source`, on another rank, to a stage of this rank."""
+        return (source, target) in self.place.edges
+
+    def receive(self, source: int, target: int, micro_batch: int) -> Tensor:
+        """Wait for what a stage of another rank sends to a stage of this one, and return it: valid until `begin`."""
+        return self.messages.receive(self._index(self.place, source, target, micro_batch))
+
+    def end(self) -> None:
+        """Hold the current stream until all is sent."""
+        self.messages.flush()
+
+    def _at(self, stage: int) -> RankCoordinates:
+        """Return where the pipeline's rank of a stage is."""
+        return RankCoordinates(self.place.plan, self.place.neighbour(self.place.plan.stage_rank(stage)))
+
+    def _index(self, place: RankCoordinates, source: int, target: int, micro_batch: int) -> int:
+        return place.edges.index((source, target)) * self._micro_batches + micro_batch
+
+
+def most_edges(place: RankCoordinates) -> int:
+    """Return the largest number of edges of a rank of the pipeline."""
+    plan = place.plan
+    return max(len(RankCoordinates(plan, place.neighbour(pp)).edges) for pp in range(plan.pp))
+
+
+def share_edges(settings: Settings, mesh: Mesh, shape: tuple[int, ...]) -> Edges | None:
+    """Return the messages of this rank, of `shape`; None where NCCL or gloo sends them. All ranks take part."""
+    signals, dtype = most_edges(mesh.place), settings.dtype
+    places = signals * settings.micro_batches
+    size = bytes_for(places, signals, shape, dtype)
+    shared = symmetric_memory(mesh, mesh.pp_group, size, usable=TRITON)
+    if shared is None:
+        return None
+    messages = Messages(shared.of_ranks, mesh.place.pp, places, signals, shape, dtype)
+    return Edges(mesh.place, messages, settings.micro_batches)

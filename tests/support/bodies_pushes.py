@@ -1,0 +1,84 @@
+"""Ranks on CPUs that share memory as GPUs of one host do: files that all of them map."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.models.batch import Batch
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.ops.collectives.pushes import Meeting
+from dtgpt.ops.random.philox import root_key
+from dtgpt.parallel import build, pushed_shards
+from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.torch_private import SharedMemory
+
+CPU = torch.device("cpu")
+CONFIG = GPT2Config(num_layers=3, hidden_size=16, num_heads=2, seq_length=8, vocab_size=101)
+
+
+@contextmanager
+def shared_files(folder: Path) -> Iterator[Counter[str]]:
+    """Let ranks that ask for symmetric memory share files; yields how often they asked, and how often they met."""
+    count: Counter[str] = Counter()
+    groups: list[dist.ProcessGroup] = []
+
+    def symmetric_memory(mesh: Mesh, group: dist.ProcessGroup, size: int, usable: bool) -> SharedMemory:
+        count["shared"] += 1
+        groups[:] = [group]
+        names = dist.get_process_group_ranks(group)
+        paths = [folder / f"{count['shared']}-{name}" for name in names]
+        paths[group.rank()].write_bytes(bytes(size))
+        dist.barrier(group)
+        maps = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+        return SharedMemory(maps[group.rank()], tuple(maps))
+
+    def meet(meeting: Meeting) -> None:
+        count["met"] += 1
+        dist.barrier(groups[0])
+
+    with (
+        mock.patch.object(build, "symmetric_memory", symmetric_memory),
+        mock.patch.object(pushed_shards, "symmetric_memory", symmetric_memory),
+        mock.patch.object(pushed_shards, "ROOM", 1 << 10),
+        mock.patch.object(Meeting, "run", meet),
+    ):
+        yield count
+
+
+def gradients(plan: str, micro_batches: int) -> list[Tensor]:
+    """The loss and this rank's gradients of the second of two steps."""
+    resolved = parse_plan(plan, {}).for_world(dist.get_world_size())
+    samples = resolved.dp * micro_batches
+    settings = Settings(
+        model=CONFIG, plan=resolved, device=CPU, dtype=torch.bfloat16, micro_batch_size=1, global_batch_size=samples
+    )
+    mesh = Mesh(resolved, CPU)
+    stages, shards = build_stages(settings, mesh, root_key(5))
+    engine = make_engine(stages, shards, settings, Graphs(enabled=False))
+    for step in range(2):
+        ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step
+        windows = (ids[:, None] * 37 + torch.arange(9) * 11) % 101
+        batch = Batch(windows[:, :-1], targets=windows[:, 1:])
+        shards.drop_gradients()
+        loss = engine.gradients(micro_batches, batch).clone()
+        engine.mean_loss(batch)  # which gathers weights, too
+    return [loss, *(gradient.clone() for gradient in shards.gradients)]
+
+
+def pushed_and_not(folder: Path, plan: str, micro_batches: int) -> tuple[bool, float, Counter[str]]:
+    """(whether pushed gradients have the bits of those by gloo, the largest difference, as of `shared_files`)."""
+    expected = gradients(plan, micro_batches)
+    with shared_files(folder) as count:
+        found = gradients(plan, micro_batches)
+    worst = max(float((a.float() - b.float()).abs().max()) for a, b in zip(found, expected, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), worst, count
