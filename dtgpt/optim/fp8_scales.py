@@ -26,6 +26,7 @@ from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 from dtgpt.parallel.mesh import Mesh
 
 HISTORY = 16  # steps
+HEADROOM = 2  # exponents left free above the largest amax of the history
 UNKNOWN = -(1 << 15)  # in place of the exponent of a step in which a site saw zeros only
 EXPONENTS = range(-160, 129)  # of what bf16 holds, and more
 LARGEST_POWER = 126  # of a scale that is a normal number, as is its inverse
@@ -41,7 +42,7 @@ class Fp8Scales:
     def __init__(self, config: ModelConfig, mesh: Mesh):
         self.mesh, self.matrices, count = mesh, matrices_of_block(config), num_sites(config)
         self.calibration = Calibration(keeps_weights=not mesh.plan.zero)
-        powers = [math.frexp(torch.finfo(dtype).max)[1] - 2 for dtype in FORMATS.values()]
+        powers = [math.frexp(torch.finfo(dtype).max)[1] - HEADROOM for dtype in FORMATS.values()]
         device = mesh.device
         self._powers = torch.tensor(powers, dtype=torch.int32, device=device).repeat(count // len(FORMATS))
         self.history = torch.full((HISTORY, count), UNKNOWN, dtype=torch.int32, device=device)  # newest first

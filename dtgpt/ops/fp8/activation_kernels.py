@@ -23,7 +23,7 @@ from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 GELU_FORWARD = Launch(rows=64, columns=128, warps=8, occupancy=4, stages=3)
 GELU_BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
 SWIGLU_FORWARD = Launch(rows=128, columns=64, warps=8, occupancy=4, stages=1)
-SWIGLU_BACKWARD = Launch(rows=128, columns=64, warps=8, occupancy=4, stages=3)
+SWIGLU_BACKWARD = Launch(rows=128, columns=64, warps=4, occupancy=4, stages=2)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
-from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
+from dtgpt.ops.fp8.sites import FAST_FORWARD, FORWARD, GRADIENT, Sites
 
 
 def fp8_mlp(
@@ -38,10 +38,10 @@ class _MLP(torch.autograd.Function):
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
         wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
-        u = product(xq, wq, one.input.inverse, one.weight.inverse, fast=True, dtype=x.dtype)
+        u = product(xq, wq, one.input.inverse, one.weight.inverse, fast=FAST_FORWARD, dtype=x.dtype)
         hq, hq_t = activation_forward(u, bias, two.input.scale, FORWARD, cells[1], record)
         wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
-        y = product(hq, wq, two.input.inverse, two.weight.inverse, fast=True, dtype=x.dtype)
+        y = product(hq, wq, two.input.inverse, two.weight.inverse, fast=FAST_FORWARD, dtype=x.dtype)
         ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
         ctx.sites = one, two
         return y.unflatten(0, x.shape[:-1])
