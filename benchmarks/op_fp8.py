@@ -101,20 +101,21 @@ def products_case(rows: int, width: int) -> Case:
         for dtype, found in both.items():
             found.append((xs, ws, orders(dy, dtype)))
 
-    def forward():
-        return [product(x[0], w[0], one, one, True) for x, w, _ in both[E5M2]]
+    def forward(fast: bool):
+        return lambda: [product(x[0], w[0], one, one, fast=fast) for x, w, _ in both[E5M2]]
 
     def inputs(fast: bool, dtype: torch.dtype = E5M2):
-        return lambda: [product(dy[0], w[1], one, one, fast) for _, w, dy in both[dtype]]
+        return lambda: [product(dy[0], w[1], one, one, fast=fast) for _, w, dy in both[dtype]]
 
     def weights(fast: bool, dtype: torch.dtype = E5M2):
-        return lambda: [product(dy[1], x[1], one, one, fast) for x, _, dy in both[dtype]]
+        return lambda: [product(dy[1], x[1], one, one, fast=fast) for x, _, dy in both[dtype]]
 
     variants = {
         "bf16 forward": lambda: [x @ w.t() for x, w, _ in plain],
         "bf16 inputs": lambda: [dy @ w for _, w, dy in plain],
         "bf16 weights": lambda: [dy.t() @ x for x, _, dy in plain],
-        "fp8 forward": forward,
+        "fp8 forward, fast": forward(True),
+        "fp8 forward": forward(False),
         "fp8 inputs, fast": inputs(True),
         "fp8 inputs": inputs(False),
         "fp8 inputs of e4m3 gradients": inputs(False, E4M3),

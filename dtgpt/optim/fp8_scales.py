@@ -3,7 +3,7 @@
 This is delayed scaling (Micikevicius et al. 2022, section 3), with the maximum over the whole batch and all ranks, and
 with powers of two. A value is therefore quantised to the same 8 bits wherever a plan cuts its tensor, and whatever the
 size of a micro-batch. The amax of a step is m 2^e, 0.5 <= m < 1. Of it e alone is kept, for the last HISTORY steps; the
-largest e leads to a scale that leaves room for values up to 3.5 times that amax, and more if m is small.
+largest e leads to a scale that leaves room for values up to 1.75 times that amax, and more if m is small.
 
 All state is on the device and changes by tensor operations in place: nothing waits, and a CUDA graph may capture it.
 """
@@ -26,7 +26,7 @@ from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 from dtgpt.parallel.mesh import Mesh
 
 HISTORY = 16  # steps
-HEADROOM = 2  # exponents left free above the largest amax of the history
+HEADROOM = 1  # exponents left free above the largest amax of the history
 UNKNOWN = -(1 << 15)  # in place of the exponent of a step in which a site saw zeros only
 EXPONENTS = range(-160, 129)  # of what bf16 holds, and more
 LARGEST_POWER = 126  # of a scale that is a normal number, as is its inverse

@@ -76,7 +76,6 @@ MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11
     ("llama3_8b", "--global_batch_size 1 --plan tp2_sp", 2, 73.11),
     ("llama3_8b", "--global_batch_size 2", 2, 84.48),
     ("llama3_8b", "--global_batch_size 2 --model.num_layers 12 --model.seq_length 2048", 2, 32.30),
-    ("gpt2_345m", "--global_batch_size 16 --micro_batch_size 8 --plan dp2_zero3", 2, 9.03),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
-from dtgpt.ops.fp8.sites import FAST_FORWARD, FORWARD, GRADIENT, Site, Sites
+from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Site, Sites
 from dtgpt.ops.pointwise.linear import linear
 
 
@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
         first, second = sites.input, sites.weight
         xq, xq_t = quantize(x, first.scale, FORWARD, first.amax if record else None, rows=True, columns=record)
         wq, kept = quantized_weight(weight, second, record, record and sites.keeps_weight(x, weight))
-        y = product(xq, wq, first.inverse, second.inverse, fast=FAST_FORWARD, dtype=x.dtype, bias=bias)
+        y = product(xq, wq, first.inverse, second.inverse, dtype=x.dtype, bias=bias)
         ctx.save_for_backward(xq_t, kept)
         ctx.sites, ctx.has_bias = sites, bias is not None
         return y.unflatten(0, x.shape[:-1])
@@ -109,6 +109,6 @@ class _Linear(torch.autograd.Function):
         make = quantize_and_sum if ctx.has_bias else quantize
         gq, gq_t, *sums = make(grad, third.scale, GRADIENT, third.amax, rows=True, columns=True)
         wq_t = transposed_weight(kept, second)
-        dx = product(gq, wq_t, third.inverse, second.inverse, fast=False, dtype=grad.dtype)
-        dw = product(gq_t, xq_t, third.inverse, first.inverse, fast=False, dtype=grad.dtype)
+        dx = product(gq, wq_t, third.inverse, second.inverse, dtype=grad.dtype)
+        dw = product(gq_t, xq_t, third.inverse, first.inverse, dtype=grad.dtype)
         return dx.unflatten(0, grad.shape[:-1]), dw, sums[0] if sums else None, None, None

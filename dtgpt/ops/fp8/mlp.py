@@ -12,7 +12,7 @@ from dtgpt.ops.fp8.activation import activation_backward, activation_forward
 from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
-from dtgpt.ops.fp8.sites import FAST_FORWARD, FORWARD, GRADIENT, Sites
+from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
 
 
 def fp8_mlp(
@@ -38,10 +38,10 @@ class _MLP(torch.autograd.Function):
         cells = [site.amax if record else None for site in (one.input, two.input)]
         xq, xq_t = quantize(x, one.input.scale, FORWARD, cells[0], rows=True, columns=record)
         wq, kept_1 = quantized_weight(weight_1, one.weight, record, record and one.keeps_weight(x, weight_1))
-        u = product(xq, wq, one.input.inverse, one.weight.inverse, fast=FAST_FORWARD, dtype=x.dtype)
+        u = product(xq, wq, one.input.inverse, one.weight.inverse, dtype=x.dtype)
         hq, hq_t = activation_forward(u, bias, two.input.scale, FORWARD, cells[1], record)
         wq, kept_2 = quantized_weight(weight_2, two.weight, record, record and two.keeps_weight(hq, weight_2))
-        y = product(hq, wq, two.input.inverse, two.weight.inverse, fast=FAST_FORWARD, dtype=x.dtype)
+        y = product(hq, wq, two.input.inverse, two.weight.inverse, dtype=x.dtype)
         ctx.save_for_backward(xq_t, hq_t, u, bias, kept_1, kept_2)
         ctx.sites = one, two
         return y.unflatten(0, x.shape[:-1])
@@ -53,12 +53,12 @@ class _MLP(torch.autograd.Function):
         g = two.gradient
         gq, gq_t = quantize(dy, g.scale, GRADIENT, g.amax, rows=True, columns=True)
         wq_t = transposed_weight(kept_2, two.weight)
-        dh = product(gq, wq_t, g.inverse, two.weight.inverse, fast=False, dtype=u.dtype)
-        d_weight_2 = product(gq_t, hq_t, g.inverse, two.input.inverse, fast=False, dtype=dy.dtype)
+        dh = product(gq, wq_t, g.inverse, two.weight.inverse, dtype=u.dtype)
+        d_weight_2 = product(gq_t, hq_t, g.inverse, two.input.inverse, dtype=dy.dtype)
         g = one.gradient
         gq, gq_t, d_bias = activation_backward(dh, u, bias, g.scale, GRADIENT, g.amax)
         wq_t = transposed_weight(kept_1, one.weight)
-        dx = product(gq, wq_t, g.inverse, one.weight.inverse, fast=False, dtype=u.dtype)
-        d_weight_1 = product(gq_t, xq_t, g.inverse, one.input.inverse, fast=False, dtype=dy.dtype)
+        dx = product(gq, wq_t, g.inverse, one.weight.inverse, dtype=u.dtype)
+        d_weight_1 = product(gq_t, xq_t, g.inverse, one.input.inverse, dtype=dy.dtype)
         d_bias = None if bias is None else d_bias
         return dx.unflatten(0, dy.shape[:-1]), d_weight_1, d_bias, d_weight_2, None, None, None

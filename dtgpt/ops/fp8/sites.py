@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 FORWARD = GRADIENT = torch.float8_e4m3fn  # formats of inputs and weights, and of gradients
-FAST_FORWARD = True  # `fast`, as of `product`, in y = x w^T; the gradients' products sum in fp32
 FORMATS = {"input": FORWARD, "weight": FORWARD, "gradient": GRADIENT}  # by site, in the order of `Sites`
 
 
