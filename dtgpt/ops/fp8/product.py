@@ -31,8 +31,8 @@ def product(
     """Return a b^T * inverse_a * inverse_b + bias `[M, N]` in `dtype`, for a `[M, K]` and b `[N, K]` of 8-bit floats.
 
     inverse_a, inverse_b: fp32 scalar tensors, the inverses of the factors' scales. bias: `[N]` in `dtype`, or None.
-    fast: sum in the tensor cores' own precision, about 14 bits; otherwise fp32 takes up the sums of groups, which is 5 %
-    slower and what training does. Not differentiable.
+    fast: sum in the tensor cores' own precision, about 14 bits; otherwise fp32 takes up the sums of groups, which takes
+    5 % longer, and is what training does. Not differentiable.
     """
     if not _has_kernel(a, b):
         return reference(a, b, inverse_a, inverse_b, dtype, bias)
