@@ -1,6 +1,5 @@
 """LLaMA, Mistral and Qwen3 in Megatron-LM's trees, both ways: trees that its own code wrote and made ones."""
 
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from dtgpt.models.source import cut, load_model
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from tests.commands.test_cli import in_process
+from tests.support.archives import unpack
 from tests.support.megatron_llama_trees import CONFIG, D, F, H, make_weights, write_tree
 from tests.support.megatron_trees import InMemory, assert_same, check
 from tests.support.megatron_trees import make_weights as gpt2_weights
@@ -40,8 +40,7 @@ OWN = {
 @pytest.fixture(scope="module", params=list(OWN))
 def own(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("own")
-    with tarfile.open(DATA / f"{request.param}.tar.xz") as archive:
-        archive.extractall(root, filter="data")
+    unpack(DATA / f"{request.param}.tar.xz", root)
     return root / request.param
 
 

@@ -2,7 +2,6 @@
 
 import enum
 import sys
-import tarfile
 import types
 from argparse import Namespace
 from pathlib import Path
@@ -21,6 +20,7 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from dtgpt.util.unpickler import StandIn
 from tests.commands.test_cli import in_process
+from tests.support.archives import unpack
 from tests.support.megatron_trees import check, make_weights, write_tree
 
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
@@ -29,8 +29,7 @@ DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("own")
-    with tarfile.open(DATA / "gpt2_pp2.tar.xz") as archive:
-        archive.extractall(root, filter="data")
+    unpack(DATA / "gpt2_pp2.tar.xz", root)
     return root / "gpt2_pp2"
 
 

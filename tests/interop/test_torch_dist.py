@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.support import megatron_llama_trees, megatron_trees
+from tests.support.archives import unpack
 from tests.support.megatron_trees import check
 from tests.support.torch_dist import args_of, common_of, keys_of, write
 
@@ -112,8 +112,7 @@ def own_trees(tmp_path_factory):
     """Checkpoints that Megatron-LM's own code wrote."""
     root = tmp_path_factory.mktemp("own")
     for name in ("llama_tp2", "gpt2_dp2"):
-        with tarfile.open(DATA / f"torch_dist_{name}.tar.xz") as archive:
-            archive.extractall(root, filter="data")
+        unpack(DATA / f"torch_dist_{name}.tar.xz", root)
     return root
 
 

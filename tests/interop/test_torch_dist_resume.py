@@ -1,7 +1,6 @@
 """A run of Megatron-LM goes on: `--resume` of a checkpoint in the format torch_dist."""
 
 import struct
-import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
 from dtgpt.train.settle import override as settle
 from dtgpt.util.errors import UserError
+from tests.support.archives import unpack
 from tests.support.megatron_trees import pad_rows
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
@@ -42,8 +42,7 @@ def own_trees(tmp_path_factory):
     """Checkpoints that Megatron-LM's own code wrote, and the data of their runs."""
     root = tmp_path_factory.mktemp("own")
     for name in EXPECTED:
-        with tarfile.open(DATA / f"torch_dist_{name}.tar.xz") as archive:
-            archive.extractall(root, filter="data")
+        unpack(DATA / f"torch_dist_{name}.tar.xz", root)
     rng = np.random.default_rng(3)
     documents = [np.append(rng.integers(0, 8, int(n)), 29).astype("<u2") for n in rng.integers(5, 30, 20)]
     (root / "f.bin").write_bytes(b"".join(d.tobytes() for d in documents))
