@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtgpt.models.decoder import Decoder
+from dtgpt.ops.collectives.layout import aligned
 from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedSum, meeting_bytes
 from dtgpt.ops.optim.adamw import Accumulator
 from dtgpt.parallel.torch_private import SharedMemory, all_gather_single
@@ -157,7 +158,7 @@ def _wire(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> tu
     locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     dtype = torch.float32 if group is None else locals_[0].dtype
     multiple = 1 if group is None else group.size() * (1 if dtype == torch.float32 else ALIGNED)
-    return locals_, dtype, -(-sum(p.numel() for p in locals_) // multiple) * multiple
+    return locals_, dtype, aligned(sum(p.numel() for p in locals_), multiple)
 
 
 def _views(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.collectives.pushes import Meeting, PushedGather, PushedScatter, aligned, meeting_bytes
+from dtgpt.ops.collectives.layout import aligned
+from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedGather, PushedScatter, meeting_bytes
 from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.gradients import parameter_groups
 from dtgpt.parallel.mesh import Mesh
@@ -87,8 +88,8 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     that `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
-    place = aligned(max(counts[: len(part.blocks)], default=0) * dtype.itemsize)
-    room = min(ROOM, aligned(max(counts) // ranks * wire.itemsize)) * (ranks - 1)
+    place = aligned(max(counts[: len(part.blocks)], default=0) * dtype.itemsize, ALIGNED)
+    room = min(ROOM, aligned(max(counts) // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
     sizes = [PLACES * place, room, meeting_bytes(ranks), meeting_bytes(ranks)]
     shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
     if shared is None:

@@ -115,8 +115,8 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
             Collective("all-to-all", "dp", "gradients, pieces to sum", groups, width * whole),
             Collective("all-gather", "dp", "gradients, the sums", groups, width * whole),
         ]
-    once = passes if plan.zero == 3 and plan.pp == 1 else 1
-    again = once if plan.zero == 3 and plan.pp == 1 else 0  # blocks, in backward
+    reshards = plan.zero == 3 and plan.pp == 1
+    once, again = (passes, passes) if reshards else (1, 0)  # again: blocks, in backward
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
     return [
         Collective(

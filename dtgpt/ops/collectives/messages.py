@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtgpt.ops.collectives.layout import FLAG, aligned
+
 ALIGNED = 256  # bytes
-FLAG = 4  # bytes
 
 
 def bytes_for(places: int, signals: int, shape: Sequence[int], dtype: torch.dtype) -> int:
     """Return the bytes of memory that each rank needs, all of them zero at first, for so many messages and signals."""
-    return _align((places + signals) * FLAG) + places * _place_bytes(shape, dtype)
+    return aligned((places + signals) * FLAG, ALIGNED) + places * _place_bytes(shape, dtype)
 
 
 class Messages:
@@ -31,7 +32,7 @@ class Messages:
         self, memories: Sequence[Tensor], rank: int, places: int, signals: int, shape: Sequence[int], dtype: torch.dtype
     ):
         """memories: of each rank the same `bytes_for` bytes, as this rank reaches them; that of `rank` is its own."""
-        start, size = _align((places + signals) * FLAG), _place_bytes(shape, dtype)
+        start, size = aligned((places + signals) * FLAG, ALIGNED), _place_bytes(shape, dtype)
         self._flags = [memory[: (places + signals) * FLAG].view(torch.int32) for memory in memories]
         self._places = [memory[start:].view(places, size) for memory in memories]
         self._shape, self._dtype = tuple(shape), dtype
@@ -83,17 +84,11 @@ class Messages:
 
     def _tensor(self, rank: int, index: int) -> Tensor:
         place = self._places[rank][index]
-        start, strides = (
-            place.storage_offset() // self._dtype.itemsize,
-            torch.empty(self._shape, device="meta").stride(),
-        )
+        start = place.storage_offset() // self._dtype.itemsize
+        strides = torch.empty(self._shape, device="meta").stride()
         tensor = torch.empty(0, dtype=self._dtype, device=place.device)  # not a view of the memory
         return tensor.set_(place.untyped_storage(), start, self._shape, strides)
 
 
-def _align(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
-
 def _place_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return _align(math.prod(shape) * dtype.itemsize)
+    return aligned(math.prod(shape) * dtype.itemsize, ALIGNED)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtgpt.ops.collectives.layout import FLAG
+
 WORD = 16  # bytes that a thread moves at once
-FLAG = 4  # bytes
 
 
 class Peers:

@@ -9,20 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtgpt.ops.collectives.layout import FLAG, aligned
 from dtgpt.ops.fast import has_triton
 
 ALIGNED = 16  # bytes
-FLAG = 4  # bytes
-
-
-def aligned(size: int) -> int:
-    """Return the next multiple of ALIGNED."""
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def meeting_bytes(ranks: int) -> int:
     """Return the bytes of memory that each rank needs for a `Meeting`, all of them zero at first."""
-    return aligned(ranks * FLAG)
+    return aligned(ranks * FLAG, ALIGNED)
 
 
 def _row(source: int, target: int) -> int:
