@@ -1,4 +1,7 @@
-"""Machine instructions without what Triton adds for numbers that do not occur. Needs Triton."""
+"""Single machine instructions, without the steps that Triton adds for very small and very large numbers.
+
+Needs Triton.
+"""
 
 import os
 
