@@ -19,7 +19,7 @@ from dtgpt.models.gpt2 import GPT2_345M
 from dtgpt.models.llama import LLAMA2_7B, LLAMA32_1B, QWEN3_0_6B
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.packed import are_packed, split_qkv
-from dtgpt.ops.random.dropout import keep_mask
+from dtgpt.ops.random.dropout import attention_mask
 from tests.support.bodies_flash import TOLERANCE, check, error, gradients, inputs, keys_of, truth
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_the_kernels_keep_documents_apart(shape, dtype, p, documents, poison):
 def test_forward_and_backward_draw_the_mask_of_the_reference(p):
     """With equal scores a query's probabilities are equal; unit vectors as values and gradients show them singly."""
     length, width, key = 192, 64, keys_of(2)
-    expected = keep_mask(key, [range(7, 10), range(length), range(length)], p).tril()  # [B, N, query, column]
+    expected = attention_mask(key, [range(7, 10), range(length), range(length)], p).tril()  # [B, N, query, column]
     for first in range(0, length, width):
         chosen = torch.eye(length, device="cuda", dtype=BF16)[:, first : first + width]
         qkv = torch.zeros(2, length, 3, 3, width, device="cuda", dtype=BF16)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtgpt.ops.random.dropout import keep_mask
 from dtgpt.ops.random.philox import bits, fold, fold_words, normal, philox, root_key, row_chunks, uniform, uniform_rows
 
 KEY = fold(root_key(1), "test")
@@ -186,3 +187,17 @@ def test_rows_of_their_own_equal_that_part_of_the_whole():
 def test_words_of_a_key_are_those_of_its_tensor(seed):
     for data in ((), ("text",), ("text", 0, 3), (2**40, "other", 127)):
         assert list(fold_words(seed, *data)) == fold(root_key(seed), *data).tolist()
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (3, 1)])
+@pytest.mark.parametrize("sizes", [(7,), (3, 33), (2, 3, 0), (0, 2, 5), (2, 2, 3, 9)])
+@pytest.mark.parametrize("start", [0, 5, 2**31 - 40])
+def test_few_words_are_those_of_many(monkeypatch, batch, sizes, start):
+    """NumPy draws few words on a CPU, torch all others."""
+    numbers = torch.arange(math.prod(batch)).reshape(batch)
+    key, part = fold(root_key(11), numbers), [range(start, start + 2 * n, 2) for n in sizes]
+    few = bits(key, part), keep_mask(key, part, 0.3), normal(key, part)
+    monkeypatch.setattr("dtgpt.ops.random.few.FEW", -1)
+    many = bits(key, part), keep_mask(key, part, 0.3), normal(key, part)
+    for a, b in zip(few, many, strict=True):
+        assert a.shape == (*batch, *sizes) and a.dtype == b.dtype and torch.equal(a, b)

@@ -9,7 +9,7 @@ from dtgpt.cli import main
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.loss.cross_entropy import cross_entropy
-from dtgpt.ops.random.dropout import dropout, dropout_keys, keep_mask
+from dtgpt.ops.random.dropout import attention_mask, dropout, dropout_keys, keep_mask
 from dtgpt.ops.random.philox import bits, fold, root_key
 from tests.support.runs import on_cuda, training
 
@@ -24,7 +24,8 @@ def test_bits_and_masks_are_those_of_the_cpu_eager_and_compiled():
     part, ranges = (7, range(3, 100)), [range(2, 9), range(5, 300)]
     for draw in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, dynamic=False)):
         assert torch.equal(draw(bits)(keys.to(CUDA), part).cpu(), bits(keys, part))
-        assert torch.equal(draw(keep_mask)(keys.to(CUDA), ranges, 0.3).cpu(), keep_mask(keys, ranges, 0.3))
+        for mask in (keep_mask, attention_mask):
+            assert torch.equal(draw(mask)(keys.to(CUDA), ranges, 0.3).cpu(), mask(keys, ranges, 0.3))
 
 
 def test_initial_weights_are_those_of_the_cpu():

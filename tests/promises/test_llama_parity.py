@@ -39,7 +39,9 @@ NARROW = ["dp2", "tp2_sp", "pp2_zbv"]
 def recipe(recipe, documents) -> Recipe:
     marks = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     data = DataConfig(path=str(documents), tokenizer="bytes", **marks)
-    return replace(recipe, data=data, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2)
+    optimizer = OptimizerConfig(lr=3e-3, warmup=2)
+    # With this seed, each part of a sample changes the first loss by more than plans may differ.
+    return replace(recipe, data=data, optimizer=optimizer, steps=STEPS, micro_batch_size=2, seed=5)
 
 
 def sized_for(recipe: Recipe, plan: Plan, tied: bool) -> Recipe:

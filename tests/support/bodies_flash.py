@@ -6,7 +6,7 @@ from torch import Tensor
 from dtgpt.data.document_masks import document_bounds
 from dtgpt.ops.attention import flash, flash_launch
 from dtgpt.ops.attention.packed import split_qkv
-from dtgpt.ops.random.dropout import LEVELS, keep_mask, threshold
+from dtgpt.ops.random.dropout import LEVELS, attention_mask, threshold
 from dtgpt.ops.random.philox import fold, root_key
 
 # ‖out - ref‖ / ‖ref‖: the probabilities are rounded to the dtype once, gradients twice.
@@ -50,7 +50,7 @@ def truth(
             weights = weights / weights.sum(1, keepdim=True)
             if key is not None:
                 ranges = [range(head_start + head, head_start + head + 1), range(first, columns), range(columns)]
-                kept = keep_mask(key[sample], ranges, p)[0]
+                kept = attention_mask(key[sample], ranges, p)[0]
                 weights = weights * kept * LEVELS / (LEVELS - threshold(p))
             out.append(weights @ values)
     return torch.stack(out).unflatten(0, (batch, heads)).transpose(1, 2)

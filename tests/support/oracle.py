@@ -63,6 +63,23 @@ def keep(key: tuple[int, int], shape: tuple[int, ...], p: float) -> Tensor:
     return torch.from_numpy(kept.astype(np.float64) * 65536 / (65536 - drop))
 
 
+def keep_pairs(key: tuple[int, int], shape: tuple[int, int, int], p: float) -> Tensor:
+    """Factors of dropout of attention's probabilities, `[N, T, T]`: a bit of each of 16 words decides on an element."""
+    head, row, column = np.indices(shape, dtype=np.uint64)
+    group, lane = column // np.uint64(64), column % np.uint64(32)
+    half, eight, pair, odd = column % np.uint64(64) // np.uint64(32), *(lane // np.uint64(n) for n in (8, 2, 1))
+    two = np.uint64(2)
+    bit = eight % two * np.uint64(8) + eight // two * np.uint64(4) + pair % np.uint64(4) + odd % two * np.uint64(16)
+    number = np.zeros(shape, dtype=np.uint64)
+    for first, counter in ((0, np.uint64(2**31) + row % np.uint64(128)), (8, row)):
+        for k in (0, 1):
+            block = np.uint64(4) * group + (two * half if first else np.uint64(0)) + np.uint64(k)
+            for word, drawn in enumerate(philox(key, (block, counter, head, 0))):
+                number += ((drawn >> bit) & np.uint64(1)) << np.uint64(first + 4 * k + word)
+    drop = min(round(p * 65536), 65535)
+    return torch.from_numpy((number >= drop).astype(np.float64) * 65536 / (65536 - drop))
+
+
 @dataclass
 class Shape:
     """Sizes of a model. groups: heads of keys and values; 0: a GPT-2."""
@@ -182,7 +199,7 @@ def nats(w: dict[str, Tensor], shape: Shape, sample: "Sample", key: tuple[int, i
     x = dropped(x, 0)
     for i in range(shape.layers):
         at, site = f"blocks.{i}.", 1 + 3 * i
-        factors = None if key is None else keep(fold(key, site), (n, shape.length, shape.length), shape.dropout)
+        factors = None if key is None else keep_pairs(fold(key, site), (n, shape.length, shape.length), shape.dropout)
         if gpt2:
             y = F.layer_norm(x, (h,), w[at + "ln_1.weight"], w[at + "ln_1.bias"], shape.eps)
             qkv = (y @ w[at + "attn.qkv.weight"].T + w[at + "attn.qkv.bias"]).view(-1, n, 3, d)

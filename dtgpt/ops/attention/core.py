@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dtgpt.ops.attention.flash import LARGEST_HEAD, by_heads, check_inputs, flash_attention, hidden_columns
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fused_softmax.softmax import scaled_masked_softmax
-from dtgpt.ops.random.dropout import dropout
+from dtgpt.ops.random.dropout import attention_dropout
 from dtgpt.util.errors import UserError
 
 Backend = Literal["auto", "sdpa", "fused_softmax", "flash", "explicit"]
@@ -115,7 +115,7 @@ def explicit(
     if hidden is None:
         hidden = hidden_columns(q.shape[2], k.shape[2], q.device)
     probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype)
-    return (probabilities if key is None else dropout(probabilities, key, p, start)) @ v
+    return (probabilities if key is None else attention_dropout(probabilities, key, p, start)) @ v
 
 
 def check_backend(backend: str, dropout: float, head_dim: int) -> None:

@@ -19,7 +19,15 @@ from torch import Tensor
 from dtgpt.ops.attention.flash_launch import LOG2_E, launch_backward, launch_forward, mask_words
 from dtgpt.ops.attention.packed import are_packed
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.random.dropout import LANES, dropout, keep_bytes, keep_scale, threshold, unpack_bytes
+from dtgpt.ops.random.dropout import (
+    LANES,
+    attention_dropout,
+    attention_mask,
+    keep_scale,
+    pack_bytes,
+    threshold,
+    unpack_bytes,
+)
 
 LARGEST_HEAD = 128  # D that the kernels hold in registers
 
@@ -54,7 +62,7 @@ def reference(
     scores, _, _, values = _scores(q, k, v, spans)
     probabilities = scores.softmax(dim=-1)
     if key is not None:
-        probabilities = dropout(probabilities, key, p, (head_start, k.shape[1] - q.shape[1], 0))
+        probabilities = attention_dropout(probabilities, key, p, (head_start, k.shape[1] - q.shape[1], 0))
     return (probabilities @ values).to(q.dtype).transpose(1, 2)
 
 
@@ -106,14 +114,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (output `[B, T, N, D]`, binary logarithm of the sum of exponentials `[B, N, T]`, keep decisions).
 
-    Keep decisions are as of `keep_bytes`, uint8 `[B, N, T, ceil(S / 8)]`, here, and as of `flash_mask`, int64
+    Keep decisions are as of `pack_bytes`, uint8 `[B, N, T, ceil(S / 8)]`, here, and as of `flash_mask`, int64
     `[B N, mask_words]`, on a GPU; without a key they are empty.
     """
     sums = _scores(q, k, v, spans)[0].logsumexp(dim=-1) * LOG2_E
     kept = q.new_empty(0, dtype=torch.uint8)
     if key is not None:
         heads, (first, columns) = range(head_start, head_start + q.shape[2]), (k.shape[1] - q.shape[1], k.shape[1])
-        kept = keep_bytes(key, [heads, range(first, columns), range(columns)], p)
+        kept = pack_bytes(attention_mask(key, [heads, range(first, columns), range(columns)], p))
     return reference(q, k, v, key, p, head_start, spans).contiguous(), sums, kept
 
 

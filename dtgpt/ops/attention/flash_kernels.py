@@ -4,7 +4,8 @@ Scores are in base 2: exp(s / sqrt(D)) = exp2(s c) with c = log2(e) / sqrt(D), o
 element. A program computes a tile of queries (forward, dq) or of keys (dk and dv) of one head. It goes over the tiles
 on its side of the diagonal and compares indices only in those on the diagonal. With document bounds (SPANS) it skips
 the tiles outside of its documents, and compares indices also in those on the edge of a document. No program adds to
-another's result, so that gradients are the same in every run.
+another's result, so that gradients are the same in every run. `forward_kernel` and `keys_kernel` take the last samples
+first, which the kernel before them wrote or read last and the L2 cache still holds.
 
 q is `[B, T, N, D]`, k and v are `[B, S, N / GROUP, D]` with common strides. The last dimension is dense; q_b, q_t, q_n
 and the like are strides of the others. v is None where it starts D elements after k, as in packed tensors: both then
@@ -64,6 +65,7 @@ def forward_kernel(
     S = T if earlier is None else T + earlier
     tiles = tl.cdiv(T, BLOCK_M)
     tile, place = program_tile(tiles, places, BAND)
+    place = places - 1 - place
     sample, head = (place // N).to(tl.int64), place % N
     begin = (tiles - 1 - tile) * BLOCK_M
     middle, end = (begin + S - T) // BLOCK_N * BLOCK_N, tl.minimum(begin + BLOCK_M, T) + S - T
@@ -143,6 +145,7 @@ def keys_kernel(
     GROUP)."""
     S = T if earlier is None else T + earlier
     tile, place = program_tile(tl.cdiv(S, BLOCK_N), places, BAND)
+    place = places - 1 - place
     sample, head = (place // (N // GROUP)).to(tl.int64), place % (N // GROUP)
     begin = tile * BLOCK_N
     columns = begin + tl.arange(0, BLOCK_N)

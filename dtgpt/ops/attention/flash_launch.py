@@ -64,10 +64,10 @@ class Call:
         from dtgpt.ops.attention.flash_mask import draw_kernel
 
         assert self.words is not None
-        grid, simd = (self.places, math.ceil(self.columns / WORD)), self.q.is_cuda and has_hopper(self.q.device)
+        grid = (self.places, math.ceil(self.columns / WORD))
         draw_kernel[grid](
             key, *key.stride(), self.words, self.spans, *self.sizes, self.count, head_start, threshold(p),
-            SIMD=simd, SPANS=self.spans is not None,
+            SHUFFLE=self.q.is_cuda, SPANS=self.spans is not None,
         )  # fmt: skip
 
     def forward(self, out: Tensor, sums: Tensor) -> None:

@@ -5,17 +5,21 @@ begins with *words of queries*: word (g, query) holds the decisions of a query f
 of columns* follow: word (h, column) holds those of the queries 64 h to 64 h + 63 for one column. Each kernel reads the
 words that belong to one thread's rows of its tiles. Where S = T, words that causality hides whole are left out.
 
-The bits of a word have the order of `kept`. One thread draws a whole word of queries, so that all of Philox that
-depends on the column alone is scalar, and reading a decision costs a test and a select; a warp transposes 32 of them.
+The decisions, and the bits of a word of queries, are those of `dtgpt.ops.random.sliced`; words of columns have the
+same order of bits. One thread draws whole words of queries that share low digits, and all of Philox that depends on the
+column alone is scalar. Reading a decision costs a test and a select. A warp transposes 32 words.
 """
 
 import triton
 import triton.language as tl
 
+from dtgpt.ops.random import sliced
 from dtgpt.ops.random.triton_philox import philox
 
 WORD = tl.constexpr(64)  # columns or queries that share a word of keep decisions
-DRAWN = tl.constexpr(128)  # queries whose words a program draws at a time, one a thread
+DRAWN = tl.constexpr(sliced.SHARING)  # queries whose words a program draws at a time, one a thread
+SHARED_ROWS = tl.constexpr(sliced.SHARED_ROWS)
+LOW_DIGITS = tl.constexpr(sliced.LOW_DIGITS)
 
 
 @triton.jit
@@ -34,39 +38,39 @@ def first_word_of_columns(rows, T, S):
 
 
 @triton.jit
-def _decide(word, drop, SIMD: tl.constexpr):
-    """Return, in its halves, whether the halves of a word are kept: 0 or 1, where SIMD drop - 1 or drop. drop: at least
-    1. SIMD: the GPU compares two halves with one instruction (compute capability 9.0 and above)."""
-    if SIMD:
-        highest = tl.full(word.shape, 0x10001, tl.uint32) * drop.to(tl.uint32)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 more; max.u16x2 more, $1, $2; min.u16x2 $0, more, $3; }",
-            "=r,r,r,r",
-            [word, highest - 0x10001, highest],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    # A half is kept where adding 2^16 - drop carries out of its 16 bits.
-    low = ((word & 0xFFFF) + (65536 - drop)) >> 16
-    return low | (((word >> 16) + (65536 - drop)) & 0x10000)
+def _decide(kept, words, drop, digit: tl.constexpr):
+    """Return decisions uint32 `[R]` by the digits up to `digit` + 3, of which `kept` decides by those below `digit`.
+    words: the four digits."""
+    for i in tl.static_range(4):
+        # All ones where the threshold's digit is 0: then either of the two keeps, otherwise both have to.
+        either = tl.add(((drop >> (digit + i)) & 1).to(tl.uint32), 0xFFFFFFFF, sanitize_overflow=False)
+        kept = (words[i] & kept) | (either & (words[i] | kept))  # one instruction
+    return kept
 
 
 @triton.jit
-def _half_word(k0, k1, rows, group, head, drop, half: tl.constexpr, SIMD: tl.constexpr):
-    """Return uint32 `[R]`: the keep decisions of the positions `rows [R]` of queries for 32 of the 64 columns of a
-    group."""
-    bits = tl.zeros(rows.shape, tl.uint32)
+def _shared_digits(k0, k1, rows, group, head, drop):
+    """Return uint32 `[R]`: decisions for the positions `rows [R]` of queries by the eight digits that they share with
+    others, see `dtgpt.ops.random.sliced`; the same for both halves of a word."""
+    kept = tl.full(rows.shape, 0xFFFFFFFF, tl.uint32)
     zero = tl.full((), 0, tl.uint32)
-    for i in tl.static_range(4):
-        block = 8 * group + 4 * half + (3 - i) % 2 * 2 + (3 - i) // 2  # blocks 3, 1, 2, 0: see `kept`
+    row = rows.to(tl.uint32) % DRAWN + SHARED_ROWS
+    for i in tl.static_range(2):
+        words = philox(k0, k1, (4 * group + i).to(tl.uint32), row, head.to(tl.uint32), zero)
+        kept = _decide(kept, words, drop, 4 * i)
+    return kept
+
+
+@triton.jit
+def _half_word(kept, k0, k1, rows, group, head, drop, half: tl.constexpr):
+    """Return uint32 `[R]`: the keep decisions of the positions `rows [R]` of queries for 32 of the 64 columns of a
+    group. kept: what `_shared_digits` returns."""
+    zero = tl.full((), 0, tl.uint32)
+    for i in tl.static_range(2):
+        block = 4 * group + 2 * half + i
         words = philox(k0, k1, block.to(tl.uint32), rows.to(tl.uint32), head.to(tl.uint32), zero)
-        for j in tl.static_range(4):
-            bits = tl.add(bits << 1, _decide(words[3 - j], drop, SIMD), sanitize_overflow=False)
-    if SIMD:  # each of the 16 decisions in a half is too large by drop - 1
-        surplus = ((drop - 1).to(tl.uint32) * 0x10001).to(tl.uint64) * 0xFFFF
-        bits = tl.sub(bits, surplus.to(tl.uint32), sanitize_overflow=False)
-    return bits
+        kept = _decide(kept, words, drop, LOW_DIGITS + 4 * i)
+    return kept
 
 
 @triton.jit
@@ -90,10 +94,10 @@ def _exchange(bits, lane, apart: tl.constexpr, low: tl.constexpr):
 
 
 @triton.jit
-def _transpose(bits, lane, SIMD: tl.constexpr):
+def _transpose(bits, lane, SHUFFLE: tl.constexpr):
     """Return uint32 `[R]` for bits `[R]` of the threads with these lanes, 0 ... 31: bit j of lane i is bit i of lane j.
-    Every warp holds 32 adjacent elements, one a thread."""
-    if SIMD:
+    SHUFFLE: every warp holds 32 adjacent elements, one a thread; otherwise for Triton's interpreter."""
+    if SHUFFLE:
         bits = _exchange(bits, lane, 16, 0x0000FFFF)
         bits = _exchange(bits, lane, 8, 0x00FF00FF)
         bits = _exchange(bits, lane, 4, 0x0F0F0F0F)
@@ -149,7 +153,7 @@ def zero_dropped(p, low, high, lanes):
 @triton.jit(do_not_specialize=["start", "drop"])
 def draw_kernel(
     key, stride_sample, stride_word, words, spans, T, earlier, N, count, start, drop,
-    SIMD: tl.constexpr, SPANS: tl.constexpr,
+    SHUFFLE: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Draw the decisions of all queries that see a group of 64 columns. Grid (B N, ceil(S / 64))."""
     S = T if earlier is None else T + earlier
@@ -168,14 +172,16 @@ def draw_kernel(
     inside = ((lane & 4) << 2) | (lane & 8) | ((lane & 3) << 1) | (lane >> 4)
     column = group * WORD + inside
     head = start + place % N
-    for begin in range(tl.maximum(group * WORD + T - S, 0) // WORD * WORD, end, DRAWN):
+    first = tl.maximum(group * WORD + T - S, 0) // WORD * WORD
+    shared = _shared_digits(k0, k1, first + thread // 32 * 32 + inside + (S - T), group, head, drop)
+    for begin in range(first, end, DRAWN):
         rows = begin + thread // 32 * 32 + inside
-        low = _half_word(k0, k1, rows + (S - T), group, head, drop, 0, SIMD)
-        high = _half_word(k0, k1, rows + (S - T), group, head, drop, 1, SIMD)
+        low = _half_word(shared, k0, k1, rows + (S - T), group, head, drop, 0)
+        high = _half_word(shared, k0, k1, rows + (S - T), group, head, drop, 1)
         both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
         tl.store(words + first_word(group, T, S) + rows, both.to(tl.int64, bitcast=True), mask=rows < T)
         block = begin // WORD + thread // WORD  # of queries
         place_of_column = halves + 2 * (first_word_of_columns(block, T, S) + column) + thread // 32 % 2
-        low, high = _transpose(low, lane, SIMD), _transpose(high, lane, SIMD)
+        low, high = _transpose(low, lane, SHUFFLE), _transpose(high, lane, SHUFFLE)
         tl.store(place_of_column, low.to(tl.int32, bitcast=True), mask=(block * WORD < T) & (column < S))
         tl.store(place_of_column + 64, high.to(tl.int32, bitcast=True), mask=(block * WORD < T) & (column + 32 < S))

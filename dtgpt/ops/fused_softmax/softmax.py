@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dtgpt.ops.fast import has_triton
 from dtgpt.ops.fused_softmax.softmax_kernels import BACKWARD, FORWARD, Launch, launch, serves
-from dtgpt.ops.random.dropout import dropout, keep_mask, keep_scale
+from dtgpt.ops.random.dropout import attention_dropout, attention_mask, keep_scale
 
 LOG2_E = 1 / math.log(2)
 
@@ -46,7 +46,7 @@ def reference(
     total = exponentials.sum(dim=-1, keepdim=True)
     probabilities = exponentials / total.masked_fill(total == 0, 1)
     if key is not None:
-        probabilities = dropout(probabilities, key, p, start)
+        probabilities = attention_dropout(probabilities, key, p, start)
     return probabilities.to(scores.dtype)
 
 
@@ -136,7 +136,7 @@ def plain_backward(
     if key is not None:
         probabilities = torch.exp2(probabilities * (scale * LOG2_E) - log_sums[..., None])
         ranges = [range(begin, begin + size) for begin, size in zip(start, saved.shape[1:], strict=True)]
-        grad = torch.where(keep_mask(key, ranges, p), grad * keep_scale(p), 0)
+        grad = torch.where(attention_mask(key, ranges, p), grad * keep_scale(p), 0)
     if hidden is not None:
         probabilities, grad = probabilities.masked_fill(hidden, 0), grad.masked_fill(hidden, 0)
     total = (probabilities * grad).sum(dim=-1, keepdim=True)

@@ -1,9 +1,9 @@
 // Kernels of the scaled masked softmax and its gradient; softmax.py says what they compute.
 //
 // One warp holds a row of up to 1024 columns in registers, several warps a longer one. A thread owns octets: eight
-// neighbouring columns, in 16 bits one access of 16 bytes, and one evaluation of Philox. Octets that causality hides
-// are never read. They are written as zeros, because the matrix product that follows reads whole rows, and before any
-// arithmetic, so that these stores overlap with the loads.
+// neighbouring columns, in 16 bits one access of 16 bytes, and under dropout one evaluation of Philox. Octets that
+// causality hides are never read. They are written as zeros, because the matrix product that follows reads whole rows,
+// and before any arithmetic, so that these stores overlap with the loads.
 
 #pragma once
 
@@ -12,6 +12,7 @@
 constexpr int WARP = 32;
 constexpr int MOST_OCTETS = 4;                 // of a thread: eight bits for each fit into a word
 constexpr int MOST_THREADS = 512;              // of a row
+constexpr unsigned SHARING = 128;              // rows this far apart share low digits of dropout, as in sliced.py
 constexpr float LOG2_E = 1.4426950408889634f;  // exponentials are taken to the base 2, which the hardware has
 
 struct Problem {          // as in softmax_kernels.py
@@ -107,10 +108,8 @@ __device__ unsigned attended(const Problem& p, const Row& row, int column) {
     return bits;
 }
 
-// Which columns of an octet dropout keeps. Philox4x32-10 (Salmon et al., SC'11) with the counter (octet, query, head,
-// 0): column 2 i of the octet takes the low half of word i, column 2 i + 1 the high half.
-__device__ unsigned kept(const Problem& p, const Row& row, int column, unsigned k0, unsigned k1) {
-    unsigned word[4] = {p.first_octet + column / OCTET, p.first_query + row.query, p.first_head + row.head, 0};
+// Philox4x32-10 (Salmon et al., SC'11).
+__device__ void philox(unsigned (&word)[4], unsigned k0, unsigned k1) {
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         const uint64_t first = uint64_t(word[0]) * 0xD2511F53u, second = uint64_t(word[2]) * 0xCD9E8D57u;
@@ -121,11 +120,36 @@ __device__ unsigned kept(const Problem& p, const Row& row, int column, unsigned 
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    const unsigned drop = p.drop << 16;  // a half is compared at the top of a word
-    unsigned bits = 0;
+}
+
+// Which columns of an octet dropout keeps, by the rule of sliced.py. The four octets of a half of 32 columns belong to
+// adjacent threads, of which each evaluates Philox once, for four of the 16 digits: the threads 0 and 1 for those that
+// rows share, 2 and 3 for the row's own. Each finds what its digits decide for either decision by the digits below.
+__device__ unsigned kept(const Problem& p, const Row& row, int column, unsigned k0, unsigned k1) {
+    const unsigned octet = p.first_octet + column / OCTET, place = octet % 4, own = place / 2;
+    const unsigned query = p.first_query + row.query, block = octet / 8 * 4 + place % 2;
+    unsigned word[4] = {block + own * (octet / 4 % 2 * 2), own ? query : 0x80000000u + query % SHARING,
+                        p.first_head + row.head, 0};
+    philox(word, k0, k1);
+    unsigned if_dropped = 0, if_kept = ~0u;
 #pragma unroll
-    for (int i = 0; i < OCTET; ++i) bits |= unsigned((i % 2 ? word[i / 2] : word[i / 2] << 16) >= drop) << i;
-    return bits;
+    for (int i = 0; i < 4; ++i) {
+        const bool both = p.drop >> (4 * place + i) & 1;  // the digit of the threshold is 1
+        if_dropped = both ? if_dropped & word[i] : if_dropped | word[i];
+        if_kept = both ? if_kept & word[i] : if_kept | word[i];
+    }
+    const unsigned first = threadIdx.x % WARP & ~3u, quad = 0xfu << first;
+    unsigned bits = ~0u;
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned zeros = __shfl_sync(quad, if_dropped, first + i), ones = __shfl_sync(quad, if_kept, first + i);
+        bits = (bits & ones) | (~bits & zeros);
+    }
+    const unsigned shifted = bits >> ((place & 1) * 8 + (place & 2) * 2);  // even columns from bit 0, odd ones from 16
+    unsigned result = 0;
+#pragma unroll
+    for (int i = 0; i < OCTET; ++i) result |= (shifted >> (i % 2 * 16 + i / 2) & 1) << i;
+    return result;
 }
 
 // `kept` of all octets of a thread, eight bits each, for which no data need to have arrived.
@@ -135,7 +159,8 @@ __device__ unsigned all_kept(const Problem& p, const Row& row) {
     unsigned bits = 0;
 #pragma unroll
     for (int j = 0; j < OCTETS; ++j) {
-        if (column_of(j) < row.visible) bits |= kept(p, row, column_of(j), k0, k1) << OCTET * j;
+        const int half = column_of(j) / (4 * OCTET) * (4 * OCTET);  // its four threads must agree
+        if (half < row.visible) bits |= kept(p, row, column_of(j), k0, k1) << OCTET * j;
     }
     return bits;
 }

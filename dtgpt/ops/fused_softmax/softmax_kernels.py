@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.extension import library
-from dtgpt.ops.random.dropout import LANES, keep_scale, threshold
+from dtgpt.ops.random.dropout import keep_scale, threshold
+from dtgpt.ops.random.sliced import HALF
 
 LONGEST = 16384  # columns of a row that a block holds in registers
+OCTET = 8  # columns that a thread reads at once
 SOURCE = Path(__file__).with_name("softmax.cu")
 # Subnormals are flushed to 0 and divisions are accurate to 2 ulp, so exponentials and quotients are one instruction.
 FLAGS = ("-ftz=true", "-prec-div=false")
@@ -50,8 +52,8 @@ def built(device: torch.device) -> ctypes.CDLL | None:
 def serves(scores: Tensor, scale: float, start: Sequence[int]) -> bool:
     """Return whether the kernels can process these CUDA tensors; build them if necessary."""
     rows, columns = scores.shape[:-1].numel(), scores.shape[-1]
-    # The kernels evaluate Philox once for an octet of columns, and look for the largest score before they scale it.
-    possible = 0 < rows < 2**31 and 0 < columns <= LONGEST and start[2] % LANES == 0 and scale > 0
+    # Four threads draw the decisions of 32 columns, and the largest score is looked for before scores are scaled.
+    possible = 0 < rows < 2**31 and 0 < columns <= LONGEST and start[2] % HALF == 0 and scale > 0
     return possible and scores.dtype in TYPES and built(scores.device) is not None
 
 
@@ -76,14 +78,14 @@ def launch(
         queries=queries,
         columns=columns,
         causal=causal,
-        aligned=columns % LANES == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in vectors),
+        aligned=columns % OCTET == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in vectors),
         type=TYPES[input.dtype],
         scale=scale,
         keep_scale=1.0 if key is None else keep_scale(p),
         drop=drop,
         first_head=start[0],
         first_query=start[1],
-        first_octet=start[2] // LANES,
+        first_octet=start[2] // OCTET,
         threads=how.threads,
         most_octets=how.most_octets,
     )

@@ -5,6 +5,9 @@ its four words serves two of them with 16 bits) and leaves one byte, so the kern
 the bytes of a bf16 activation. Fast path: a Triton kernel that draws the mask in registers. Backward draws the mask
 again: nothing of the size of the activation is saved.
 
+The masks of attention's probabilities follow a rule that is cheaper where decisions are kept as bits (`sliced`): see
+`attention_dropout`.
+
 Sharding rule: a shard passes the global index of its first element as `start` and draws its part of the global mask.
 """
 
@@ -14,10 +17,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.ops.fast import has_triton
+from dtgpt.ops.random.few import are_few, few_words
 from dtgpt.ops.random.philox import block_words, covering_blocks, fold
+from dtgpt.ops.random.sliced import keep_words, unpack_words
 
 LANES = 8  # elements that share one evaluation of Philox
 Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `Dropout.site`
@@ -40,28 +46,52 @@ def keep_bytes(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     blocks, _ = covering_blocks(last, LANES)
     drop = threshold(p)
     halves = [half for word in block_words(key, leading, blocks) for half in (word & 0xFFFF, word >> 16)]
-    return functools.reduce(operator.or_, ((half >= drop).to(torch.uint8) << i for i, half in enumerate(halves)))
+    return _as_bits([half >= drop for half in halves])
 
 
 def keep_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
     """Return bool `[*key batch, *ranges]`, True where an element is kept: that part of the whole tensor's mask."""
-    return unpack_bytes(keep_bytes(key, ranges, p), covering_blocks(ranges[-1], LANES)[1])
+    *leading, last = ranges
+    blocks, cut = covering_blocks(last, LANES)
+    if are_few(key, leading, blocks):
+        halves = few_words(key, leading, blocks).view("<u2")  # of each word the low one, then the high one
+        lanes = halves.reshape(*halves.shape[:-2], len(blocks) * LANES)
+        return torch.from_numpy(lanes[..., cut] >= threshold(p))
+    return unpack_bytes(keep_bytes(key, ranges, p), cut)
+
+
+def pack_bytes(mask: Tensor) -> Tensor:
+    """Return uint8 `[.., ceil(elements / 8)]` for bool `[.., elements]`: bit i of a byte for lane i of its block."""
+    return _as_bits(functional.pad(mask, (0, -mask.shape[-1] % LANES)).unflatten(-1, (-1, LANES)).unbind(-1))
+
+
+def _as_bits(lanes: Sequence[Tensor]) -> Tensor:
+    """Return uint8 whose bit i is `lanes[i]`, bool and all of one shape."""
+    return functools.reduce(operator.or_, (lane.to(torch.uint8) << i for i, lane in enumerate(lanes)))
 
 
 def unpack_bytes(packed: Tensor, cut: slice) -> Tensor:
-    """Return bool `[.., elements]` for what `keep_bytes` returns. cut: the elements to return of those in all bytes."""
+    """Return bool `[.., elements]` for what `keep_bytes` or `pack_bytes` returns. cut: the elements to return of those
+    in all bytes."""
     lanes = torch.arange(LANES, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> lanes) & 1).bool().flatten(-2)[..., cut]
 
 
-def _apply(x: Tensor, key: Tensor, p: float, start: Sequence[int]) -> Tensor:
+def attention_mask(key: Tensor, ranges: Sequence[range], p: float) -> Tensor:
+    """Return bool `[*key batch, *ranges]`, True where `attention_dropout` keeps an element."""
+    return unpack_words(keep_words(key, ranges, threshold(p)), ranges[-1])
+
+
+def _apply(x: Tensor, key: Tensor, p: float, start: Sequence[int], attention: bool) -> Tensor:
     batch = key.dim() - 1
     ranges = [range(begin, begin + size) for begin, size in zip(start, x.shape[batch:], strict=True)]
-    return torch.where(keep_mask(key, ranges, p), x * keep_scale(p), 0)
+    mask = attention_mask if attention else keep_mask
+    return torch.where(mask(key, ranges, p), x * keep_scale(p), 0)
 
 
-def _has_kernel(x: Tensor, key: Tensor, start: Sequence[int]) -> bool:
-    return x.dim() == 3 and key.dim() == 2 and start[-1] % LANES == 0 and has_triton(x)
+def _has_kernel(x: Tensor, key: Tensor, start: Sequence[int], attention: bool) -> bool:
+    fits = x.dim() == 3 and key.dim() == 2 and start[-1] % LANES == 0
+    return fits and not attention and has_triton(x)
 
 
 def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
@@ -71,14 +101,23 @@ def dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None
     its key and on the index within `rest` alone. `rest` has 1 to 4 dimensions. start: global index in `rest` of x's
     first element, zeros by default.
     """
+    return _dropped(x, key, p, start, attention=False)
+
+
+def attention_dropout(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None = None) -> Tensor:
+    """Do what `dropout` does, with `attention_mask`. x: attention's probabilities `[*batch, .., queries, columns]`."""
+    return _dropped(x, key, p, start, attention=True)
+
+
+def _dropped(x: Tensor, key: Tensor, p: float, start: Sequence[int] | None, attention: bool) -> Tensor:
     if p == 0:
         return x
     first = [0] * (x.dim() - key.dim() + 1) if start is None else list(start)
-    if torch.compiler.is_compiling() and not _has_kernel(x, key, first):
+    if torch.compiler.is_compiling() and not _has_kernel(x, key, first, attention):
         # Inductor fuses plain torch with its neighbours. Its partitioner would save the mask instead of drawing it
         # again; checkpoint forbids that, and saves the key alone, since the gradient does not need x.
-        return checkpoint(_apply, x, key, p, first, use_reentrant=False, preserve_rng_state=False)
-    return torch.ops.dtgpt.dropout(x, key, p, first)
+        return checkpoint(_apply, x, key, p, first, attention, use_reentrant=False, preserve_rng_state=False)
+    return torch.ops.dtgpt.dropout(x, key, p, first, attention)
 
 
 def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
@@ -95,9 +134,9 @@ def dropout_keys(key: Tensor, sample_ids: Tensor, sites: int) -> Tensor:
 
 
 @torch.library.custom_op("dtgpt::dropout", mutates_args=())
-def _dropout(x: Tensor, key: Tensor, p: float, start: list[int]) -> Tensor:
-    if not _has_kernel(x, key, start):
-        return _apply(x, key, p, start)
+def _dropout(x: Tensor, key: Tensor, p: float, start: list[int], attention: bool) -> Tensor:
+    if not _has_kernel(x, key, start, attention):
+        return _apply(x, key, p, start, attention)
     from dtgpt.ops.random.dropout_kernels import launch_dropout
 
     return launch_dropout(x.contiguous(), key, threshold(p), keep_scale(p), start)
@@ -107,14 +146,14 @@ _dropout.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.con
 
 
 def _save(ctx, inputs, output) -> None:
-    _, key, ctx.p, ctx.start = inputs
+    _, key, *ctx.settings = inputs
     ctx.save_for_backward(key)
 
 
 def _backward(ctx, grad: Tensor):
     """Return the gradients; dropout is linear in x, so that of x is dropout with the same mask."""
     (key,) = ctx.saved_tensors
-    return torch.ops.dtgpt.dropout(grad, key, ctx.p, ctx.start), None, None, None
+    return torch.ops.dtgpt.dropout(grad, key, *ctx.settings), None, None, None, None
 
 
 _dropout.register_autograd(_backward, setup_context=_save)

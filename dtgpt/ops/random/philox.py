@@ -16,18 +16,20 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dtgpt.ops.random.few import MULTIPLIERS, ROUNDS, WEYL, are_few, few_words
+
 Part = Sequence[int | range]
 
-ROUNDS = 10
 MASK = 0xFFFFFFFF
 WORDS = 4  # words that one evaluation yields
 # Philox's multipliers, less 2^32. A word times these stays inside int64, so that neither eager nor compiled C++
 # ever overflows; `_multiply` adds the missing word * 2^32 to the high half.
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32)
-WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIER_0, MULTIPLIER_1 = (multiplier - (1 << 32) for multiplier in MULTIPLIERS)
+WEYL_0, WEYL_1 = WEYL
 # Folding a key uses counters whose last word is this; a tensor's index never reaches it (dimensions < 2^31).
 FOLD = MASK
 
@@ -88,17 +90,20 @@ def _ranges(part: Part) -> list[range]:
     return [p if isinstance(p, range) else range(p) for p in part]
 
 
-def _indices(r: range, device: torch.device) -> Tensor:
-    return torch.arange(r.start, r.stop, r.step, dtype=torch.int64, device=device)
+def _indices(r: range | Tensor, device: torch.device) -> Tensor:
+    return r if isinstance(r, Tensor) else torch.arange(r.start, r.stop, r.step, dtype=torch.int64, device=device)
 
 
-def block_words(key: Tensor, leading: Sequence[range], blocks: range) -> tuple[Tensor, ...]:
+def block_words(key: Tensor, leading: Sequence[range | Tensor], blocks: range) -> tuple[Tensor, ...]:
     """Return four words for every (leading index, block of the last dimension): int64 `[*key batch, *leading, blocks]`.
 
-    Raises ValueError for more than four dimensions.
+    leading: indices of each dimension, a range or int64 `[count]` on the key's device. Raises ValueError for more than
+    four dimensions.
     """
     if len(leading) > 3:
         raise ValueError(f"the part has {len(leading) + 1} dimensions, but a counter holds at most 4")
+    if are_few(key, leading, blocks):
+        return torch.from_numpy(few_words(key, leading, blocks).astype(np.int64)).unbind(-1)
     dims = len(leading) + 1
     counter: list[Tensor | int] = [_indices(blocks, key.device)]
     for axis, r in enumerate(reversed(leading), start=2):
