@@ -1,4 +1,7 @@
-"""Triton kernels of `dtgpt.ops.pointwise.gelu`. Needs Triton."""
+"""Triton kernels of `dtgpt.ops.pointwise.gelu`. Needs Triton.
+
+Tiles are taken from the last rows to the first, as in `dtgpt.ops.norm.norm_kernels`.
+"""
 
 import math
 
@@ -45,8 +48,9 @@ def bias_gelu_forward_kernel(
     shift = tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
     local = tl.arange(0, ROWS)
     place = local[:, None] * F + columns[None, :]
-    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
+    tiles = tl.cdiv(rows, ROWS)
+    for before in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tiles - 1 - before, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
         tl.store(y + first * F + place, u * share(u), mask)
@@ -63,8 +67,9 @@ def bias_gelu_backward_kernel(
     local = tl.arange(0, ROWS)
     place = local[:, None] * F + columns[None, :]
     sums = tl.zeros([BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
+    tiles = tl.cdiv(rows, ROWS)
+    for before in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        first = tl.cast(tiles - 1 - before, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
         gradient = tl.load(dy + first * F + place, mask, 0.0).to(tl.float32) * slope(u)
