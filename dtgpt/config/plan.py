@@ -71,6 +71,11 @@ class Plan:
         return not self.zero and not self.splits_backward
 
     @property
+    def reshards(self) -> bool:
+        """Whether the weights of a block are freed between its forward and its backward pass."""
+        return self.zero == 3 and self.pp == 1
+
+    @property
     def replicate(self) -> int:
         """Ranks that hold the same optimizer state."""
         return 1 if self.zero else self.dp or 1

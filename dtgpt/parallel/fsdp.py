@@ -23,7 +23,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
             module,
             mesh=mesh.devices["shard"],
             mp_policy=policy,
-            reshard_after_forward=plan.zero == 3 and plan.pp == 1 and module is not part,
+            reshard_after_forward=plan.reshards and module is not part,
         )
         # Gradients are summed, not averaged: the loss already counts a micro-batch by its share of the global batch.
         sharded.set_gradient_divide_factor(1.0)

@@ -1,63 +1,55 @@
 """What `fully_shard` gathers and scatters, sent by the GPUs' copy engines where the ranks share memory."""
 
+import itertools
 import math
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.collectives.layout import aligned
+from dtgpt.ops.collectives.layout import PLACES, ROOM, aligned
 from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedGather, PushedScatter, meeting_bytes
 from dtgpt.ops.fast import TRITON
+from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
 from dtgpt.parallel.symmetric import symmetric_memory
-from dtgpt.parallel.torch_private import AllGather, ReduceScatter, all_gather_single
+from dtgpt.parallel.torch_private import AllGather, ReduceScatter, gather_by_own_memory
 
-PLACES = 2  # for the weights of blocks: one is copied out while the next one arrives
-ROOM = 1 << 26  # bytes of gradients that arrive from the other ranks at once, at most
+APART = 512  # bytes to which weights are aligned, as memory that torch allocates
 
 
 class Gather(AllGather):
-    """All-gathers of parameter groups into places of shared memory, which the groups use in turn. NCCL gathers what is
-    larger than a place: the weights around the blocks, for which the first block waits in any case."""
+    """The all-gather of a parameter group, from shards in the type of the weights to the memory that the modules of all
+    ranks compute with. `fully_shard`, which says when, gathers and copies a single number itself."""
 
-    def __init__(self, pushed: PushedGather, places: int):
-        """places: of equal size, into which the memory is divided."""
+    def __init__(self, pushed: PushedGather, device: torch.device):
         self._pushed = pushed
-        self._places = list(pushed.memory.chunk(places))
-        self._given: dict[int, weakref.ref[Tensor]] = {}
+        self._number = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._given = False
+
+    def inputs(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        """Return what `fully_shard` gathers of a parameter: for the first one of the group the number."""
+        given, self._given = self._given, True
+        return () if given else (self._number,), None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor in the next place, the same on all ranks. Raises RuntimeError where it is still in use."""
-        count = math.prod(map(int, size)) * dtype.itemsize
-        if count > len(self._places[0]):
-            return torch.empty(*size, dtype=dtype, device=device)
-        memory = self._places.pop(0)
-        self._places.append(memory)
-        before = self._given.get(memory.data_ptr())
-        if before is not None and before() is not None:
-            raise RuntimeError(
-                f"fully_shard holds all-gathered weights of more than {len(self._places)} groups at once"
-            )
-        whole = memory[:count].view(dtype)
-        self._given[memory.data_ptr()] = weakref.ref(whole)
-        return whole
+        """Return memory for the number of each rank."""
+        self._given = False
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor`, of which `input_tensor` is this rank's part, with the parts of the others."""
-        if output_tensor.nbytes > len(self._places[0]):
-            all_gather_single(output_tensor, input_tensor, group)
-        else:
-            self._pushed.run(output_tensor)
+        """Fill the weights of the group on all ranks."""
+        self._pushed.run()
 
 
 class Scatter(ReduceScatter):
@@ -83,27 +75,81 @@ class Scatter(ReduceScatter):
         self._pushed.run(input_tensor, output_tensor)
 
 
-def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype) -> None:
-    """Let copy engines gather the weights of blocks, in `dtype`, and scatter gradients, of the type `wire`, of a part
-    that `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part."""
+def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Let copy engines gather the weights, in `dtype`, and scatter gradients, of the type `wire`, of a part that
+    `shard_over_data` wrapped, where the ranks share memory. All ranks of the mesh take part. Returns the shards in
+    16 bits that lie among these weights: the optimizer writes them, too."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
-    counts = [sum(_padded(p, mesh) for p in parameters) for parameters in parameter_groups(part)]
-    place = aligned(max(counts[: len(part.blocks)], default=0) * dtype.itemsize, ALIGNED)
-    room = min(ROOM, aligned(max(counts) // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
-    sizes = [PLACES * place, room, meeting_bytes(ranks), meeting_bytes(ranks)]
+    groups = parameter_groups(part)
+    starts, total = _layout(groups, len(part.blocks), mesh, dtype)
+    largest = max(sum(_padded(p, mesh) for p in parameters) for parameters in groups)
+    room = min(ROOM, aligned(largest // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
+    sizes = [total, room, meeting_bytes(ranks), meeting_bytes(ranks)]
     shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
     if shared is None:
-        return
+        return {}
     weights, gradients, *flags = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
     first, second = (Meeting(flag, group.rank()) for flag in flags)  # of two streams
-    gather, scatter = Gather(PushedGather(weights, first), PLACES), Scatter(PushedScatter(gradients, second), wire)
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
+    scatter = Scatter(PushedScatter(gradients, second), wire)
+    shards: dict[nn.Parameter, Tensor] = {}
+    for module, parameters, start in zip((*part.blocks.values(), part), groups, starts, strict=False):
+        alone = starts.count(start) == 1
+        made, gather = _gather(parameters, [memory[start:] for memory in weights], first, alone, mesh, dtype)
+        shards.update((p, shard) for p, shard in zip(parameters, made, strict=True) if shard.dtype != torch.float32)
+        sharded = cast(FSDPModule, module)
+        sharded.set_custom_all_gather(gather)
+        sharded.set_custom_reduce_scatter(scatter)
+    return shards
+
+
+def _layout(groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Return where in the shared memory the weights of each group begin, and the bytes of all. Blocks whose weights are
+    freed after forward use PLACES places in turn."""
+    sizes = [sum(_weight_bytes(p, mesh, dtype) for p in parameters) for parameters in groups]
+    places = min(PLACES, blocks) if mesh.plan.reshards else blocks
+    largest = [max(sizes[place:blocks:places]) for place in range(places)]
+    ends = list(itertools.accumulate([*largest, *sizes[blocks:]]))
+    begins = [0, *ends[:-1]]
+    return [begins[i % places if i < blocks else i - blocks + places] for i in range(len(groups))], ends[-1]
+
+
+def _weight_bytes(parameter: nn.Parameter, mesh: Mesh, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter's place in shared memory."""
+    return aligned(math.prod(map(len, region_of_tp(parameter, mesh.place))) * dtype.itemsize, APART)
+
+
+def _gather(
+    parameters: list[nn.Parameter], memories: Sequence[Tensor], meeting: Meeting, alone: bool, mesh: Mesh,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Gather]:  # fmt: skip
+    """Return the shards of a group's parameters, and what gathers them into the beginning of the `memories` of all
+    ranks. alone: no other group uses this memory; shards in the type of the weights then lie in their places there,
+    else each gather rounds fp32 shards into them."""
+    shards: list[Tensor] = []
+    places, weights, start = [], [], 0
+    for parameter in parameters:
+        rows, *rest = map(len, region_of_tp(parameter, mesh.place))
+        size = math.prod([rows, *rest]) * dtype.itemsize
+        mine = chunk(range(rows), mesh.plan.shard, meeting.rank)
+        wholes = [memory[start : start + size].view(dtype).view(rows, *rest) for memory in memories]
+        places.append([whole[mine.start : mine.stop] for whole in wholes])
+        weights.append(_alias(wholes[meeting.rank]))
+        in_place = alone and dtype != torch.float32
+        shards.append(places[-1][meeting.rank] if in_place else cast(DTensor, parameter).to_local().detach())
+        start += aligned(size, APART)
+    gather = Gather(PushedGather(shards, places, meeting), memories[0].device)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        gather_by_own_memory(parameter, weight, gather.inputs)
+    return shards, gather
+
+
+def _alias(weight: Tensor) -> Tensor:
+    """Return a tensor of the same memory with a storage of its own, which begins there, as `fully_shard` assumes, and
+    with its own count of writes: autograd must not take another gather into it for a change of what it has saved."""
+    return from_dlpack(to_dlpack(weight))
 
 
 def _padded(parameter: nn.Parameter, mesh: Mesh) -> int:
-    """Return the elements of a parameter as `fully_shard` gathers it, with equal parts of all ranks."""
+    """Return the elements of a parameter's gradient as `fully_shard` scatters it, with equal parts of all ranks."""
     rows, *rest = map(len, region_of_tp(parameter, mesh.place))
     return math.prod([-(-rows // mesh.plan.shard) * mesh.plan.shard, *rest])

@@ -4,8 +4,9 @@ Whatever a plan did to the model, what is left on a rank is a rectangle of each 
 optimizer, the gradient norm and checkpoints work on these rectangles, and need to know nothing else of the plan.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class Shard:
     name: str  # of the whole parameter: the same under every plan
     parameter: nn.Parameter  # what the module holds
     local: Tensor  # this rank's fp32 memory of it, a plain tensor: what the optimizer works on
-    low_precision: Tensor | None  # the module's own memory, where it computes in a narrower type than fp32
+    low_precision: Tensor | None  # what the module computes with, or ZeRO gathers, in a narrower type than fp32
     region: Part  # global indices of `local`
     replicas: int  # ranks that hold this region, each counted in the norm by 1 / replicas
     partial: bool  # gradients of it are addends on the tp ranks
@@ -59,8 +60,12 @@ class Shard:
 class Shards:
     """All that this rank holds of the model, as shards, and their gradients."""
 
-    def __init__(self, stages: list[Decoder], mesh: Mesh, masters: bool = True):
-        """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds."""
+    def __init__(
+        self, stages: list[Decoder], mesh: Mesh, masters: bool = True,
+        gathered: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+    ):  # fmt: skip
+        """masters: False leaves fp32 masters out, where nothing is trained: `local` is then what the module holds.
+        gathered: what ZeRO gathers of parameters instead of `local`."""
         self.mesh = mesh
         self.all: list[Shard] = []
         for stage in stages:
@@ -68,7 +73,9 @@ class Shards:
             for name, parameter in unique_parameters(stage).items():
                 is_tied_copy = stage.embedding is None and stage.config.tied and name == stage.config.table_name
                 index, sums = len(self.all), name in partial
-                self.all.append(_shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters))
+                self.all.append(
+                    _shard(index, name, parameter, mesh.place, sums, is_tied_copy, masters, gathered.get(parameter))
+                )
         self.buckets: Buckets | None = None
         self.gradients: list[Tensor] = []  # of each shard, after `take_gradients`
         self._counted = [s.index for s in self.all if not s.is_tied_copy]
@@ -175,20 +182,20 @@ class Shards:
 
 def _shard(
     index: int, name: str, parameter: nn.Parameter, place: RankCoordinates, partial: bool, is_tied_copy: bool,
-    masters: bool,
+    masters: bool, gathered: Tensor | None,
 ) -> Shard:  # fmt: skip
     region, by_tp = _region(parameter, place), _cut_over_tp(parameter) is not None
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
     if tuple(local.shape) != tuple(map(len, region)):
         raise ValueError(f"{name}: this rank holds {tuple(local.shape)}, but its region is {tuple(map(len, region))}")
-    low_precision = local if masters and local.dtype != torch.float32 else None
+    narrow = local if masters and local.dtype != torch.float32 else None
     over_tp = 1 if by_tp else place.plan.tp
     return Shard(
         index=index,
         name=name,
         parameter=parameter,
-        local=local if low_precision is None else torch.empty_like(local, dtype=torch.float32),
-        low_precision=low_precision,
+        local=local if narrow is None else torch.empty_like(local, dtype=torch.float32),
+        low_precision=gathered if narrow is None else narrow,
         region=region,
         replicas=place.plan.replicate * over_tp,
         partial=partial,

@@ -1,13 +1,15 @@
 """All names of PyTorch that dtgpt uses although they are private, or public in newer versions only."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: F401, what groups take
+from torch.distributed.tensor import DTensor
 
 from dtgpt.util.hardware import count_memory
 
@@ -39,6 +41,18 @@ def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) ->
     that name on the user's terminal."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
+
+
+def gather_by_own_memory(parameter: nn.Parameter, weight: Tensor, inputs: Callable[[Any], tuple[Any, Any]]) -> None:
+    """Let modules compute with `weight`, whose memory a custom all-gather fills, where `fully_shard` would copy what it
+    has gathered. inputs: `fsdp_pre_all_gather` of torch's extension for weights that are gathered in another form,
+    which `fully_shard` looks up on the local tensor of a parameter: here a plain tensor, not one of a subclass."""
+
+    def use_weight(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        return None if out is not None else (weight, ())
+
+    local: Any = cast(DTensor, parameter)._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = inputs, use_weight
 
 
 def forget_meshes() -> None:

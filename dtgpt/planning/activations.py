@@ -4,7 +4,6 @@ rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the p
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -48,14 +47,11 @@ def block_activations(settings: Settings) -> float:
 
 
 def block_sizes(settings: Settings) -> BlockSizes:
-    """Return the sizes of a block under the plan, measured once for each shape. The first step in fp8 observes in 16
-    bits: the step that keeps more counts."""
+    """Return the sizes of a block under the plan, measured once for each shape; in fp8 those of a step by known
+    scales."""
     plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
-    given = settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype
-    plain = _measure(config, *given, None)
-    if not settings.fp8:
-        return plain
-    return max(plain, _measure(config, *given, Fp8(plan.splits_backward, not plan.zero)), key=attrgetter("saved"))
+    fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
+    return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
 
 
 def whole_bytes(settings: Settings) -> int:

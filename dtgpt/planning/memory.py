@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
+from dtgpt.ops.collectives.layout import PLACES, ROOM
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
@@ -16,7 +17,7 @@ from dtgpt.planning.activations import (
     score_elements,
     whole_bytes,
 )  # fmt: skip
-from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of
+from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of, shards_are_pushed
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,16 @@ class Memory:
 
 
 def memory_of(settings: Settings, rank: int) -> Memory:
-    """Return the fullest moment of a training step on `rank`: the head's forward pass, which makes its gradients, or
+    """Return the fullest moment of a training step on `rank`. In fp8 that may be in the first step, which observes."""
+    moments = [_fullest_moment(settings, rank)]
+    if settings.fp8:
+        recompute = "full" if settings.observes_again else settings.recompute
+        moments.append(_fullest_moment(replace(settings, fp8=False, recompute=recompute), rank))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _fullest_moment(settings: Settings, rank: int) -> Memory:
+    """Return the fullest moment of a step in one precision: the head's forward pass, which makes its gradients, or
     the backward pass of the last block on a rank that does not hold the head, or the end of the step where activations
     are small."""
     plan, config, micro_batches = settings.plan, settings.model, settings.micro_batches
@@ -73,11 +83,12 @@ def memory_of(settings: Settings, rank: int) -> Memory:
 
 def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) -> dict[str, int]:
     """Return the bytes gathered and of work where the gradients of what lies around the blocks are summed over the
-    replicas, in fp32. `fully_shard` has freed the weights that it gathered by then, and still holds the last gradient
-    as backward made it."""
+    replicas, in fp32. `fully_shard` has freed the weights that it gathered into memory of its own by then, and still
+    holds the last gradient as backward made it."""
     around = [p.by_tp for p in held if not p.in_block]
     if settings.plan.zero and settings.plan.pp == 1:
-        return {"gathered": 0, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
+        gathered = gathered if shards_are_pushed(settings) else 0  # memory that ranks share is kept
+        return {"gathered": gathered, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
     return {"gathered": gathered, "working": 4 * sum(around)}
 
 
@@ -115,15 +126,30 @@ def _logits(settings: Settings) -> float:
 
 def _gathered(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
     """Return the bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
-    all-gathered buffers. ZeRO-3 holds one block and prefetches the next, in CUDA graphs too."""
+    all-gathered buffers, with all that ranks share for them. By NCCL, ZeRO-3 holds one block and prefetches the next,
+    in CUDA graphs too."""
     plan, width = settings.plan, settings.dtype.itemsize
     in_blocks = sum(p.by_tp for p in held if p.in_block)
     around = sum(p.by_tp for p in held if not p.in_block)
     if plan.zero == 0:
         return width * (in_blocks + around) if width < 4 else 0
-    if plan.zero == 3 and plan.pp == 1:
+    if shards_are_pushed(settings):
+        return _shared(held, blocks, settings)
+    if plan.reshards:
         in_blocks = min(in_blocks, 2 * in_blocks // max(blocks, 1))
     return width * (in_blocks + around)
+
+
+def _shared(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
+    """Return the bytes that ZeRO's ranks share for copy engines: places of weights, and of gradients that arrive."""
+    plan, width = settings.plan, settings.dtype.itemsize
+    in_blocks = sum(p.by_tp for p in held if p.in_block)
+    around = sum(p.by_tp for p in held if not p.in_block)
+    largest = max(in_blocks // max(blocks, 1), around)
+    if plan.reshards and blocks > PLACES:
+        in_blocks = PLACES * in_blocks // blocks
+    room = min(ROOM, largest // plan.shard * settings.scattered_dtype.itemsize) * (plan.shard - 1)
+    return width * (in_blocks + around) + room
 
 
 def _head_work(held: list[LocalParameter], settings: Settings) -> float:

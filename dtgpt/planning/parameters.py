@@ -14,6 +14,8 @@ from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
 
+GPUS_OF_HOST = 8  # that reach each other's memory
+
 
 @dataclass(frozen=True)
 class LocalParameter:
@@ -92,6 +94,12 @@ def gradients_are_cut(settings: Settings) -> bool:
     micro-batch; a pipeline sums all micro-batches before it cuts."""
     plan = settings.plan
     return plan.pp == 1 and (plan.zero >= 2 or (plan.zero == 1 and settings.micro_batches == 1))
+
+
+def shards_are_pushed(settings: Settings) -> bool:
+    """Return whether copy engines gather and scatter what ZeRO cuts: where the ranks that do so are of one host, as far
+    as its usual number of GPUs tells."""
+    return settings.plan.shard > 1 and settings.plan.shard * settings.plan.tp <= GPUS_OF_HOST
 
 
 def state_bytes(settings: Settings, rank: int) -> int:

@@ -6,13 +6,14 @@ import re
 import torch
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.fp8 import check_fp8, no_float8
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.memory import Memory, fullest, memory_by_rank
 from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.util.console import byte_size, counted, hanging, parameters
 from dtgpt.util.errors import UserError
-from dtgpt.util.hardware import DEVICE_MEMORY, total_memory
+from dtgpt.util.hardware import DEVICE_MEMORY, NO_FLOAT8, total_memory
 
 GIB = 2**30
 LARGEST = 1024  # GiB; larger numbers are those of products
@@ -23,7 +24,7 @@ HEADROOM = 0.94  # of the device: CUDA's context, NCCL's buffers and gaps betwee
 def describe_plan(settings: Settings, name: str, notes: list[str], gpu: str | None) -> str:
     """Return the report on the recipe `name`, with `notes` for the user. `gpu`: a name of DEVICE_MEMORY or a size in
     GiB, by default the CUDA device of this machine, else H200."""
-    device, size = find_device(gpu)
+    device, size = find_device(gpu, settings.fp8)
     memories = memory_by_rank(settings)
     most = fullest(memories)
     lines = [*describe_mesh(name, settings), "", *_memory(settings, memories), ""]
@@ -43,15 +44,21 @@ def fits_into(needed: float, size: float) -> bool:
     return needed <= HEADROOM * size
 
 
-def find_device(gpu: str | None) -> tuple[str, float]:
-    """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB."""
+def find_device(gpu: str | None, fp8: bool = False) -> tuple[str, float]:
+    """Return (words, bytes) of a name of DEVICE_MEMORY, in any spelling, or of a size such as 80, 80GiB or 85.9GB.
+    Raise UserError for anything else, and for a GPU that cannot train in `fp8`."""
     if gpu is None:
         if torch.cuda.is_available():
-            return torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))
+            device = torch.device("cuda", 0)
+            if fp8:
+                check_fp8(device)
+            return torch.cuda.get_device_name(device), total_memory(device)
         gpu = "H200"
     word = _plain(gpu)
     for name, size in DEVICE_MEMORY.items():
         if word == _plain(name):
+            if fp8 and name in NO_FLOAT8:
+                raise no_float8(f"--gpu {name}")
             return name, size * GIB
     given = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(gib|gb|g)?", gpu.strip(), re.ASCII | re.IGNORECASE)
     size = float(given[1]) * (1e9 if (given[2] or "").lower() == "gb" else GIB) if given else 0

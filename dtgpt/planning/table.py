@@ -26,7 +26,7 @@ class Case:
 def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: str | None) -> str:
     """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
     gpu: as in `describe_plan`."""
-    device, size = find_device(gpu)
+    device, size = find_device(gpu, cases[0].settings.fp8)
     memories = [fullest(memory_by_rank(case.settings)) for case in cases]
     largest = max(memory.total for memory in memories)
     unit, unit_name = (GIB, "GiB") if largest >= GIB else (GIB / 1024, "MiB")

@@ -11,7 +11,7 @@ from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
 from dtgpt.planning.activations import residual_bytes, whole_bytes
-from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of
+from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of, shards_are_pushed
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,15 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
             Collective("all-to-all", "dp", "gradients, pieces to sum", groups, width * whole),
             Collective("all-gather", "dp", "gradients, the sums", groups, width * whole),
         ]
-    reshards = plan.zero == 3 and plan.pp == 1
-    once, again = (passes, passes) if reshards else (1, 0)  # again: blocks, in backward
+    once, again = (passes, passes) if plan.reshards else (1, 0)  # again: blocks, in backward
     reductions = passes if plan.zero >= 2 and plan.pp == 1 else 1
+    scattered = settings.scattered_dtype.itemsize if shards_are_pushed(settings) else 4
+    words = "gradients, fp32" if scattered == 4 else "gradients, summed in fp32"
     return [
         Collective(
             "all-gather", "dp", "weights", groups * once + blocks * again, width * (whole * once + in_blocks * again)
         ),
-        Collective("reduce-scatter", "dp", "gradients, fp32", groups * reductions, 4 * whole * reductions),
+        Collective("reduce-scatter", "dp", words, groups * reductions, scattered * whole * reductions),
     ]
 
 

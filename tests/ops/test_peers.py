@@ -82,21 +82,23 @@ def check_pushed(mesh: Mesh) -> None:
     del shared  # what is made of it keeps it
     meetings = [Meeting(flags, mesh.rank) for flags in cut[3:]]
     summed = PushedSum(cut[0], 2 * numel, torch.bfloat16, meetings[0])
-    gathered = PushedGather(cut[1], meetings[1])
+    wholes = [memory.view(torch.bfloat16) for memory in cut[1]]
+    gathered_part = torch.zeros(numel // ranks, device=mesh.device, dtype=torch.bfloat16)
+    places = [whole.view(ranks, -1)[mesh.rank] for whole in wholes]
+    gathered = PushedGather([gathered_part], [places], meetings[1])
     scattered = PushedScatter(cut[2], meetings[2])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         x = torch.zeros(numel, device=mesh.device, dtype=torch.bfloat16)
         y = torch.zeros(numel, device=mesh.device)
-        whole, part = gathered.memory.view(x.dtype), torch.empty(numel // ranks, device=mesh.device)
+        whole, part = wholes[mesh.rank], torch.empty(numel // ranks, device=mesh.device)
         graph = torch.cuda.CUDAGraph()
 
         def work() -> None:
             summed.flat.copy_(x)
             summed.run()
-            own = x.view(ranks, -1)[mesh.rank]
-            whole.view(ranks, -1)[mesh.rank].copy_(own)
-            gathered.run(whole)
+            gathered_part.copy_(x.view(ranks, -1)[mesh.rank])
+            gathered.run()
             scattered.run(y, part)
 
         work()

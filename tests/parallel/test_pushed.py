@@ -2,16 +2,22 @@
 
 import pytest
 
-from tests.support.bodies_pushes import pushed_and_not
+from dtgpt.planning import memory
+from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3"])
-def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, plan, micro_batches):
+def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan, micro_batches):
     for same, worst, count in pool().run(2, pushed_and_not, tmp_path, plan, micro_batches):
         assert same, worst
         assert count["shared"] == 1 and count["met"] >= 2 * 2 * 4
+        if "zero" in plan:
+            settings = settings_of(plan, micro_batches, 2)
+            monkeypatch.setattr(memory, "ROOM", ROOM)
+            planned = memory.memory_of(settings, 0).gathered
+            assert count["bytes"] == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize("plan", ["dp3", "dp3_zero3"])

@@ -17,6 +17,7 @@ from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.planning.activations import block_activations, core_bytes
 from dtgpt.planning.memory import memory_of, stages_in_flight
+from dtgpt.planning.parameters import parameters_of
 from dtgpt.planning.report import describe_plan
 from dtgpt.planning.traffic import bubble, collectives_of
 from dtgpt.train.settle import load_recipe
@@ -95,6 +96,17 @@ def test_the_messages_are_those_that_are_sent(recipe, plan):
                 kind = c.kind.replace("-", "_")
                 expected[kind] = expected.get(kind, 0) + c.count
         assert {kind: seen[rank].get(kind, 0) for kind in expected} == expected, rank
+
+
+@pytest.mark.parametrize("plan, samples, width", [("zero3", 2, 2), ("zero1", 2, 2), ("zero1", 4, 4), ("zero2", 4, 2)])
+def test_copy_engines_scatter_gradients_in_the_type_that_backward_made(recipe, plan, samples, width):
+    """Over several hosts, and where micro-batches were summed before, in fp32."""
+    recipe = replace(recipe, plan=plan, micro_batch_size=1, global_batch_size=samples, precision="bf16")
+    times = 2 if (plan, samples) == ("zero2", 4) else 1  # each micro-batch
+    for world, expected in ((2, width), (16, 4)):
+        settings = replace(recipe, global_batch_size=samples * world // 2).planned(world)
+        (found,) = [c.bytes for c in collectives_of(settings, 0) if c.kind == "reduce-scatter"]
+        assert found == expected * times * sum(p.by_tp for p in parameters_of(settings.model, settings.plan, 0))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

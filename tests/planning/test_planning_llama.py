@@ -74,8 +74,6 @@ MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11
     ("qwen3_0_6b", "--global_batch_size 4", 1, 22.16),
     ("qwen3_0_6b", "--global_batch_size 4 --recompute full", 1, 12.52),
     ("llama3_8b", "--global_batch_size 1 --plan tp2_sp", 2, 73.11),
-    ("llama3_8b", "--global_batch_size 2", 2, 84.48),
-    ("llama3_8b", "--global_batch_size 2 --model.num_layers 12 --model.seq_length 2048", 2, 32.30),
 ]
 
 

@@ -87,3 +87,14 @@ def test_a_rank_sends_what_rings_send():
     assert sent["pp"] == 0
     pipelined = load_recipe(LLAMA, ["--plan", "tp8_sp_pp16_zero1"]).planned(16384)
     assert sent_bytes(pipelined, 5000)["pp"] == 2 * 16 * activations / 8
+
+
+@pytest.mark.parametrize("more", [[], ["--rank", "0"], ["--plans", "dp", "tp2"]], ids=["plan", "rank", "table"])
+def test_a_gpu_that_cannot_train_in_fp8_is_refused(capsys, more):
+    """It is the sentence with which a run would be refused there."""
+    words = ["plan", str(RECIPES / "gpt2_tiny.py"), "--precision", "fp8", "--gpu", "a100-40gb", *more]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "--gpu A100-40GB does not multiply 8-bit floats" in said
+    assert "use --precision bf16" in said

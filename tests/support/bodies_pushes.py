@@ -12,10 +12,12 @@ from torch import Tensor
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.collectives.pushes import Meeting
 from dtgpt.ops.random.philox import root_key
+from dtgpt.optim.update import make_optimizer
 from dtgpt.parallel import build, pushed_shards
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.graphs import Graphs
@@ -23,17 +25,20 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.torch_private import SharedMemory
 
 CPU = torch.device("cpu")
-CONFIG = GPT2Config(num_layers=3, hidden_size=16, num_heads=2, seq_length=8, vocab_size=101)
+ROOM = 1 << 10  # so that gradients arrive in several turns
+CONFIG = GPT2Config(num_layers=5, hidden_size=64, num_heads=2, seq_length=8, vocab_size=101)
 
 
 @contextmanager
 def shared_files(folder: Path) -> Iterator[Counter[str]]:
-    """Let ranks that ask for symmetric memory share files; yields how often they asked, and how often they met."""
+    """Let ranks that ask for symmetric memory share files; yields how often they asked, for how many bytes, and how
+    often they met."""
     count: Counter[str] = Counter()
     groups: list[dist.ProcessGroup] = []
 
     def symmetric_memory(mesh: Mesh, group: dist.ProcessGroup, size: int, usable: bool) -> SharedMemory:
         count["shared"] += 1
+        count["bytes"] += size
         groups[:] = [group]
         names = dist.get_process_group_ranks(group)
         paths = [folder / f"{count['shared']}-{name}" for name in names]
@@ -49,26 +54,34 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
     with (
         mock.patch.object(build, "symmetric_memory", symmetric_memory),
         mock.patch.object(pushed_shards, "symmetric_memory", symmetric_memory),
-        mock.patch.object(pushed_shards, "ROOM", 1 << 10),
+        mock.patch.object(pushed_shards, "ROOM", ROOM),
         mock.patch.object(Meeting, "run", meet),
     ):
         yield count
 
 
-def gradients(plan: str, micro_batches: int) -> list[Tensor]:
-    """The loss and this rank's gradients of the second of two steps."""
-    resolved = parse_plan(plan, {}).for_world(dist.get_world_size())
+def settings_of(plan: str, micro_batches: int, world: int) -> Settings:
+    resolved = parse_plan(plan, {}).for_world(world)
     samples = resolved.dp * micro_batches
-    settings = Settings(
+    return Settings(
         model=CONFIG, plan=resolved, device=CPU, dtype=torch.bfloat16, micro_batch_size=1, global_batch_size=samples
     )
+
+
+def gradients(plan: str, micro_batches: int) -> list[Tensor]:
+    """The loss and this rank's gradients of the second of two steps, after an update."""
+    settings = settings_of(plan, micro_batches, dist.get_world_size())
+    resolved = settings.plan
     mesh = Mesh(resolved, CPU)
     stages, shards = build_stages(settings, mesh, root_key(5))
+    adamw = make_optimizer(shards, OptimizerConfig(lr=0.1))
     engine = make_engine(stages, shards, settings, Graphs(enabled=False))
     for step in range(2):
         ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step
         windows = (ids[:, None] * 37 + torch.arange(9) * 11) % 101
         batch = Batch(windows[:, :-1], targets=windows[:, 1:])
+        if step:
+            adamw.step(shards.gradients, torch.tensor(0.1), torch.tensor(1.0))
         shards.drop_gradients()
         loss = engine.gradients(micro_batches, batch).clone()
         engine.mean_loss(batch)  # which gathers weights, too

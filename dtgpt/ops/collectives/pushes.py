@@ -98,20 +98,25 @@ class PushedSum:
 
 
 class PushedGather:
-    """All-gathers into tensors of memory that the ranks share."""
+    """An all-gather of several tensors into memory that the ranks share, in one turn."""
 
-    def __init__(self, memories: Sequence[Tensor], meeting: Meeting):
-        """memories: uint8 of each rank, as this rank reaches them. meeting: of the stream on which all-gathers run."""
-        self.memory, self._memories, self._meeting = memories[meeting.rank], memories, meeting
+    def __init__(self, parts: Sequence[Tensor], places: Sequence[Sequence[Tensor]], meeting: Meeting):
+        """parts: this rank's of each tensor. places: of each of these, its place in the memory of every rank,
+        contiguous, as this rank reaches it; the own place may be the part itself, and may have a narrower type.
+        meeting: of the stream on which all-gathers run."""
+        self._meeting = meeting
+        own = [place[meeting.rank] for place in places]
+        self._sent = [(place[rank], mine) for rank in meeting.others for place, mine in zip(places, own, strict=True)]
+        self._kept = [(mine, p) for mine, p in zip(own, parts, strict=True) if mine.data_ptr() != p.data_ptr()]
 
-    def run(self, whole: Tensor) -> None:
-        """Queue on the current stream: fill the contiguous `whole`, which lies at the same place in the memory of each
-        rank, and of which a rank has filled its own part, with the parts of the others. Nothing may read it before."""
-        mine, part = self._meeting.rank, whole.nbytes // self._meeting.ranks
-        first = whole.data_ptr() - self.memory.data_ptr() + mine * part
+    def run(self) -> None:
+        """Queue it on the current stream, after all that reads the places or writes the parts."""
+        if self._kept:
+            places, parts = zip(*self._kept, strict=True)
+            torch._foreach_copy_(places, parts)
         self._meeting.run()
-        for rank in self._meeting.others:
-            self._memories[rank][first : first + part].copy_(self.memory[first : first + part])
+        for place, part in self._sent:
+            place.copy_(part)
         self._meeting.run()
 
 
