@@ -121,7 +121,7 @@ def _rank(name: str, settings: Settings, optimizer: OptimizerConfig, rank: int, 
     from dtgpt.train.rank_report import describe_check, describe_rank
 
     check_rank(rank, settings.plan.world)
-    find_device(own.gpu)
+    find_device(own.gpu, settings.fp8)
     built = build_rank(settings, optimizer, rank)
     found = differences(built, settings)
     lines = describe_mesh(name, settings) + describe_rank(built, settings, own.gpus_per_node or GPUS_PER_NODE, own.gpu)

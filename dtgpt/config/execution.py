@@ -62,6 +62,18 @@ class Settings:
         return plan.zero == 0 and (plan.dp > 1 or (self.micro_batches > 1 and self.low_precision))
 
     @property
+    def scattered_dtype(self) -> torch.dtype:
+        """The type of the gradients that copy engines scatter under ZeRO: fp32 where `fully_shard` has summed
+        micro-batches before."""
+        summed_before = self.plan.pp > 1 or (self.plan.zero == 1 and self.micro_batches > 1)
+        return torch.float32 if summed_before else self.dtype
+
+    @property
+    def observes_again(self) -> bool:
+        """Whether a step that observes values for fp8 computes blocks again in backward, which other steps do not."""
+        return self.fp8 and self.recompute != "full" and not self.plan.splits_backward
+
+    @property
     def attention_backend(self) -> Backend:
         """The back end of a training step."""
         if self.attention != "auto":

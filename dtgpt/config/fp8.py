@@ -16,10 +16,15 @@ FP8 = "fp8"  # the precision of a recipe: bf16, but for the matrix products of b
 def check_fp8(device: torch.device) -> None:
     """Raise UserError where a GPU does not multiply 8-bit floats."""
     if device.type == "cuda" and not has_float8(device):
-        raise UserError(
-            f"precision=fp8, but {device_name(device)} does not multiply 8-bit floats, which needs compute capability "
-            "8.9 (Ada, Hopper or later); use --precision bf16"
-        )
+        raise no_float8(device_name(device))
+
+
+def no_float8(gpu: str) -> UserError:
+    """Return the error of a GPU, by its name, that does not multiply 8-bit floats."""
+    return UserError(
+        f"precision=fp8, but {gpu} does not multiply 8-bit floats, which needs compute capability 8.9 (Ada, Hopper or "
+        "later); use --precision bf16"
+    )
 
 
 def fp8_notes(model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, device_type: str) -> list[str]:

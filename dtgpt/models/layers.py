@@ -63,6 +63,13 @@ class DeferredBiasLinear(nn.Linear):
         return F.linear(x, weight)
 
 
+def observes(part: nn.Module) -> bool:
+    """Return whether a pass through `part` takes the largest values of products that are of 8 bits from the next step
+    on."""
+    linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
+    return any(each.sites is not None and each.sites.record and not each.sites.quantise for each in linears)
+
+
 def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:

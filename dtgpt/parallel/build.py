@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import AttentionCore, Output
+from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.ops.collectives.peers import Peers
 from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
@@ -40,21 +40,15 @@ def build_stages(
     `table`: styles of tensor parallelism; None: those of the plan."""
     peers = make_peers(settings, mesh) if masters else None
     stages = [lay_out_stage(settings, mesh, stage, masters, table, peers) for stage in mesh.place.stages]
+    gathered: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         stage.allocate(mesh.device)
         if settings.plan.zero and masters:
-            push_shards(stage, mesh, settings.dtype, scattered_dtype(settings))
-    shards = Shards(stages, mesh, masters)
+            gathered |= push_shards(stage, mesh, settings.dtype, settings.scattered_dtype)
+    shards = Shards(stages, mesh, masters, gathered)
     if key is not None:
         shards.initialize(settings.model, key)
     return stages, shards
-
-
-def scattered_dtype(settings: Settings) -> torch.dtype:
-    """Return the type of the gradients that `fully_shard` scatters: fp32 where it has summed micro-batches before."""
-    plan = settings.plan
-    summed_before = plan.pp > 1 or (plan.zero == 1 and settings.micro_batches > 1)
-    return torch.float32 if summed_before else settings.dtype
 
 
 def lay_out_stage(
@@ -77,7 +71,8 @@ def lay_out_stage(
 
 
 def set_execution(part: Decoder, settings: Settings) -> None:
-    """Give the attention cores their back end, and let what `recompute` names run again in backward."""
+    """Give the attention cores their back end, and let what `recompute` names run again in backward. Steps in fp8 that
+    observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
     for module in part.modules():
         if isinstance(module, AttentionCore):
             module.backend = settings.attention
@@ -86,6 +81,15 @@ def set_execution(part: Decoder, settings: Settings) -> None:
     if settings.recompute == "full":
         for block in part.blocks.values():
             block.forward = recomputed(block.forward)  # type: ignore[method-assign]
+    elif settings.observes_again:
+        for block in part.blocks.values():
+            block.forward = recomputed_while(partial(observes, block), block.forward)  # type: ignore[method-assign]
+
+
+def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that is `recomputed` where the condition holds as it is called."""
+    again = recomputed(function)
+    return lambda *values: (again if condition() else function)(*values)
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

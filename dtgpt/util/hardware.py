@@ -29,6 +29,8 @@ DEVICE_MEMORY = {
     "A10": 22.0, "RTX4090": 23.5, "RTX3090": 23.6,
 }  # fmt: skip
 
+NO_FLOAT8 = ("A100", "A100-40GB", "A40", "A10", "RTX3090")  # those of DEVICE_MEMORY of compute capability below 8.9
+
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":

@@ -114,4 +114,4 @@ def test_a_plan_in_fp8_is_within_the_tolerance_of_16_bits(recipe, plan):
     assert found[0].record is not None and expected is not None
     (loss, tensors), apart = compare.TOLERANCE[expected.dtype], difference(found[0].record, expected)
     assert apart.same_initial and apart.loss < loss / 4, apart
-    assert apart.gradient < 2 * tensors and apart.weight < 2 * tensors, apart
+    assert apart.gradient < 2 * tensors and apart.weight < 3 * tensors, apart
