@@ -21,6 +21,7 @@ POSITIONS = (0, 1, 127, 128, 300, 399)
 LENGTH, LONG = 400, 20_000  # a slot of the latter has more splits than programs
 SHAPES = {  # hidden size, heads, heads of k and v, D, F
     "345m": (1024, 16, 16, 64, 4096), "124m": (768, 12, 12, 64, 3072), "1558m": (1600, 25, 25, 64, 6400),
+    "long": (2048, 32, 32, 64, 8192),
     "grouped": (512, 8, 2, 64, 1024), "one": (256, 4, 1, 64, 512), "wide": (512, 4, 4, 128, 2048),
     "small": (96, 3, 3, 32, 160),
 }  # fmt: skip
@@ -151,8 +152,8 @@ def test_blocks_are_those_of_float64(shape, length, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "length"),
-    [("345m", LENGTH), ("1558m", LENGTH), ("grouped", LENGTH), ("llama32_1b", LENGTH), ("qwen3_0_6b", LENGTH),
-     ("r7", LONG)],
+    [("345m", LENGTH), ("1558m", LENGTH), ("long", LENGTH), ("grouped", LENGTH), ("llama32_1b", LENGTH),
+     ("qwen3_0_6b", LENGTH), ("r7", LONG)],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_in_every_company(shape, length):
     case = Case(shape, 130, length=length)

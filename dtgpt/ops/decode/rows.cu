@@ -89,7 +89,7 @@ template <int PROLOGUE, int EPILOGUE, int SIZE, int COLUMNS>
 static const char* launch(const Product* p, cudaStream_t stream) {
     if (p->rows == 1) return launch<1, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
     if (p->rows == 2) return launch<2, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
-    if constexpr (Place<4, SIZE, COLUMNS>::KEPT) {
+    if constexpr (Place<1, SIZE, COLUMNS>::KEPT) {  // the same for 4 rows, whose ring might have no room
         if (p->rows <= 4) return launch<4, PROLOGUE, EPILOGUE, SIZE, COLUMNS>(*p, stream);
     }
     return "there are too many rows";

@@ -26,6 +26,8 @@ MOST_KEPT = 4  # chains of a warp whose weights fit into its registers
 MOST_LARGE = 8192  # H and F: beyond, the inputs leave no room for a ring of weights
 SPLIT = SEGMENT = 128  # positions of attention; columns of a chain
 WARPS, TILE = 8, 8
+LEVEL = WARPS * TILE * (2 * SEGMENT + 16)  # bytes of a ring: a piece for each warp
+MOST_BYTES = 110 * 1024  # of shared memory of a CTA
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 
@@ -84,11 +86,20 @@ def most_rows(sizes: Sizes, ctas: int) -> int:
     if not known or largest > MOST_LARGE or any(size % (SEGMENT // 2) for _, size in products):
         return 0
 
-    def kept(columns: int, size: int) -> bool:
-        chains = math.ceil(math.ceil(columns / ctas) / TILE) * math.ceil(size / SEGMENT / WARPS)
-        return chains <= MOST_KEPT and size % SEGMENT == 0
+    def tiles(columns: int) -> int:
+        return math.ceil(math.ceil(columns / ctas) / TILE)
 
-    return MOST_ROWS if all(kept(*product) for product in products) else MOST_ROWS_OF_LARGE
+    def kept(columns: int, size: int) -> bool:
+        return tiles(columns) * math.ceil(size / SEGMENT / WARPS) <= MOST_KEPT and size % SEGMENT == 0
+
+    def fits_a_ring(columns: int, size: int) -> bool:
+        """Return whether a ring of two levels fits beside the inputs and the partial sums."""
+        row = math.ceil(size / SEGMENT) * tiles(columns) * TILE * 4 + 2 * size + 16
+        return WARPS * 16 + MOST_ROWS_OF_LARGE * row + 2 * LEVEL <= MOST_BYTES
+
+    if all(kept(*product) for product in products):
+        return MOST_ROWS
+    return MOST_ROWS_OF_LARGE if all(kept(*product) or fits_a_ring(*product) for product in products) else 0
 
 
 def flags(sizes: Sizes, gpu: Gpu) -> tuple[str, ...]:
