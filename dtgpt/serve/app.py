@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from dtgpt.serve import megatron, openai, page, tokens
 from dtgpt.serve.guard import Guard
-from dtgpt.serve.problems import HttpProblem, answer, bad_request
+from dtgpt.serve.problems import HttpProblem, answer, bad_request, unknown_path
 from dtgpt.serve.service import Service
 from dtgpt.util.errors import UserError, shown_name
 
@@ -72,12 +72,12 @@ async def _user_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     """Answer what the framework refuses: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
+    path, headers = request.scope["path"], dict(error.headers or {})
+    if error.status_code == 404:
+        return answer(path, unknown_path(path))
     if error.status_code == 405:
         allowed = headers.get("Allow", "another one")
         sentence = f"{shown_name(request.method)} is not a method of this path; use {allowed}"
-    elif error.status_code == 404:
-        sentence = f"{shown_name(request.scope['path'])} is not a path of this server; see /v1/models, /api, /health"
     else:
         sentence = str(error.detail)
-    return answer(request.scope["path"], HttpProblem(error.status_code, sentence, headers=headers))
+    return answer(path, HttpProblem(error.status_code, sentence, headers=headers))

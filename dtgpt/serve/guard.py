@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dtgpt.serve.log import log, takes
-from dtgpt.serve.problems import HttpProblem, answer
+from dtgpt.serve.problems import HttpProblem, answer, unknown_path
 from dtgpt.serve.service import TICKET, Service
 from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import say_error
@@ -69,13 +69,13 @@ class Guard:
                 403, f"the Host header is {shown(host)}, but this server answers for {', '.join(sorted(hosts))} only; "
                 "use one of these in the address",
             )  # fmt: skip
-        key = self._service.api_key
-        if key is None or request.scope["path"] in self._open_paths or has_key(request, key):
-            return None
-        return HttpProblem(
-            401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-            headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
-        )  # fmt: skip
+        key, path = self._service.api_key, request.scope["path"]
+        if key is not None and path not in self._open_paths and not has_key(request, key):
+            return HttpProblem(
+                401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
+            )  # fmt: skip
+        return unknown_path(path) if path.endswith("\n") else None  # which Starlette's routes take for the end
 
     def _note(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         """Count a request, and write its line of the log."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
 
 INVALID_JSON, NOT_AN_OBJECT, ENCODED = "invalid_json", "not_an_object", "content_encoding"
 MISUNDERSTOOD = "The browser (or proxy) sent a request that this server could not understand."
@@ -44,6 +44,11 @@ class HttpProblem(Exception):
 def bad_request(error: UserError, param: str | None = None) -> HttpProblem:
     """Return the problem of a request with a wrong value."""
     return HttpProblem(400, str(error), param)
+
+
+def unknown_path(path: str) -> HttpProblem:
+    """Return the problem of a request of a path that does not exist."""
+    return HttpProblem(404, f"{shown_name(path)} is not a path of this server; see /v1/models, /api, /health")
 
 
 def answer(path: str, problem: HttpProblem) -> Response:

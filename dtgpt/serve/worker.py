@@ -149,6 +149,8 @@ class Worker:
 
     def drain(self, seconds: float) -> None:
         """Take no new requests. What is running ends within `seconds` with what it has; then `run` returns."""
+        if self._state == "ready":  # at once: the engine may be amid a round
+            self._state = "draining"
         self._commands.put(lambda session: self._drain(seconds))
 
     def stop(self) -> None:

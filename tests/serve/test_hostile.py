@@ -172,7 +172,8 @@ def test_another_content_type_is_refused(near):
 
 
 def test_paths_and_methods_that_do_not_exist(near):
-    for path in ("/api/", "/v1", "/../etc/passwd", "/%2e%2e/etc/passwd", "/v1/completions/", "/\ud7ff", "/health/x"):
+    for path in ("/api/", "/v1", "/../etc/passwd", "/%2e%2e/etc/passwd", "/v1/completions/", "/\ud7ff", "/health/x",
+                 "/health%0a", "/%0a"):  # fmt: skip
         assert near.get(path).status_code == 404, path
     assert near.post("/api", json=SMALL).status_code == 405
     assert near.post("/api", json=SMALL).json() == {"message": "The method is not allowed for the requested URL."}
@@ -314,7 +315,7 @@ def test_many_connections_at_once(address, service):
 def test_an_answer_does_not_depend_on_the_load(http, service, monkeypatch):
     monkeypatch.setattr(service.worker, "limits", replace(service.limits, read_seconds=30.0))  # machines may be busy
     requests = [
-        {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 3 + i % 9, "seed": i} for i in range(128)
+        {**SMALL, "prompt": f"number {i % 7}" * (1 + i % 3), "max_tokens": 3 + i % 9, "seed": i} for i in range(64)
     ]
 
     def ask(request):
@@ -325,4 +326,4 @@ def test_an_answer_does_not_depend_on_the_load(http, service, monkeypatch):
     alone = [ask(request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as threads:
         assert list(threads.map(ask, requests)) == alone
-    assert len({str(texts) for texts in alone}) > 120
+    assert len({str(texts) for texts in alone}) > 60

@@ -132,7 +132,8 @@ def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
     with program(folder, "--plan", "tp2", launcher=TORCHRUN) as server, http_client(server.address) as http:
         alone = http.post("/v1/completions", json={**LONG, "max_tokens": 20})
         assert alone.json()["usage"]["completion_tokens"] == 20
-        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        # The stream is silent until the death is noticed, by a connection or, at the latest, by `lost_after` = 20 s.
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}, timeout=60) as response:
             stream = events(response)
             next(stream)
             begin = time.monotonic()
