@@ -16,6 +16,7 @@ IMPATIENT = 2.0  # seconds; torchrun passes one Ctrl-C on as a second signal wit
 LAUNCHER = os.getppid()  # taken early: this module is imported before torch
 POLL = 1.0  # seconds between two looks at whether the launcher still runs
 ORPHAN = 120.0  # seconds that a process without its launcher has for the step and the checkpoint
+_followed = threading.Semaphore(0)  # 1 while the launcher is followed and nobody has noticed its loss
 
 
 class StopRequest:
@@ -43,6 +44,7 @@ class StopRequest:
     def __exit__(self, *exception) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        _notice_loss()  # another rank may have noticed it first and asked all to end
 
     def ask(self, number: int) -> None:
         """Take the signal `number` as arrived; a further one changes nothing."""
@@ -86,6 +88,7 @@ def follow_launcher() -> None:
     send SIGTERM, as torchrun would have, and end the process 120 s later, whatever it waits for."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # another parent, such as a shell, may go and leave its children
         return
+    _followed.release()
     with suppress(RuntimeError):  # there can be no more threads
         threading.Thread(target=_end_after_launcher, name="launcher", daemon=True).start()
 
@@ -93,8 +96,17 @@ def follow_launcher() -> None:
 def _end_after_launcher() -> None:
     while os.getppid() == LAUNCHER:
         time.sleep(POLL)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        say_error(f"dtgpt: torchrun (process {LAUNCHER}) is gone, and the processes that it started end too")
-    os.kill(os.getpid(), signal.SIGTERM)
+    if _notice_loss():
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN)
     os._exit(128 + signal.SIGTERM)
+
+
+def _notice_loss() -> bool:
+    """Return whether the launcher that this process follows is gone and no earlier call has found this. The first
+    process of a node says so."""
+    if os.getppid() == LAUNCHER or not _followed.acquire(blocking=False):
+        return False
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say_error(f"dtgpt: torchrun (process {LAUNCHER}) is gone, and the processes that it started end too")
+    return True

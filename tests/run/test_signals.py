@@ -17,13 +17,14 @@ from dtgpt.run.folder import RunLock
 from dtgpt.run.signals import StopRequest
 from dtgpt.train.loop import train
 from dtgpt.train.trainer import Trainer
+from tests.support.programs import TORCHRUN, Program
 from tests.support.runs import newest_run
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
+SMALL += ["--log.eval_samples", "8"]
 ENDLESS = [str(TINY), *SMALL, "--steps", "1000000", "--log.interval", "5", "--checkpoint.interval", "0"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def train_with(recipe, number: int) -> int:
@@ -107,9 +108,7 @@ def running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
-    command = [*TORCHRUN, "--nproc-per-node", "2", *ENDLESS, "--plan", "tp2"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+    process = Program([*TORCHRUN, "--nproc-per-node", "2", *ENDLESS, "--plan", "tp2"], tmp_path)
     run = tmp_path / "runs" / "gpt2_tiny-001"
     try:
         wait_for(lambda: step_of(run) >= 5)
@@ -122,7 +121,7 @@ def test_ranks_end_with_a_checkpoint_when_their_torchrun_is_killed(tmp_path):
     finally:
         for pid in filter(running, ranks):
             os.kill(pid, signal.SIGKILL)
-    log = (tmp_path / "log").read_text()
+    log = process.stdout.read() + process.stderr.read()
     assert log.count(f"dtgpt: torchrun (process {process.pid}) is gone") == 1 and "Traceback" not in log
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     assert len(ranks) == 2 and f"stopped at step {int(checkpoint.name.removeprefix('step_'))}/" in log
