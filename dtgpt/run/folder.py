@@ -78,6 +78,14 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
     return open_run(path), None
 
 
+def why_new_run(runs: Path, name: str) -> str:
+    """Return why `resume=auto` begins a new run of this name."""
+    older = run_folders(runs, name)
+    if not older:
+        return f"{runs} holds no run of {name} to resume; a new run begins"
+    return f"{older[-1]}, the newest run of {name}, holds no checkpoint to resume; a new run begins"
+
+
 def run_folders(runs: Path, name: str) -> list[Path]:
     """Return the folders NAME-001, NAME-002, ..., oldest first."""
     ours = [p for p in runs.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", p.name.removeprefix(f"{name}-"))]

@@ -80,8 +80,8 @@ def _train(begun: startup.Started, stop: StopRequest) -> int:
         if loop.interrupted():
             return loop.stopped("before the first step")
         if checkpoint:
-            values = values_of(recipe.resolved())
-            say("; ".join(["resuming", *mesh.on_rank_0(lambda: changes_since(run, values))]))
+            changes = mesh.on_rank_0(lambda: changes_since(run, values_of(recipe.resolved())))
+            say("; ".join(["resuming", *changes]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
             run = startup.new_run(recipe.runs, recipe.name, mesh, lock)
@@ -112,11 +112,11 @@ class Loop:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of any plan."""
-        run, state, trainer = checkpoint.folder.parents[1], checkpoint.state, self.trainer
+        run, trainer = checkpoint.folder.parents[1], self.trainer
         startup.check_tokenizer(run, trainer.dataset.tokenizer)
         restore(checkpoint, trainer, self.recipe.batch_sizes)
-        self.interval.restore(state)
-        if state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
+        self.interval.restore(checkpoint.state)
+        if checkpoint.state["data_digest"] not in (trainer.dataset.digest, trainer.dataset.former_digest):
             say(f"the text, or the order of its samples, is not the one that {run} began with", warning=True)
 
     def run_to_end(self, run: Path, left: list[str]) -> int:
@@ -137,21 +137,15 @@ class Loop:
             if self.watch:
                 self.watch.step, self.watch.remedy = trainer.step, remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
-            options = recipe.checkpoint
-            self.saver = stack.enter_context(
-                Saver(
-                    checkpoints, trainer.shards, trainer.optimizer.adamw, options.keep_last, options.keep_every,
-                    background=options.background, timeout=recipe.timeout,
-                )
-            )  # fmt: skip
+            held, kept = (trainer.shards, trainer.optimizer.adamw), (options.keep_last, options.keep_every)
+            saver = Saver(checkpoints, *held, *kept, background=options.background, timeout=recipe.timeout)
+            self.saver = stack.enter_context(saver)
             trainer.before_update = self.saver.before_update
             early = self.report_left(left) if left else self.take_steps()
             self._check_folder()
             self.report.finish()
-        if not early:
-            return 0
         hint = f"; to go on, add --resume {run}" if trainer.step else ""
-        return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint)
+        return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint) if early else 0
 
     def take_steps(self) -> bool:
         """Train to the end of the recipe; return whether the run was asked to end before."""

@@ -28,7 +28,7 @@ from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.watch import Watch, watch_peers
 from dtgpt.planning.parameters import state_bytes
-from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of
+from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of, why_new_run
 from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
@@ -152,7 +152,7 @@ def find_checkpoint_to_resume(resume: str | None, runs: str, name: str, mesh: Me
     run, chosen = mesh.on_rank_0(lambda: run_to_resume(resume, Path(runs), name))
     if run is None:
         if resume == AUTO:
-            say(f"{runs} holds no checkpoint of {name} to resume; a new run begins")
+            say(mesh.on_rank_0(lambda: why_new_run(Path(runs), name)))
         return None
     mesh.on_rank_0(lambda: lock.take(run))
     return find_checkpoint(mesh, run, chosen, check=check_interval)

@@ -396,7 +396,10 @@ def test_resume_auto_begins_a_run_where_there_is_none(recipe, capsys):
     other = run_of(recipe, name="other")
     run = run_of(recipe, resume="auto")
     assert run.name == "test-001" and losses(run) == losses(other)
-    assert "holds no checkpoint of test to resume; a new run begins" in capsys.readouterr().out
+    assert "holds no run of test to resume; a new run begins" in capsys.readouterr().out
+    (run / "checkpoints").rename(run / "elsewhere")
+    assert run_of(recipe, resume="auto").name == "test-002"
+    assert "test-001, the newest run of test, holds no checkpoint to resume" in capsys.readouterr().out
 
 
 def test_resume_auto_goes_on_with_the_newest_run(recipe):
