@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/scaling.py --plans dp2 --nccl
 
 Every replica takes one micro-batch a step. A turn of one GPU runs on all GPUs at once, each for itself: a GPU that is
-warm, or beside a busy one, is slower. The time of a turn is that of the slowest rank. `--nccl` runs each plan once more
-without shared memory.
+warm, or beside a busy one, is slower. The time of a turn is that of the slowest rank, since no plan can be faster than
+its slowest GPU; `ranks` are the medians of each. `--nccl` runs each plan once more without shared memory.
 """
 
 import argparse
@@ -72,8 +72,9 @@ def in_turns(
         shares[name] = statistics.median(a / b for a, b in zip(single, times, strict=True))
         if dist.get_rank() == 0:
             rounds = " ".join(f"{t:.2f}" for t in times)
+            ranks = " ".join(f"{statistics.median(one[name]):.2f}" for one in everyone)
             found = f"{statistics.median(times):8.2f} ms, {shares[name]:.4f} of linear"
-            print(f"{name:12} {found}; rounds {rounds}", flush=True)
+            print(f"{name:12} {found}; ranks {ranks}; rounds {rounds}", flush=True)
     return shares
 
 
