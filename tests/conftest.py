@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import nullcontext
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,6 +16,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.hardware import why_no_compiler
+from tests.support.pictures import no_pictures
 from tests.support.week import VARIABLE, seed_of_the_week
 
 torch.set_num_threads(1)
@@ -55,7 +57,8 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.stem not in SLOW or item.name in QUICK_IN_SLOW:
+        is_quick = item.path.stem not in SLOW or item.name in QUICK_IN_SLOW
+        if is_quick and item.get_closest_marker("long") is None:
             item.add_marker(pytest.mark.quick)
     missing = {"compiler": why_no_compiler(torch.device("cpu"))}
     if not torch.cuda.is_available():
@@ -72,6 +75,13 @@ def fresh_compiler():
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def pictures(request):
+    """Runs of a test without the mark `picture` draw none."""
+    with nullcontext() if request.node.get_closest_marker("picture") else no_pictures():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ from tests.support.programs import TORCHRUN, Program, run_program
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]
+SMALL += ["--log.eval_samples", "8"]
 
 
 def run(arguments, cwd, **options):

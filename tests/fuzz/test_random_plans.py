@@ -1,4 +1,4 @@
-"""Random models under random plans against one process, for a minute and a half; each week of the calendar has its own
+"""Random models under random plans against one process, for half a minute; each week of the calendar has its own
 seed, which the report of pytest begins with. DTGPT_RANDOM_SEED=202647 repeats another week's.
 
     dtgpt compare recipes/gpt2_tiny.py --random 1000 --seed YEAR_AND_WEEK
@@ -13,7 +13,7 @@ import pytest
 from dtgpt.cli import main
 from tests.support.week import VARIABLE, seed_of_the_week
 
-MINUTES = 1.0  # after which no other case begins: less than two with that case
+MINUTES = 0.4  # after which no other case begins: less than one with that case
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 

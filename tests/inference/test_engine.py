@@ -23,6 +23,8 @@ CONFIG = CONFIGS[GPT2Config]
 INFERENCE = {"single": 1, "tp2": 2, "tp4": 4, "pp2": 2, "tp2_pp2": 4, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2": 4}
 TRAINING = {"single": 1, "tp2": 2, "tp2_sp": 2, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2}
 TRAINING |= {"dp2_zero1": 2, "dp2_zero3": 2, "dp2_tp2_sp_zero3": 4, "tp2_pp2_sp": 4, "pp2_dp2_zero2": 4}
+RARE = {"tp4", "tp4_sp", "tp2_pp2_sp"}  # as with two ranks of tp, or without pp
+PLANS = [(False, plan) for plan in INFERENCE] + [(True, plan) for plan in TRAINING]
 GREEDY = Sampling(max_new_tokens=6, temperature=0, ends=False)
 PROMPTS = [[5], [5, 90, 17], list(range(18)), [3, 4, 5, 6, 7, 8], [130]]
 
@@ -69,7 +71,9 @@ def sampling_of(seed):
     return Sampling(**{"max_new_tokens": 6, "seed": seed, "temperature": 1.5, "ends": False} | rules[seed % len(rules)])
 
 
-@pytest.mark.parametrize("training, plan", [(False, p) for p in INFERENCE] + [(True, p) for p in TRAINING])
+@pytest.mark.parametrize(
+    "training, plan", [pytest.param(*case, marks=[pytest.mark.long] * (case[1] in RARE)) for case in PLANS]
+)
 def test_texts_are_the_same_under_every_plan(expected, plan, training):
     """More requests than slots, in memory of NaN, with stages of `dtgpt.load` and of training."""
     greedy, requests, drawn = expected

@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 LENGTH, VOCABULARY, PROMPT = 16, 1030, [5, 900, 17]
 WORLDS = {"single": 1, "tp2": 2, "tp4": 4, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_pp2": 4}
 WORLDS |= {"tp2_pp2_sp": 4, "dp2_zero3": 2, "dp2_tp2": 4, None: 2}
+RARE = {"tp4", "tp4_sp"}  # as with two ranks
 
 
 def inputs():
@@ -71,7 +72,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("plan", WORLDS)
+@pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.long] * (p in RARE)) for p in WORLDS])
 def test_every_rank_has_the_logits_and_the_samples_of_transformers(theirs, folder, plan):
     greedy = theirs.generate(torch.tensor([PROMPT]), max_length=LENGTH, do_sample=False, pad_token_id=0)
     alone = dtgpt.load(folder, plan="single", device="cpu")

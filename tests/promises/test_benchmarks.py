@@ -204,6 +204,14 @@ def test_the_curve_of_fp8_is_held_against_that_of_bf16(small, tmp_path, monkeypa
     assert "--precision fp8: held-out loss" in capsys.readouterr().out
 
 
+def test_runs_that_differ_in_rounding_or_seed_are_compared_by_their_means(capsys):
+    import curve_precision
+
+    runs = [{"losses": [loss] * 2, "held_out": loss, "held_out_loaded": loss} for loss in (1.0, 2.0, 1.5, 3.0)]
+    curve_precision.say_means("fp8", runs[2:], runs[:2])
+    assert "2.2500 (1.5000 to 3.0000), +0.7500, standard error 0.2500" in capsys.readouterr().out
+
+
 def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
     import curve
 

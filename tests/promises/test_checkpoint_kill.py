@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
+
+from tests.support.pictures import no_pictures
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("DTGPT_KILLS", "3"))
@@ -128,7 +130,7 @@ def attempt(folder: Path, kill) -> int:
             from dtgpt.cli import main
 
             words = [w for k, v in OPTIONS.items() for w in (f"--{k}", str(v))]
-            with dies_in(*kill) if type(kill) is tuple else mock.patch.dict({}):
+            with no_pictures(), dies_in(*kill) if type(kill) is tuple else nullcontext():
                 try:
                     main(["train", str(ROOT / "recipes" / "gpt2_tiny.py"), *words])
                 except SystemExit as end:
@@ -215,7 +217,6 @@ def test_a_run_that_died_at_random_moments_goes_on_as_if_nothing_had_been(tmp_pa
 
 
 if __name__ == "__main__":
-    import matplotlib.pyplot  # noqa: F401
     import torch
     import torch._dynamo
 

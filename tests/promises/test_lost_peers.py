@@ -87,9 +87,10 @@ def outcome(folder: Path, words: list[str], case: dict) -> dict:
 def drive(root: Path) -> None:
     """All cases, a line of JSON for each."""
     options = {
-        "data.tokenizer": "bytes", "model.num_layers": 2, "model.hidden_size": 16, "model.num_heads": 2,
-        "model.seq_length": 16, "steps": 4, "global_batch_size": 2, "micro_batch_size": 1, "device": "cpu",
-        "log.sample_tokens": 0, "log.eval_interval": 0, "checkpoint.interval": 0, "plan": "tp2", "timeout": TIMEOUT,
+        "data.tokenizer": "bytes", "data.held_out": 0.0, "model.num_layers": 2, "model.hidden_size": 16,
+        "model.num_heads": 2, "model.seq_length": 16, "device": "cpu", "steps": 4, "global_batch_size": 2,
+        "micro_batch_size": 1, "log.sample_tokens": 0, "log.eval_interval": 0, "checkpoint.interval": 0,
+        "plan": "tp2", "timeout": TIMEOUT,
     }  # fmt: skip
     words = [w for k, v in options.items() for w in (f"--{k}", str(v))]
     first = root / "first"

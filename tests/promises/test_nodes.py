@@ -27,7 +27,7 @@ def assert_same_curve(found: dict[int, float], expected: dict[int, float]) -> No
 
 
 def test_a_run_survives_the_loss_of_a_node(tmp_path):
-    options = "--steps", "200", "--lost_after", "5"
+    options = "--steps", "40", "--lost_after", "5"
     with Nodes(2, tmp_path) as nodes:
         run = NodeRun(nodes, "1:2", *options, step_seconds=0.3)
         run.start(*nodes)

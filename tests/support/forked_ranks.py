@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support.pictures import no_pictures
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 
 
@@ -33,7 +35,7 @@ def fork_rank(
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         from dtgpt.cli import main
 
-        with mock.patch(*change) if change else nullcontext():
+        with no_pictures(), mock.patch(*change) if change else nullcontext():
             try:
                 main(["train", str(RECIPE), *words])
             except SystemExit as end:

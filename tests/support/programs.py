@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from dtgpt.run import signals
+from tests.support.pictures import no_pictures
 from tests.support.ranks import PRELOADED
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 
 
 class Program:
@@ -130,7 +133,8 @@ def become(words: list[str], environment: dict[str, str], new_session: bool) -> 
         os.environ.update(environment)
         sys.stdout = sys.__stdout__ = stream_to(1, "strict", not environment.get("PYTHONUNBUFFERED"))
         sys.stderr = sys.__stderr__ = stream_to(2, "backslashreplace", buffered=False)
-        with mock.patch("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen", Fork):
+        signals.LAUNCHER = os.getppid()  # which the program finds when it imports this module
+        with no_pictures(), mock.patch(POPEN, Fork):
             code = run(words)
     except BaseException:
         traceback.print_exc()

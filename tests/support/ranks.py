@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 
 from dtgpt.fuzz.pool import Died, Worker
+from tests.support.pictures import no_pictures
 
 # Imported once, so that a rank is a quick fork; none of them starts a thread. The first DTensor would load dynamo.
 PRELOADED = [
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
     "torch.distributed.tensor.experimental", "torch.distributed.tensor.parallel", "einops", "safetensors.torch",
-    "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn",
+    "tiktoken_ext.openai_public", "starlette.applications", "starlette.routing", "uvicorn", "matplotlib.pyplot",
+    "dtgpt.cli", "dtgpt.train.loop", "dtgpt.serve.server", "dtgpt.evaluation.harness",
 ]  # fmt: skip
 COLLECT = 0.3  # seconds to wait for the failures of other ranks after the first that arrived
 LINGER = 10  # seconds that a rank which returned keeps its group, for ranks that still talk to it
@@ -175,7 +177,8 @@ def run(body: bytes, rank: int, world: int, store: str, timeout: float, environm
     torch.manual_seed(0)  # the same numbers in every order of tests
     with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()} | environment):
         dist.init_process_group("gloo", rank=rank, world_size=world, **group)
-        return function(*args)
+        with no_pictures():
+            return function(*args)
 
 
 def leave(connection: Any) -> None:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from dtgpt.parallel.torch_private import forget_meshes
 from tests.support.runs import record
 
-STEPS = 5
-
 
 def main(jobs: Path) -> None:
     torch.set_num_threads(1)
@@ -30,7 +28,7 @@ def main(jobs: Path) -> None:
     for file, recipe in pickle.loads(jobs.read_bytes()):
         own = dist.PrefixStore(str(file), store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=limit)
-        result = record(recipe, STEPS)
+        result = record(recipe, recipe.steps)
         if rank == 0:
             Path(file).write_bytes(pickle.dumps(result))
         dist.barrier()

@@ -92,6 +92,7 @@ def test_what_is_left_is_done_under_every_plan(recipe, plan):
     assert at_the_end(run) == whole
 
 
+@pytest.mark.picture
 def test_a_plot_that_is_older_than_the_records_is_drawn_again(recipe, capsys):
     train(recipe)
     run = newest_run(recipe)

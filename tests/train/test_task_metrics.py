@@ -81,6 +81,7 @@ def test_a_run_that_was_killed_before_its_tasks_measures_them_when_it_goes_on(re
     assert "nothing is left to do" in capsys.readouterr().out
 
 
+@pytest.mark.picture
 def test_a_limit_and_the_picture(recipe):
     assert train(change(recipe, steps=1, log={"eval_tasks_limit": 3})) == 0
     run = newest_run(recipe)

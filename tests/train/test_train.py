@@ -18,6 +18,7 @@ from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
 
 
+@pytest.mark.picture
 def test_a_run_folder_holds_all_that_happened(recipe):
     assert train(recipe) == 0
     run = newest_run(recipe)
