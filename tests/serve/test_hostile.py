@@ -70,7 +70,7 @@ def idle(service):
 
 def connect(address):
     host, port = address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def head(path="/v1/completions", method="POST", **headers):
@@ -261,7 +261,7 @@ def test_a_body_that_arrives_slowly_or_never_is_refused(address):
     with connect(address) as connection:
         connection.sendall(head(Content_Length=100) + b'\r\n\r\n{"prompt": ')
         begin = time.monotonic()
-        assert b" 408 " in received(connection)[:20] and time.monotonic() - begin < 2
+        assert b" 408 " in received(connection)[:20] and time.monotonic() - begin < 10
 
 
 def test_garbage_in_place_of_http_ends_the_connection(address):

@@ -95,7 +95,7 @@ def _running(engine: Any, worker: Worker) -> Iterator[None]:
         yield
     finally:
         worker.stop()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive(), "the engine does not end"
     if failures:
         raise failures[0]
@@ -119,10 +119,10 @@ def live_server(service: Service) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(20)
+        thread.join(60)
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     """Wait for a condition, at most so many seconds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -133,4 +133,4 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
 def http_client(address: str, **options: Any) -> httpx.Client:
     """A client of a live server, which uses no proxy, and reads no certificates, which takes a while."""
     limits = httpx.Limits(max_connections=200)
-    return httpx.Client(base_url=address, trust_env=False, timeout=20, verify=False, limits=limits, **options)
+    return httpx.Client(base_url=address, trust_env=False, timeout=60, verify=False, limits=limits, **options)
