@@ -98,7 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
     ["tp2_sp", pytest.param("dp2_zero3", marks=pytest.mark.long), pytest.param("pp2_zbv", marks=pytest.mark.long)],
 )
 def test_a_run_goes_on_under_another_plan_with_its_scales(recipe, plan):
-    recipe = replace(recipe, micro_batch_size=2)
+    recipe = change(recipe, micro_batch_size=2, model={"num_layers": 4})  # two stages a rank under zbv
     run = trained(recipe)
     saved = state_of(run, 4)[STATE]
     for history, known in pool().run(parse_plan(plan).world, history_after_resume, replace(recipe, plan=plan), run):
