@@ -1,6 +1,5 @@
 """What is said of random cases: a line of each, and a table of all."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -57,14 +56,14 @@ def table(outcomes: Sequence[Outcome]) -> str:
         for name in names[1:2] if narrow else names:
             rows.setdefault(name, []).append(outcome)
     for name, some in sorted(rows.items()):
-        largest = [max(values) for values in zip(*(o.figures for o in some if o.figures), strict=True)] or [
-            math.nan
-        ] * 4
         refused, wrong = sum(o.verdict == "refused" for o in some), sum(o.is_bad for o in some)
-        figures = Figures(*largest)
-        lines.append(
-            f"{name:<30}{len(some):>6}{refused:>8}{wrong:>6}"
-            f"{figures.loss:>9.0e}{figures.gradient:>10.0e}{figures.weight:>9.0e}{figures.held_out:>10.0e}"
-        )
+        largest = _largest([o.figures for o in some if o.figures])
+        lines.append(f"{name:<30}{len(some):>6}{refused:>8}{wrong:>6}{largest}")
     lines += ["", f"{counted(verdicts['right'], 'case')} right, {verdicts['refused']} refused, {bad} wrong"]
     return "\n".join(lines)
+
+
+def _largest(figures: Sequence[Figures]) -> str:
+    """Return four columns: the largest of each difference, or dashes where nothing was compared."""
+    cells = [f"{max(values):.0e}" for values in zip(*figures, strict=True)] or ["-"] * len(Figures._fields)
+    return "".join(cell.rjust(width) for cell, width in zip(cells, (9, 10, 9, 10), strict=True))

@@ -14,7 +14,7 @@ from dtgpt.config.overrides import leaves
 from dtgpt.config.recipe_file import call_recipe, load_module
 from dtgpt.fuzz.case import TABLES, Case, First, Setting, parse, plain, write_text
 from dtgpt.fuzz.drawing import draw_case
-from dtgpt.fuzz.judge import BAD, Outcome, judge
+from dtgpt.fuzz.judge import BAD, Figures, Outcome, judge
 from dtgpt.fuzz.measure import Seen
 from dtgpt.fuzz.pool import Job, Pool
 from dtgpt.fuzz.report import kinds, table
@@ -273,4 +273,7 @@ def test_the_table_counts_cases_by_kind():
     text = table(outcomes)
     assert "0 cases right, 1 refused, 3 wrong" in text
     (row,) = [line for line in text.splitlines() if line.startswith("dp zero3")]
-    assert row.split()[2:5] == ["4", "1", "3"]
+    assert row.split()[2:] == ["4", "1", "3", "-", "-", "-", "-"]
+    right = Outcome(case, "right", "", Figures(1e-7, 2e-7, 3e-7, 4e-7))
+    (row,) = [line for line in table([*outcomes, right]).splitlines() if line.startswith("dp zero3")]
+    assert row.split()[2:] == ["5", "1", "3", "1e-07", "2e-07", "3e-07", "4e-07"]
