@@ -158,7 +158,7 @@ __device__ unsigned all_kept(const Problem& p, const Row& row) {
     const unsigned k0 = unsigned(p.key[2 * row.batch]), k1 = unsigned(p.key[2 * row.batch + 1]);
     unsigned bits = 0;
 #pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
+    for (int j = OCTETS - 1; j >= 0; --j) {  // in this order nvcc 13.0 spills no register of `backward`
         const int half = column_of(j) / (4 * OCTET) * (4 * OCTET);  // its four threads must agree
         if (half < row.visible) bits |= kept(p, row, column_of(j), k0, k1) << OCTET * j;
     }
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(MOST_THREADS, sizeof(T) == 2 && ALIGNED ? 2 : 
     load<ALIGNED>(row, p.input, inputs);
     load<ALIGNED>(row, p.grad, grads);
     store_hidden_zeros<ALIGNED, T, OCTETS>(p, row);
-    const float log_sum = DROPOUT ? p.log_sums[row.index] : 0;
     const unsigned keep = DROPOUT ? all_kept<OCTETS>(p, row) : ~0u;
+    const float log_sum = DROPOUT ? p.log_sums[row.index] : 0;  // read after `keep`: a register less during Philox
 
     float probabilities[OCTET], gradients[OCTET], sum = 0;
     const auto widen_both = [&](int j) {
