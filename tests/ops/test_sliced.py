@@ -3,8 +3,10 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
-from dtgpt.ops.random.dropout import LEVELS, attention_dropout, attention_mask, threshold
+from dtgpt.ops.random.dropout import LEVELS, attention_dropout, attention_mask, keep_mask, threshold
 from dtgpt.ops.random.philox import bits, fold, root_key
 from dtgpt.ops.random.sliced import keep_words
 
@@ -90,3 +92,38 @@ def test_forward_and_backward_use_the_mask_and_keep_the_mean():
 def test_an_empty_shard_is_no_special_case():
     assert attention_dropout(torch.ones(6, 3, 5, 0), KEYS, 0.4).shape == (6, 3, 5, 0)
     assert attention_dropout(torch.ones(6, 3, 0, 5), KEYS, 0.4).shape == (6, 3, 0, 5)
+
+
+aten = torch.ops.aten
+SHAPES = {aten.view, aten.slice, aten.unsqueeze, aten.expand, aten.select}
+ARITHMETIC = {aten.add, aten.sub, aten.mul, aten.remainder, aten.floor_divide}
+
+
+def numbers_beside_positions(graph):
+    """The integers that arithmetic of a graph combines with an `arange`, or with what follows from one by arithmetic
+    and by changes of shape."""
+    positions, numbers = set(), []
+    for node in graph.nodes:
+        operation = getattr(node.target, "overloadpacket", None)
+        of_positions = not positions.isdisjoint(node.all_input_nodes)
+        if operation is aten.arange or (of_positions and operation in SHAPES | ARITHMETIC):
+            positions.add(node)
+        if of_positions and operation in ARITHMETIC:
+            numbers += [argument for argument in node.args if isinstance(argument, int)]
+    return numbers
+
+
+@pytest.mark.parametrize("mask", [attention_mask, keep_mask])
+def test_a_gpu_can_compute_in_32_bits_what_a_compiler_takes_for_positions(mask):
+    """Inductor folds such arithmetic into indices, which are int32 on a GPU; bitwise operations keep int64."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    part = [range(3, 5), range(100, 350), range(50, 200)]
+    compiled = torch.compile(mask, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    assert torch.equal(compiled(KEYS, part, 0.1), mask(KEYS, part, 0.1))
+    assert any(node.target is aten.bitwise_and.Scalar for node in graphs[0].nodes)
+    assert all(abs(number) * 350 < 2**31 for number in numbers_beside_positions(graphs[0]))  # in products too
