@@ -84,6 +84,11 @@ class Ticket:
             self._news.set()
             self.cancel()
 
+    def fail_without_tokens(self, error: HttpProblem) -> None:
+        """Do what `fail` does where nothing was generated yet."""
+        if not self.new_tokens:
+            self.fail(error)
+
     def take(self, updates: list[Update]) -> None:
         """Keep the updates of a round, on the event loop."""
         if not self._left:  # nobody wants them

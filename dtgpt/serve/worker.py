@@ -148,7 +148,8 @@ class Worker:
     # For any thread, and for signal handlers: `SimpleQueue.put` may interrupt itself
 
     def drain(self, seconds: float) -> None:
-        """Take no new requests. What is running ends within `seconds` with what it has; then `run` returns."""
+        """Take no new requests. What is running ends within `seconds` with what it has, a request that has nothing yet
+        by `Refused`; then `run` returns."""
         if self._state == "ready":  # at once: the engine may be amid a round
             self._state = "draining"
         self._commands.put(lambda session: self._drain(seconds))
@@ -225,6 +226,8 @@ class Worker:
             ticket, job = self._places[update.job]
             if update.completions is not None:
                 self._forget(update.job)
+            if _has_nothing(update):
+                _call(ticket.loop, ticket.fail_without_tokens, self._refusal())
             own = batches.setdefault(ticket.loop, {}).setdefault(ticket, [])
             own.append(_ended(update._replace(job=job)))
         for loop, batch in batches.items():
@@ -255,6 +258,12 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *argume
         if not loop.is_closed():
             raise
         function(*arguments)
+
+
+def _has_nothing(update: Update) -> bool:
+    """Return whether the server ended a job before its first token: an answer without text would look complete."""
+    completions = update.completions
+    return update.finish == "cancelled" and completions is not None and not any(found.ids for found in completions)
 
 
 def _ended(update: Update) -> Update:

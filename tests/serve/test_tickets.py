@@ -101,23 +101,27 @@ def test_the_queue_is_limited_and_the_refusal_says_when_to_ask_again():
 
 
 def test_an_ending_server_refuses_and_gives_what_it_has():
+    """A request without a token gets no answer that looks complete: another server can take it."""
+
     async def drain(service):
-        running, waiting = service.worker.submit([job(**ENDLESS)] * 8), service.worker.submit([job(**ENDLESS)])
+        running, waiting = service.worker.submit([job(**ENDLESS)] * 9), service.worker.submit([job(**ENDLESS)])
         while running.first is None:
             await asyncio.sleep(0.01)
         service.worker.drain(0.3)
         wait_until(lambda: service.worker.status().state == "draining")
         with pytest.raises(Refused, match="ending") as caught:
             service.worker.submit([job()])
-        return caught.value.status, await asyncio.gather(running.completions(), waiting.completions())
+        answers = await asyncio.gather(running.completions(), waiting.completions(), return_exceptions=True)
+        return caught.value.status, answers
 
     with served(model(), slots=8) as service:
-        status, (found, others) = asyncio.run(drain(service))
+        status, (found, refused) = asyncio.run(drain(service))
         with client(make_app(service)) as http:
             assert http.get("/health").status_code == 503
-    ended = [one for sequences in (*found, *others) for one in sequences]
+    ended = [one for sequences in found for one in sequences]
     assert status == 503 and {one.finish_reason for one in ended} == {"length"} and len(ended) == 9
     assert [bool(one.ids) for one in ended] == [True] * 8 + [False] and max(len(one.ids) for one in ended) < 1000
+    assert isinstance(refused, Refused) and refused.status == 503 and refused.headers == {"Retry-After": "1"}
 
 
 def test_all_requests_are_answered_where_the_engine_fails(monkeypatch):
