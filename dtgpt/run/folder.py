@@ -57,10 +57,7 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
     if resume is None:
         return None, None
     if resume == AUTO:
-        begun = [p for p in run_folders(runs, name) if (p / "recipe.json").is_file()]
-        if begun and list_checkpoints(begun[-1] / "checkpoints"):
-            return begun[-1], None
-        return None, None
+        return _newest_with_checkpoint(runs, name), None
     path = Path(resume)
     if ".." in path.parts:  # whose last part may be no name
         path = path.resolve()
@@ -76,6 +73,28 @@ def run_to_resume(resume: str | None, runs: Path, name: str) -> tuple[Path | Non
     if (path / STATE).is_file():
         raise UserError(f"{path} is a checkpoint without its run; begin a new run with --init_from {path}")
     return open_run(path), None
+
+
+def _newest_with_checkpoint(runs: Path, name: str) -> Path | None:
+    """Return the newest run of this name; None where it has no checkpoint. Raise UserError where that cannot be
+    seen."""
+    _check_can_be_listed(runs)
+    begun = [p for p in run_folders(runs, name) if (p / "recipe.json").is_file()]
+    if not begun:
+        return None
+    _check_can_be_listed(begun[-1] / "checkpoints")
+    return begun[-1] if list_checkpoints(begun[-1] / "checkpoints") else None
+
+
+def _check_can_be_listed(folder: Path) -> None:
+    """Raise UserError where a folder exists and cannot be listed: `Path.glob` takes it for an empty one."""
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        advice = remedy(error, "give another --runs")
+        raise UserError(f"resume=auto, but {folder} cannot be listed ({error.strerror}); {advice}") from None
 
 
 def why_new_run(runs: Path, name: str) -> str:

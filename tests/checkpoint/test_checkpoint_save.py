@@ -1,6 +1,8 @@
 """Saving beside training, what is kept, what fails, and the ways to go on from a checkpoint."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -400,6 +402,25 @@ def test_resume_auto_begins_a_run_where_there_is_none(recipe, capsys):
     (run / "checkpoints").rename(run / "elsewhere")
     assert run_of(recipe, resume="auto").name == "test-002"
     assert "test-001, the newest run of test, holds no checkpoint to resume" in capsys.readouterr().out
+
+
+def test_resume_auto_does_not_take_a_folder_that_it_cannot_list_for_an_empty_one(recipe, monkeypatch):
+    """A run that begins again would not be noticed for days."""
+    run, scandir = run_of(recipe), os.scandir
+    for hidden in (run.parent, run / "checkpoints"):
+
+        def refusing(path=".", hidden=hidden):
+            if Path(path) == hidden:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return scandir(path)
+
+        with monkeypatch.context() as patched, pytest.raises(UserError) as error:
+            patched.setattr(os, "scandir", refusing)
+            train(replace(recipe, resume="auto", steps=9))
+        assert f"{hidden} cannot be listed (Permission denied)" in str(error.value)
+    file = run / "recipe.json"
+    with pytest.raises(UserError, match=r"cannot be listed .Not a directory"):
+        train(replace(recipe, resume="auto", runs=str(file)))
 
 
 def test_resume_auto_goes_on_with_the_newest_run(recipe):
