@@ -252,8 +252,8 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             for plan in args.plans:
-                recipe, settings, mesh, _ = start(make_recipe(args, overrides, plan)[0], stack)
-                agreed = compare(settings, mesh, recipe.seed, args.steps, args.warmup) and agreed
+                begun = start(make_recipe(args, overrides, plan)[0], stack)
+                agreed = compare(begun.settings, begun.mesh, begun.recipe.seed, args.steps, args.warmup) and agreed
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.train.compare import difference
-from tests.promises.test_parity import DATA, PIPELINE, PRODUCTS, STEPS, TENSOR, TOLERANCE, reference, sized_for
+from tests.promises.test_parity import DATA, PIPELINE, PRODUCTS, SEED, STEPS, TENSOR, TOLERANCE, reference, sized_for
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
 PLANS = {name: parse_plan(name) for name in (*DATA, *TENSOR, *PIPELINE, *PRODUCTS)}
@@ -21,7 +21,7 @@ LAYOUTS = [(4, 1), (2, 2), (4, 2)]  # nodes, and processes of each
 
 @pytest.fixture
 def recipe(recipe) -> Recipe:
-    return replace(recipe, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2)
+    return replace(recipe, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2, seed=SEED)
 
 
 @pytest.mark.long

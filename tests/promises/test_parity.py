@@ -40,15 +40,15 @@ PRODUCTS = [
     "dp2_pp2_zbv",
 ]
 RARE = {"dp4_zero0", "dp4_zero1", "dp4_zero2", "tp4", "pp4_gpipe"}  # as with two ranks, or as the others with four
+# AdamW makes whole steps of gradients that are hardly more than rounding. With some seeds, a weight meets such a
+# gradient in the first steps, and a plan then differs by up to 8e-5; with this seed, none of the plans does.
+SEED = 5
 NARROW = ["dp2", "tp2_sp", "pp2", "dp2_zero3", "pp2_zbv"]
 
 
 @pytest.fixture
 def recipe(recipe) -> Recipe:
-    optimizer = OptimizerConfig(lr=3e-3, warmup=2)
-    # AdamW makes whole steps of gradients that are hardly more than rounding. With some seeds, a weight meets such a
-    # gradient in the first steps, and a plan then differs by up to 8e-5; with this seed, none of the plans does.
-    return replace(recipe, optimizer=optimizer, steps=STEPS, micro_batch_size=2, seed=5)
+    return replace(recipe, optimizer=OptimizerConfig(lr=3e-3, warmup=2), steps=STEPS, micro_batch_size=2, seed=SEED)
 
 
 def sized_for(recipe: Recipe, plan: Plan) -> Recipe:
