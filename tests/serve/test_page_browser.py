@@ -261,6 +261,18 @@ def test_a_server_that_is_gone_is_a_sentence(visit):
     expect(page.locator("#problem")).to_contain_text("The connection ended before the answer did.")
 
 
+def test_a_model_that_is_known_late_hides_no_problem(visit):
+    page, held = visit(), []
+    page.route("**/v1/models", lambda route: held.append(route))  # a builtin is not taken
+    page.route("**/v1/completions", lambda route: route.abort())
+    page.reload()
+    ask(page)
+    page.wait_for_selector("#problem:visible")
+    held[0].continue_()
+    expect(page.locator("#model")).to_have_text("tiny")
+    assert page.inner_text("#problem").startswith("The server does not answer.")
+
+
 def test_a_key_is_asked_for_kept_in_the_tab_and_out_of_links(visit, service):
     service.api_key = "secret"
     try:

@@ -17,6 +17,7 @@ const isMac = /Mac|iPhone|iPad/.test(navigator.platform);
 let timer; // of counting the prompt's tokens
 let counting;
 let model = null;
+let told = null; // the problem that is shown
 const prompt = find("#prompt");
 const settings = new Settings(() => countSoon());
 const popover = new Popover((choice, index, name) => onward(choice.replaced(index, name)));
@@ -166,6 +167,7 @@ function buttons(run) {
 
 // Show a problem as a sentence, beside the field that it is about.
 function explain(problem) {
+  told = problem;
   const place = find("#problem");
   place.hidden = !problem;
   place.textContent = problem ? problem.message : "";
@@ -176,13 +178,14 @@ function explain(problem) {
 }
 
 async function showModel() {
+  const before = told;
   try {
     model = await models(settings.value("key"));
   } catch (error) {
     explain(error);
     return;
   }
-  explain(null);
+  if (told === before) explain(null); // otherwise it is of a run that failed meanwhile
   const { id, max_model_len: positions } = model;
   find("#model").textContent = id;
   find("#positions").textContent = positions ? `, ${counted(positions, "position")}` : "";
