@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 from dtgpt.ops.norm import layer_norm as ops
-from dtgpt.ops.norm.layer_norm import layer_norm_reference, norm_and_pass, residual_norm
+from dtgpt.ops.norm.layer_norm import layer_norm, layer_norm_reference, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual, residual_reference
 from tests.support.bodies_layer_norm import EPS, check_mask, check_norms, custom_ops, draw, keys_of, results
 
@@ -43,6 +43,18 @@ def test_the_references_are_what_they_say():
     centred = total - total.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight + offset
     torch.testing.assert_close(layer_norm_reference(total, weight, offset, EPS), normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cpu_sums_gradients_of_16_bits_in_fp32(dtype):
+    """Of 900 rows whose sum nearly cancels, a sum in 16 bits would lose two digits."""
+    x, gradient = torch.randn(900, 18).to(dtype), (0.1 * torch.randn(900, 18) + 0.003).to(dtype)
+    weight, bias = (torch.ones(18, dtype=dtype, requires_grad=True) for _ in range(2))
+    exact = gradient.double().sum(0)
+    for norm in (layer_norm_reference, layer_norm):
+        bias.grad = None
+        norm(x, weight, bias, EPS).backward(gradient)
+        assert (bias.grad - exact).norm() < torch.finfo(dtype).eps * exact.norm()
 
 
 @pytest.mark.parametrize("dropped", [True, False])

@@ -14,14 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.ops.fast import may_fuse
+from dtgpt.ops.fast import is_apart, may_fuse
 from dtgpt.ops.norm.residual import check_site, kernels, like, residual_reference, whole_bias
 from dtgpt.ops.random.dropout import dropout
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return what `layer_norm` does, in plain torch: the test oracle."""
-    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+    """Return what `layer_norm` does, in plain torch: the test oracle. On a CPU, where PyTorch sums the 16-bit gradients
+    of weight and bias in 16 bits, in fp32."""
+    inner = _wide(x) if x.device.type == "cpu" else x.dtype
+    weight, bias = weight.to(x.dtype).to(inner), bias.to(x.dtype).to(inner)
+    return F.layer_norm(x.to(inner), weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def residual_norm_reference(
@@ -43,7 +46,7 @@ def norm_and_pass(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[
 
     Backward adds the two gradients of x in the pass that makes that of the norm.
     """
-    if not may_fuse(x):
+    if not _runs_op(x):
         return x, layer_norm_reference(x, weight, bias, eps)
     return _NormAndPass.apply(x, weight, bias, eps)[:2]
 
@@ -57,9 +60,15 @@ def residual_norm(
     weight, bias: `[H]`; the other arguments, and errors raised, as of `residual`.
     """
     key, branch_bias = check_site(key, p, start), whole_bias(x, branch, branch_bias)
-    if not may_fuse(x):
+    if not _runs_op(x):
         return residual_norm_reference(x, branch, branch_bias, weight, bias, eps, key, p, start)
     return _residual_norm(x, branch, branch_bias, weight, bias, eps, key, p, start)[:2]
+
+
+def _runs_op(x: Tensor) -> bool:
+    """Return whether the op runs, and not the reference: where kernels can work, and on a CPU in 16 bits. There its
+    backward keeps x alone, where the reference keeps fp32 copies."""
+    return may_fuse(x) or (x.device.type == "cpu" and x.dtype.itemsize == 2 and not is_apart())
 
 
 def _wide(x: Tensor) -> torch.dtype:
