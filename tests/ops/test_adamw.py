@@ -130,6 +130,8 @@ def test_sums_of_squares(dtype):
 def test_sums_of_squares_are_fp32_whatever_the_dtype():
     assert squared_norm([torch.full((1000,), 6e4, dtype=torch.float16)]).item() == pytest.approx(3.6e12, rel=1e-3)
     assert squared_norm([torch.full((4097,), 1.0, dtype=torch.bfloat16)]).item() == pytest.approx(4097, rel=1e-6)
+    gradient = torch.randn(3_000_000)
+    assert squared_norm([gradient]).item() == pytest.approx(gradient.double().square().sum().item(), rel=1e-6)
 
 
 def test_sums_of_squares_show_what_is_not_finite_and_bear_empty_tensors():

@@ -150,7 +150,7 @@ class Accumulator:
 
 @torch.no_grad()
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, fp32 `[len(gradients)]`, accumulated in fp32 whatever the dtype.
+    """Return the sum of squares of each tensor, fp32 `[len(gradients)]`, accumulated in fp32 at least.
 
     PyTorch's kernel reads every gradient once, in a few launches for all, and adds the chunks of a tensor in a fixed
     order without atomics: equal gradients give equal sums.
@@ -169,7 +169,9 @@ def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
     filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]
     if filled:
         tensors, cells = zip(*filled, strict=True)
-        torch._foreach_copy_(cells, torch._foreach_norm(tensors, order, dtype=torch.float32))
+        # On a CPU it adds one square after the other: in fp32, a sum of 10^7 would be wrong by 4e-4.
+        inner = torch.float64 if norms.device.type == "cpu" else torch.float32
+        torch._foreach_copy_(cells, torch._foreach_norm(tensors, order, dtype=inner))
     return norms
 
 
