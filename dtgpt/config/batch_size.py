@@ -40,6 +40,13 @@ class BatchSizes:
                 size = larger
                 self._pieces.append((step, seen, size))
 
+    def preceded_by(self, earlier: "BatchSizes") -> "BatchSizes":
+        """Return the sizes of a run that had those of `earlier` until these begin."""
+        joined = BatchSizes(self.whole)
+        joined.rampup, begin = self.rampup, self._pieces[0][0]
+        joined._pieces = [piece for piece in earlier._pieces if piece[0] < begin] + self._pieces
+        return joined
+
     def after(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
         if self.rampup is None or consumed > self.rampup[2]:
@@ -53,10 +60,10 @@ class BatchSizes:
         return self._piece(step)[2]
 
     def before(self, step: int) -> int:
-        """Return the samples that the run has seen when `step` begins. Of steps before the first one, whose sizes are
-        not known, an estimate, 0 at least."""
+        """Return the samples that the run has seen when `step` begins. Steps before the first one count as many each:
+        exactly what they had, unless their sizes changed."""
         first, seen, size = self._piece(step)
-        return max(0, seen + (step - first) * size)
+        return seen + (step - first) * size if step >= first else seen * step // first
 
     def steps_within(self, samples: int) -> int:
         """Return the number of whole steps that the first `samples` of the run fill."""
