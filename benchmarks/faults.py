@@ -1,0 +1,196 @@
+"""Faults of one line, for `planted_faults.py`: sums, fractions, masks, offsets, keys, and state that is lost."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A line to change. `old` occurs once in the file at `path`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+FAULTS = [
+    Fault(
+        "ramp: the fraction of a micro-batch stays that of the first step",
+        "dtgpt/train/trainer.py",
+        "self.optimizer.share_among(gradient_share(micro_batches, self.settings.plan))",
+        "pass",
+    ),
+    Fault(
+        "ramp: samples are counted as if each step had the whole batch",
+        "dtgpt/config/batch_size.py",
+        "return seen + (step - first) * size if step >= first",
+        "return seen + (step - first) * self.whole if step >= first",
+    ),
+    Fault(
+        "resume: learning rates are those of the former batch sizes",
+        "dtgpt/train/trainer.py",
+        "self.optimizer.follow(self.schedule.rates(self.steps, sizes))",
+        "pass",
+    ),
+    Fault(
+        "resume: fp16's hysteresis begins again",
+        "dtgpt/optim/loss_scale.py",
+        'for name in ("scale", *COUNTS):',
+        'for name in ("scale", "growth_tracker", "skipped"):',
+    ),
+    Fault(
+        "resume: gradients are scaled by the first loss scale",
+        "dtgpt/optim/update.py",
+        'state["loss_scale"])\n            self.gradient_scale.copy_(self.scaler.scale * self.share)',
+        'state["loss_scale"])',
+    ),
+    Fault(
+        "resume: the number of updates begins at 0",
+        "dtgpt/optim/update.py",
+        'self.adamw.updates.fill_(state["updates"])',
+        "pass",
+    ),
+    Fault(
+        "resume: fp8 forgets its history",
+        "dtgpt/optim/update.py",
+        "self.fp8.restore(state.get(STATE, []))",
+        "self.fp8.restore([])",
+    ),
+    Fault(
+        "resume: the second moment is read over the first",
+        "dtgpt/checkpoint/load.py",
+        'read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])',
+        'read_part(checkpoint, f"{shard.name}.{moment}", *place, optimizer.exp_avg[shard.index])',
+    ),
+    Fault(
+        "resume: 16-bit weights stay as they were",
+        "dtgpt/checkpoint/load.py",
+        "    shards.publish()",
+        "    pass",
+    ),
+    Fault(
+        "save: rows that replicas share are shifted by one",
+        "dtgpt/parallel/shards.py",
+        "return (first, *self.region[1:]), slice(rows.start, rows.stop)",
+        "return (first, *self.region[1:]), slice(rows.start - (rows.start > 0), rows.stop - (rows.start > 0))",
+    ),
+    Fault(
+        "save: the next step does not wait for the copies",
+        "dtgpt/checkpoint/save.py",
+        "            self._copied.wait()",
+        "            pass",
+    ),
+    Fault(
+        "sums: the second of two 16-bit passes overwrites the first",
+        "dtgpt/parallel/gradients.py",
+        "if narrow and passes > 1:",
+        "if narrow and passes > 2:",
+    ),
+    Fault(
+        "sums: ZeRO adds gradients in 16 bits",
+        "dtgpt/parallel/fsdp.py",
+        "reduce_dtype=torch.float32",
+        "reduce_dtype=dtype",
+    ),
+    Fault(
+        "sums: of 16-bit gradients one replica's count",
+        "dtgpt/parallel/gradients.py",
+        "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
+        "self.pieces.view(self.group.size(), -1)[0]",
+    ),
+    Fault(
+        "sums: the two gradients of a tied table are not added on one rank",
+        "dtgpt/parallel/shards.py",
+        "            first += second\n",
+        "",
+    ),
+    Fault(
+        "sums: norms under sequence parallelism keep their part of the gradient",
+        "dtgpt/parallel/shards.py",
+        "if self.mesh.tp_group is not None and self._partial:",
+        "if self.mesh.tp_group is not None and len(self._partial) > 99:",
+    ),
+    Fault(
+        "sums: the norm counts what tp ranks repeat",
+        "dtgpt/parallel/shards.py",
+        "torch.tensor([1 / self.all[i].replicas for i in self._counted], device=mesh.device)",
+        "torch.tensor([1.0 for i in self._counted], device=mesh.device)",
+    ),
+    Fault(
+        "sums: the reported norm counts each tp rank",
+        "dtgpt/optim/update.py",
+        "clip_factor(norm, self.clip))\n            return norm",
+        "clip_factor(norm, self.clip))\n            return norm * self.shards.mesh.plan.tp**0.5",
+    ),
+    Fault(
+        "fp16: the norm is clipped before the loss scale comes off",
+        "dtgpt/optim/update.py",
+        "clip_factor(norm, self.clip) * inverse, skip)",
+        "clip_factor(norm / inverse, self.clip) * inverse, skip)",
+    ),
+    Fault(
+        "fp16: each rank decides for itself whether to skip",
+        "dtgpt/parallel/shards.py",
+        "return totals[0].sqrt(), (totals[1:] > 0) | ~totals[0].isfinite()",
+        "return totals[0].sqrt(), excess | ~totals[0].isfinite()",
+    ),
+    Fault(
+        "fractions: stages are counted as replicas of the loss weights",
+        "dtgpt/train/trainer.py",
+        "self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)",
+        "self.mesh.sum(batch.loss_weights.sum())[0] / plan.tp",
+    ),
+    Fault(
+        "fractions: a repeated batch counts in the validation loss",
+        "dtgpt/train/evaluate.py",
+        "if loss is not None and turn < len(batches):",
+        "if loss is not None:",
+    ),
+    Fault(
+        "offsets: replicas take samples that overlap",
+        "dtgpt/train/trainer.py",
+        "first = self.samples_before(step) + self.mesh.place.dp * share",
+        "first = self.samples_before(step) + self.mesh.place.dp",
+    ),
+    Fault(
+        "masks: a tp rank draws dropout from one element too late",
+        "dtgpt/parallel/tensor.py",
+        "first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()",
+        "first = (self.sizes[self.dim] // device_mesh.size() + 1) * device_mesh.get_local_rank()",
+    ),
+    Fault(
+        "masks: a document ends one token early",
+        "dtgpt/data/document_masks.py",
+        "stops = torch.where(ends, torch.arange(1, length + 1, device=ends.device), length)",
+        "stops = torch.where(ends, torch.arange(length, device=ends.device), length)",
+    ),
+    Fault(
+        "keys: each step draws the masks of the first",
+        "dtgpt/train/trainer.py",
+        "return windows, sample_ids, fold(self.dropout_key, step)",
+        "return windows, sample_ids, fold(self.dropout_key, 0)",
+    ),
+    Fault(
+        "rates: the warmup begins a step late",
+        "dtgpt/config/schedule.py",
+        "return self.lr * min(after / self.warmup, 1.0)",
+        "return self.lr * min(before / self.warmup, 1.0)",
+    ),
+    Fault(
+        "rates: a schedule of samples counts steps",
+        "dtgpt/config/schedule.py",
+        "done = map(sizes.before, range(steps + 1)) if self.counts_samples else range(steps + 1)",
+        "done = range(steps + 1)",
+    ),
+    Fault(
+        "rates: the recorded one is that of the first step",
+        "dtgpt/train/loop.py",
+        '"lr": trainer.optimizer.lr.item(),',
+        '"lr": trainer.optimizer.schedule[0].item(),',
+    ),
+    Fault(
+        "AdamW: biases and norms decay",
+        "dtgpt/optim/update.py",
+        "decay=shard.local.dim() > 1)",
+        "decay=True)",
+    ),
+]  # fmt: skip

@@ -1,0 +1,127 @@
+"""Faults of one line, planted on purpose in a copy of the sources: which tests find them?
+
+    python benchmarks/planted_faults.py results.jsonl                # all that are not in the file yet: an hour
+    python benchmarks/planted_faults.py results.jsonl --only ramp    # whose names contain the word
+    python benchmarks/planted_faults.py results.jsonl --table        # as in docs/planted_faults.md
+
+For each fault run the quick tests (`pytest -m quick`) up to the first that fails, and random cases (`dtgpt compare
+--random`) up to the first that is wrong. Where neither finds it, run the whole suite.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED, CASES = 2026, 20
+LIST = "tests/promises/test_planted_faults.py"  # which finds all of them: it looks for the lines
+
+
+class Found(NamedTuple):
+    """What found a fault: the name of a test or the number of a case, empty where nothing did."""
+
+    fault: str
+    quick: str
+    random: str
+    whole: str = ""
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the files that git knows to `folder` and change the line. Raises ValueError where it is not there once."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    path = folder / fault.path
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.path} has the line of '{fault.name}' {text.count(fault.old)} times")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def first_failure(folder: Path, mark: str) -> str:
+    """Return the first test of a mark that fails, empty where none does."""
+    options = ["-q", "-x", "-n", "2", "-m", mark, "-p", "no:cacheprovider", f"--ignore={LIST}"]
+    done = run(["-m", "pytest", *options], folder)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode and not lines:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return lines[0].split(" - ")[0].split(" ", 1)[1] if lines else ""
+
+
+def first_wrong_case(folder: Path) -> str:
+    """Return the first random case that is wrong, empty where none is."""
+    done = run([str(Path(__file__).relative_to(ROOT)), "-", "--cases"], folder)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return done.stdout.strip()
+
+
+def print_first_wrong_case() -> None:
+    """Run the random cases of this tree and print the first that is wrong."""
+    from dtgpt.config.recipe_file import call_recipe, load_module
+    from dtgpt.fuzz.case import Setting, plain, write_text
+    from dtgpt.fuzz.drawing import draw_case
+    from dtgpt.fuzz.pool import Pool
+    from dtgpt.fuzz.run import RANKS_ON_CPU, Runner
+
+    with tempfile.TemporaryDirectory() as folder, Pool("cpu") as pool:
+        base = plain(call_recipe(load_module(ROOT / "recipes" / "gpt2_tiny.py").recipe))
+        runner = Runner(Setting(base, {}, write_text(Path(folder) / "documents.jsonl")), pool)
+        for index in range(CASES):
+            outcome = runner.run(draw_case(SEED, index, RANKS_ON_CPU))
+            if outcome.is_bad:
+                print(f"case {index}: {outcome.sentence}")
+                return
+
+
+def table(results: list[Found]) -> str:
+    """Return the results as a table of Markdown."""
+    rows = ["| fault | quick tests | random cases | whole suite |", "|---|---|---|---|"]
+    for found in results:
+        whole = found.whole or ("-" if not (found.quick or found.random) else "")
+        rows.append(f"| {found.fault} | {found.quick or '-'} | {found.random or '-'} | {whole} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("results")
+    parser.add_argument("--only", default="", help="plant faults whose names contain this")
+    parser.add_argument("--table", action="store_true", help="print the table of the results")
+    parser.add_argument("--cases", action="store_true", help="run the random cases of this tree, without a fault")
+    args = parser.parse_args()
+    if args.cases:
+        return print_first_wrong_case()
+    file = Path(args.results)
+    results = [Found(*json.loads(line).values()) for line in file.read_text().splitlines()] if file.exists() else []
+    if args.table:
+        return print(table(results))
+    known = {found.fault for found in results}
+    for fault in (each for each in FAULTS if args.only in each.name and each.name not in known):
+        with tempfile.TemporaryDirectory(prefix="dtgpt-fault-") as folder:
+            plant(fault, Path(folder))
+            quick, random = first_failure(Path(folder), "quick"), first_wrong_case(Path(folder))
+            whole = "" if quick or random else first_failure(Path(folder), "not long")
+        found = Found(fault.name, quick, random, whole)
+        print(json.dumps(found._asdict()), flush=True)
+        with file.open("a") as output:
+            output.write(json.dumps(found._asdict()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
