@@ -30,10 +30,11 @@ from torch import Tensor
 from dtgpt.config.execution import choose_device
 from dtgpt.fuzz.pool import Job, Pool
 from dtgpt.ops.fast import split_backward
-from dtgpt.train.compare import Record, read_record, record, save_record, tensor_differences
+from dtgpt.train.record import Record, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
+from dtgpt.train.verdict import difference
 
 RECIPES = {family: Path(f"recipes/{family}_tiny.py") for family in ("gpt2", "llama")}
 LARGER = {  # options of the recipes, by kind of device
@@ -173,15 +174,11 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 def figures(found: Record, reference: Record, initial: dict[str, Tensor]) -> dict[str, Any]:
     """Return the largest relative differences, as `dtgpt compare` measures them, and that of all weights relative to
     the distance which they travelled."""
-    losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, reference.losses, strict=True)]
-    seen: dict[str, Any] = {"loss": largest(losses), "same_initial": found.initial == reference.initial}
-    by_kind: dict[str, list[tuple[float, str]]] = {}
-    for name, value in tensor_differences(found, reference).items():
-        kind, _, parameter = name.partition("/")
-        by_kind.setdefault(kind.replace(" ", "_"), []).append((value, parameter))
-    for kind, values in by_kind.items():
-        seen[kind] = largest([value for value, _ in values])
-        seen[f"{kind}_in"] = next(name for value, name in values if value == seen[kind] or math.isnan(seen[kind]))
+    differences = difference(found, reference)
+    seen: dict[str, Any] = {"loss": differences.loss, "same_initial": differences.same_initial}
+    for kind in ("first gradient", "last gradient", "weight"):
+        value, name = differences.worst(kind)
+        seen |= {kind.replace(" ", "_"): value, f"{kind.replace(' ', '_')}_in": name.partition("/")[2]}
     apart, moved, digest = 0.0, 0.0, hashlib.sha256(repr(found.losses).encode())
     for name, before in initial.items():
         ours, theirs = found.tensors[name], reference.tensors[name]
@@ -189,10 +186,6 @@ def figures(found: Record, reference: Record, initial: dict[str, Tensor]) -> dic
         moved += (theirs - before).double().square().sum().item()
         digest.update(ours.contiguous().numpy().tobytes())
     return seen | {"travel": math.sqrt(apart / moved), "digest": digest.hexdigest()[:16]}
-
-
-def largest(values: list[float]) -> float:
-    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def device_name(device: torch.device) -> str:

@@ -48,7 +48,12 @@ SLOW = {
 }  # fmt: skip
 # Of those files, one plan of each kind against one process is part of it nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
-QUICK_IN_SLOW = {f"test_the_plan_follows_one_process[{kind}]" for kind in KINDS}
+NARROW = ("dp2_zero3-bf16", "pp2_zbv-fp16")
+QUICK_IN_SLOW = {
+    *(f"test_the_plan_follows_one_process[{kind}]" for kind in KINDS),
+    *(f"test_a_plan_in_16_bits_follows_one_process_in_16_bits[{kind}]" for kind in NARROW),
+    "test_all_ranks_skip_a_step_in_which_one_overflows[dp2]",
+}
 
 
 def pytest_report_header():

@@ -18,7 +18,7 @@ from dtgpt.util.field_types import Bounds
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Run the same steps under each plan and on one process, and compare losses, gradients and weights. The exit code
-    is 1 if a plan differs by more than the tolerance.
+    is 1 if a plan differs by more than rounding explains, or more than the tolerance.
 
     Options of the recipe can be added. With --random, random small models run under random plans instead, each against
     one process; --seed then chooses them, and other options hold in all of them. A case that fails is shrunk, and the
@@ -58,15 +58,18 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
 
 
 def record(words: list[str]) -> int:
-    """Run `dtgpt record RECIPE.py FILE STEPS [--option value ...]`, which `dtgpt compare` starts in each process."""
-    from dtgpt.train.compare import record as record_steps
-    from dtgpt.train.compare import save_record
+    """Run `dtgpt record RECIPE.py FILE STEPS MOVED [--option value ...]`, which `dtgpt compare` starts in each process.
+    MOVED: 0 or 1."""
+    from dtgpt.train.record import move_weights, save_record
+    from dtgpt.train.record import record as record_steps
     from dtgpt.train.startup import open_trainer
 
-    if len(words) < 3:
+    if len(words) < 4:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
-    path, file, steps, *options = words
+    path, file, steps, moved, *options = words
     with open_trainer(load_recipe(Path(path), options)) as trainer:
+        if moved == "1":
+            move_weights(trainer)
         save_record(record_steps(trainer, int(steps)), Path(file))
     return 0
 

@@ -9,6 +9,8 @@ from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
 
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp8": 2e-3, "fp16": 1e-3}  # of losses, by the precision of the runs
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareRunsOptions:
@@ -31,20 +33,15 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
             f"dtgpt compare takes two runs, and {given} given; use dtgpt compare {first} {second}, or dtgpt compare "
             "RECIPE.py --plans NAME"
         )
-    from dtgpt.config.execution import DTYPES
-    from dtgpt.config.fp8 import FP8
     from dtgpt.run.plot import check_picture, import_pyplot
     from dtgpt.run.two_runs import compare_runs
     from dtgpt.run.two_runs_plot import plot_two_runs
     from dtgpt.run.two_runs_report import report
-    from dtgpt.train.compare import TOLERANCE
 
     if options.output is not None:
         check_picture(Path(options.output))
         import_pyplot()
-    by_precision = {name: TOLERANCE[str(dtype)][0] for name, dtype in DTYPES.items()}
-    by_precision[FP8] = by_precision["bf16"]
-    two = compare_runs(*runs, options.tolerance, by_precision)
+    two = compare_runs(*runs, options.tolerance, TOLERANCE)
     if options.output is not None:
         plot_two_runs(two, Path(options.output))
     say(report(two))

@@ -17,6 +17,7 @@ from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
+from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
@@ -36,8 +37,11 @@ MODELS: dict[str, ModelConfig] = {  # what a case's values change
 CUT = {"qkv": Role.QKV, "column": Role.COLUMN}  # the first matrix of a pair
 TABLES = [f"{first}:{style}" for first in CUT for style in ("whole", "gathered", "rows")]
 DOCUMENTS = 400
+FITS = 2.0**10  # loss scale of a case whose precision is asked for
+KEY = "_text_document"  # the end of the token files' names
 PLAN = "case"  # its name in the recipe
-Run = Literal["plan", "first", "reference", "exact", "moved"]  # `first`: under the first of two plans
+# first: under the first of two plans. The others are on one process: exact in fp32, moved from moved initial weights.
+Run = Literal["plan", "first", "reference", "exact", "moved"]
 
 
 class First(NamedTuple):
@@ -45,6 +49,10 @@ class First(NamedTuple):
 
     plan: str  # the name of a standard plan
     steps: int
+    batch: int | None = None  # samples of these steps; None: those of the later ones
+
+    def __str__(self) -> str:
+        return ":".join(map(str, filter(None, self)))
 
 
 @dataclass(frozen=True)
@@ -57,16 +65,19 @@ class Case:
     blocks_per_stage: tuple[int, ...] | None = None
     table: str | None = None  # one of TABLES: how tp ranks share a pair of matrices in every block
     first: First | None = None  # after which a checkpoint is written, from which `plan` goes on
+    prepared: bool = False  # whether the text comes from token files
 
     def __str__(self) -> str:
         """Return the case as `parse` reads it."""
         words = [self.architecture, self.plan]
         if self.first:
-            words.append(f"first={self.first.plan}:{self.first.steps}")
+            words.append(f"first={self.first}")
         if self.blocks_per_stage:
             words.append(f"blocks_per_stage={','.join(map(str, self.blocks_per_stage))}")
         if self.table:
             words.append(f"table={self.table}")
+        if self.prepared:
+            words.append("data=prepared")
         return shlex.join([*words, *(f"{name}={value_text(value)}" for name, value in self.values.items())])
 
     def parallel_plan(self) -> Plan:
@@ -123,18 +134,29 @@ def parse(text: str) -> Case:
         if not equals:
             raise UserError(f"--case has the word {shown(word)} without a value; write words such as model.num_heads=2")
         options[name] = value
-    cut, table, first = (options.pop(name, None) for name in ("blocks_per_stage", "table", "first"))
+    cut, table, first, data = (options.pop(name, None) for name in ("blocks_per_stage", "table", "first", "data"))
     if table is not None and table not in TABLES:
         raise UserError(f"--case has table={shown(table)}, which is not a choice; use one of {', '.join(TABLES)}")
     if cut is not None and not all(part.isdecimal() for part in cut.split(",")):
         raise UserError(f"--case has blocks_per_stage={shown(cut)}; give whole numbers such as 3,1")
-    if first is not None and not re.fullmatch(r"\w+:[1-9]\d{0,6}", first):
-        raise UserError(f"--case has first={shown(first)}; give a plan and its number of steps, such as tp2:1")
+    if first is not None and not re.fullmatch(r"\w+(:[1-9]\d{0,6}){1,2}", first):
+        raise UserError(
+            f"--case has first={shown(first)}; give a plan, its number of steps and, if it has another one, its batch "
+            "size, such as tp2:1 or tp2:1:8"
+        )
+    if data not in (None, "prepared"):
+        raise UserError(f"--case has data={shown(data)}; use data=prepared, or leave it out for a text")
     given = take(blank, read_words([f"--{name}={value}" for name, value in options.items()], blank)[1])
     values = {name: attrgetter(name)(given) for name in options}
     blocks = tuple(map(int, cut.split(","))) if cut else None
-    before = First(first.partition(":")[0], int(first.partition(":")[2])) if first is not None else None
-    return Case(words[0], words[1], values, blocks, table, before)
+    return Case(words[0], words[1], values, blocks, table, _first(first), data is not None)
+
+
+def _first(text: str | None) -> First | None:
+    if text is None:
+        return None
+    plan, *numbers = text.split(":")
+    return First(plan, *map(int, numbers))
 
 
 def _blank(architecture: str) -> Recipe:
@@ -164,7 +186,7 @@ class Setting:
 
     base: Recipe  # as `plain` returns it
     given: Options  # values of recipe fields that hold in every case, by name
-    text: Path  # of which all are trained
+    text: Path  # of which all are trained, and beside which `write_text` has put token files
 
     def pin(self, case: Case) -> Case:
         """Return the case with the options that hold in every one, as far as its architecture has them."""
@@ -172,6 +194,8 @@ class Setting:
         known = (self.given.keys() - {"seed"}) & {name for name, *_ in leaves(blank)}
         given = take(blank, {name: self.given[name] for name in known})
         values = {**case.values, **{name: attrgetter(name)(given) for name in sorted(known)}}
+        if values.get("precision") == "fp16":
+            values = {**values, "loss_scale.initial": values.get("loss_scale.initial", FITS)}
         steps = values.get("steps")
         short = case.first is not None and isinstance(steps, int) and steps <= case.first.steps
         return replace(case, values=values, first=None if short else case.first)
@@ -187,26 +211,31 @@ class Setting:
             return self.recipe_of(case)
         if run == "first":
             plan = case.first_plan()
-            return None if plan is None else self.recipe_of(case, plan)
+            return None if plan is None else self.recipe_of(self.as_first(case), plan)
         return self.exact_of(case) if run == "exact" else self.reference_of(case)
+
+    def as_first(self, case: Case) -> Case:
+        """Return a case with two plans as its first one runs it: with its own batch size."""
+        if case.first is None or case.first.batch is None:
+            return case
+        return replace(case, values={**case.values, "global_batch_size": case.first.batch})
 
     def recipe_of(self, case: Case, plan: Plan | None = None) -> Recipe:
         """Return the recipe of a case under its plan, or another one. Raises UserError."""
         data = DataConfig(path=str(self.text), tokenizer="bytes")
+        if case.prepared:
+            data = DataConfig(path=str(_prefix(self.text)) + KEY, split="90,10,0")
         plan = plan or case.parallel_plan()
         recipe = replace(self.base, model=MODELS[case.architecture], data=data)
         return replace(replace_values(recipe, case.values), plan=PLAN, plans={PLAN: plan})
 
     def reference_of(self, case: Case) -> Recipe:
         """Return the recipe of a case on one process, in the plainest way: nothing is recomputed or captured, and in
-        fp32 each step is one micro-batch through the reference implementation of attention. 16-bit rounding depends on
-        both, so that they stay as they are there."""
+        fp32 attention is its reference implementation. 16-bit rounding depends on that, so that it stays as it is
+        there."""
         recipe = self.recipe_of(case)
         recipe = replace(recipe, plan=SINGLE, plans={}, recompute="none", graph="off", compile="off")
-        if recipe.precision != "fp32":
-            return recipe
-        whole = recipe.global_batch_size if recipe.rampup_batch_size is None else 1
-        return replace(recipe, micro_batch_size=whole, attention="explicit")
+        return recipe if recipe.precision != "fp32" else replace(recipe, attention="explicit")
 
     def exact_of(self, case: Case) -> Recipe | None:
         """Return the recipe of a case in 16 bits on one process in fp32; None for other cases."""
@@ -222,16 +251,28 @@ class Setting:
                 f"first={case.first.plan}:{case.first.steps} leaves none of {counted(recipe.num_steps, 'step')} to the "
                 "other plan; give fewer"
             )
-        for plan in filter(None, (case.first_plan(), case.parallel_plan())):
-            found = self.recipe_of(case, plan).plan_for(plan.world)
+        both = (self.as_first(case), case.first_plan()), (case, case.parallel_plan())
+        for some, plan in both:
+            if plan is None:
+                continue
+            recipe = self.recipe_of(some, plan)
+            check_run(recipe)
+            found = recipe.plan_for(plan.world)
             if found.tp > 1:
                 make_table(recipe.model, found)
         return found
 
 
 def write_text(path: Path) -> Path:
-    """Write short documents of many lengths, so that most samples have several, and return their path."""
+    """Write short documents of many lengths, so that most samples have several, as a text and as token files; return
+    the path of the text."""
     lines = [json.dumps({"text": f"{'so ' * (i % 7)}{i} and {i + 1} make {2 * i + 1}."[: 4 + i * 5 % 37]})
              for i in range(DOCUMENTS)]  # fmt: skip
     path.write_text("\n".join(lines) + "\n")
+    prefix = str(_prefix(path))
+    prepare(PrepareConfig(input=(str(path),), output_prefix=prefix, tokenizer="bytes", append_eod=True, workers=1))
     return path
+
+
+def _prefix(text: Path) -> Path:
+    return text.with_suffix("")

@@ -14,6 +14,8 @@ from dtgpt.fuzz.draws import Draws
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
+WIDE = 120
+OVERFLOWS = 2.0**19
 FIRST_VOCABULARY = 257  # bytes and the end of text
 
 
@@ -32,14 +34,17 @@ def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> C
     model = _model(draws, architecture, both, careless)
     values = {"model.num_layers": layers, **model, **_batch(draws, both, careless), **_training(draws, careless)}
     values |= _length(draws, values)
-    first = _first(draws, both[0], values) if both[1:] else None
+    prepared = draws.chance("token files", 4)
+    if prepared:
+        values["data.train_samples"] = draws.pick("samples of an epoch", (13, 40, 200))
+    first = _first(draws, both, values) if both[1:] else None
     if first:
         values["checkpoint.background"] = draws.chance("saves behind the steps", 2)
     cut = _cut(draws, layers, plan.num_stages) if plan.pp > 1 and layers >= plan.num_stages else None
     table = None
     if plan.tp > 1 and (careless or not any(p.sequence_parallel for p in both)) and draws.chance("own table", 2):
         table = draws.pick("table", TABLES)
-    return Case(architecture, plan.name, values, cut, table, first)
+    return Case(architecture, plan.name, values, cut, table, first, prepared)
 
 
 def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
@@ -49,11 +54,17 @@ def _plan(draws: Draws, ranks: int, plans: Sequence[str]) -> Plan:
     return plan
 
 
-def _first(draws: Draws, plan: Plan, values: dict[str, Any]) -> First | None:
-    """Return how many steps the first of two plans takes: not all."""
-    sizes = BatchSizes(values["global_batch_size"], values.get("rampup_batch_size"))
-    steps = values["steps"] or sizes.steps_within(values["train_samples"])
-    return First(plan.name, draws.between("steps of the first plan", 1, steps - 1)) if steps > 1 else None
+def _first(draws: Draws, plans: Sequence[Plan], values: dict[str, Any]) -> First | None:
+    """Return how many steps the first of two plans takes: not all. In some cases their batch size is another one."""
+    whole, ramp = values["global_batch_size"], values.get("rampup_batch_size")
+    steps = values["steps"] or BatchSizes(whole, ramp).steps_within(values["train_samples"])
+    if steps < 2:
+        return None
+    batch = None
+    if values["steps"] and not ramp and draws.chance("another batch size", 2):
+        sizes = _batch_sizes(plans, values["micro_batch_size"])
+        batch = draws.pick("first batch size", [size for size in sizes if size != whole])
+    return First(plans[0].name, draws.between("steps of the first plan", 1, steps - 1), batch)
 
 
 def draw_plan(draws: Draws, ranks: int) -> Plan:
@@ -79,31 +90,36 @@ def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: boo
     length = draws.between("length", 1, 27) if share == 1 else share * draws.between("length of a rank", 1, 8)
     if draws.chance("long", 10):  # more than one tile of a kernel
         length = share * (LONG // share + draws.below("more tokens", 90))
-    sizes = _gpt2(draws, tp) if architecture == "gpt2" else _llama(draws, tp)
+    vocabulary, width = FIRST_VOCABULARY + draws.below("vocabulary", 270), 0
+    if draws.chance("wide", 8):  # so that the table is large, see `Shard.own`
+        length, vocabulary, width = share * max(1, 16 // share), vocabulary + FIRST_VOCABULARY, WIDE
+    sizes = _gpt2(draws, tp, width) if architecture == "gpt2" else _llama(draws, tp, width)
     sizes |= {
         "seq_length": length,
-        "vocab_size": FIRST_VOCABULARY + draws.below("vocabulary", 270),
+        "vocab_size": vocabulary,
         "dropout": draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)),
         "init_std": draws.pick("initial weights", (0.02, 0.05, 0.1)),
     }
     return {f"model.{name}": value for name, value in sizes.items()}
 
 
-def _gpt2(draws: Draws, tp: int) -> dict[str, Any]:
+def _gpt2(draws: Draws, tp: int, least: int) -> dict[str, Any]:
+    """Return the widths of a model; least: that of its activations."""
     heads = tp * draws.between("heads of a rank", 1, 3 if tp <= 4 else 1)
     size = draws.pick("size of a head", (3, 4, 5, 7, 8, 11, 16))
-    while heads * size < NARROWEST:
+    while heads * size < max(least, NARROWEST):
         size += 3
     return {"num_heads": heads, "hidden_size": heads * size}
 
 
-def _llama(draws: Draws, tp: int) -> dict[str, Any]:
+def _llama(draws: Draws, tp: int, least: int) -> dict[str, Any]:
+    """Return the widths of a model; least: that of its activations."""
     groups = tp * draws.between("groups of a rank", 1, 2 if tp <= 4 else 1)
     sizes: dict[str, Any] = {
         "num_kv_heads": groups,
         "num_heads": groups * draws.between("queries of a group", 1, 3),
         "head_dim": draws.pick("size of a head", (2, 4, 6, 10, 14, 16)),
-        "hidden_size": draws.between("width", 9, 47),
+        "hidden_size": least + draws.between("width", 9, 47),
         "ffn_hidden_size": tp * draws.between("width of a rank's MLP", 3, 30),
         "tied": draws.chance("tied", 2),
         "qk_norm": draws.chance("norms of heads", 2),
@@ -120,15 +136,20 @@ def _batch(draws: Draws, plans: Sequence[Plan], careless: bool) -> dict[str, Any
     micro = draws.pick("micro-batch", (1, 1, 2, 3))
     if careless:
         return {"micro_batch_size": micro, "global_batch_size": draws.between("batch", 1, 12)}
-    share = micro * math.lcm(*(plan.dp or 1 for plan in plans))
-    multiples = (share * count for count in range(1, 99))
-    sizes = [size for size in multiples if all(_runs(plan, size // micro // (plan.dp or 1)) for plan in plans)]
-    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": draws.pick("micro-batches", sizes[:3])}
+    sizes = _batch_sizes(plans, micro)
+    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": draws.pick("micro-batches", sizes)}
     if draws.chance("ramp", 6):
         start, more = sizes[0], draws.between("sizes of the ramp", 1, 2)
         values["global_batch_size"] = start * (more + 1)
         values["rampup_batch_size"] = f"{start},{start},{start * more * draws.between('length of the ramp', 1, 2)}"
     return values
+
+
+def _batch_sizes(plans: Sequence[Plan], micro: int) -> list[int]:
+    """Return the three smallest batch sizes that all plans can split."""
+    least = micro * math.lcm(*(plan.dp or 1 for plan in plans))
+    multiples = (least * count for count in range(1, 99))
+    return [size for size in multiples if all(_runs(plan, size // micro // (plan.dp or 1)) for plan in plans)][:3]
 
 
 def _runs(plan: Plan, count: int) -> bool:
@@ -141,20 +162,22 @@ def _runs(plan: Plan, count: int) -> bool:
 def _length(draws: Draws, values: dict[str, Any]) -> dict[str, Any]:
     """Return the length of the run, in some cases by its samples."""
     steps = draws.between("steps", 2, 5)
-    if not draws.chance("counts samples", 6):
-        return {"steps": steps}
+    if values.get("loss_scale.initial", 0) >= OVERFLOWS:
+        steps += 4  # of which some are not skipped
     whole = values["global_batch_size"]
     samples = BatchSizes(whole, values.get("rampup_batch_size")).before(steps) + draws.below("samples left", whole)
-    return {"steps": None, "train_samples": samples}
+    if draws.chance("counts samples", 6):
+        return {"steps": None, "train_samples": samples}
+    if draws.chance("rates by samples", 4):
+        return {"steps": steps, "optimizer.decay_samples": samples}
+    return {"steps": steps}
 
 
 def _training(draws: Draws, careless: bool) -> dict[str, Any]:
     back_ends = ["auto", "explicit", "fused_softmax", "flash"]
     if careless or draws.pick("dropout", (0.0, 0.1, 0.25, 0.5)) == 0:
         back_ends.append("sdpa")
-    precision = draws.pick("kind of 16 bits", ("bf16", "bf16", "fp16")) if draws.chance("16 bits", 8) else "fp32"
-    if precision == "bf16" and draws.chance("products of 8 bits", 2):
-        precision = "fp8"
+    precision = draws.pick("precision", ("fp32",) * 9 + ("bf16", "fp16", "fp8"))
     values = {
         "seed": draws.below("seed of the run", 1 << 20),
         "precision": precision,
@@ -178,8 +201,8 @@ def _training(draws: Draws, careless: bool) -> dict[str, Any]:
         "log.temperature": draws.pick("temperature", (0.0, 0.7, 1.0)),
         "log.top_k": draws.pick("likeliest tokens", (0, 3, 50)),
     }
-    if precision == "fp16":  # a scale at which no step overflows, and one at which all do
-        values["loss_scale.initial"] = draws.pick("loss scale", (2.0**8, 2.0**10, 2.0**40))
+    if precision == "fp16":  # scales at which no step overflows, and those at which the first ones do
+        values["loss_scale.initial"] = draws.pick("loss scale", (2.0**8, 2.0**14, OVERFLOWS, 2 * OVERFLOWS))
         values["loss_scale.window"] = draws.pick("steps until the scale doubles", (1, 2, 1000))
         values["loss_scale.hysteresis"] = draws.between("overflows until the scale halves", 1, 2)
     return values

@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 
 from dtgpt.fuzz.case import Case
 from dtgpt.fuzz.measure import Seen
-from dtgpt.train.compare import TOLERANCE, Record, difference, tensor_differences
+from dtgpt.train.record import Record
+from dtgpt.train.verdict import ROUNDINGS, Difference, Limits, difference, limits_of, problems, relative
 from dtgpt.util.console import counted
 
-Verdict = Literal["right", "refused", "differs", "fails", "hangs"]
+Verdict = Literal["right", "refused", "empty", "differs", "fails", "hangs"]
 # Some gradients are zero but for rounding, such as those of queries that see one token. One that is smaller than this
-# share of the whole gradient's norm is held against that: an error shows from 1e-7 of the whole gradient on.
+# fraction of the whole gradient's norm is held against that: an error shows from 1e-7 of the whole gradient on.
 LEAST = 1e-3
-ROUNDINGS = 4.0  # by which two runs may be apart
 BAD = ("differs", "fails", "hangs")
 
 
@@ -22,7 +22,8 @@ class Figures(NamedTuple):
     """The largest relative differences from one process."""
 
     loss: float = 0.0
-    gradient: float = 0.0
+    first_gradient: float = 0.0
+    last_gradient: float = 0.0
     weight: float = 0.0
     held_out: float = 0.0
 
@@ -39,51 +40,50 @@ class Outcome(NamedTuple):
         return self.verdict in BAD
 
 
-def judge(
-    case: Case, ranks: Sequence[Seen], reference: Seen, rounded: Sequence[Seen] = (), tolerance: float | None = None,
-    first: Sequence[Seen] = (),
-) -> Outcome:  # fmt: skip
-    """Compare what every rank of the plan saw with what one process saw.
+class Alone(NamedTuple):
+    """What one process saw."""
 
-    rounded: runs that differ from the reference by rounding alone: one process in fp32, of a case in 16 bits, and one
-    whose initial weights were moved by a last bit. tolerance: in place of those of `dtgpt compare`. first: what every
-    rank of the first plan saw, where the case has two.
-    """
-    ours, theirs = joined([seen[0].record for seen in (first, ranks) if seen]), reference.record
-    if theirs is None:
-        raise ValueError("the reference returned no record")
+    reference: Seen
+    exact: Seen | None = None  # in fp32, of a case in 16 bits
+    moved: Seen | None = None  # from initial weights that were moved by a last bit: what rounding alone does
+
+
+def judge(
+    case: Case, ranks: Sequence[Seen], alone: Alone, tolerance: float | None = None, first: Sequence[Seen] = ()
+) -> Outcome:
+    """Compare what every rank of the plan saw with what one process saw. tolerance: in place of the limits of `dtgpt
+    compare`. first: what every rank of the first plan saw, where the case has two."""
+    reference, moved = alone.reference, alone.moved
+    ours, theirs = joined([seen[0].record for seen in (first, ranks) if seen]), joined([reference.record])
     if ours.tensors.keys() != theirs.tensors.keys():
         other = ", ".join(sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
         return Outcome(case, "differs", f"only one of them has {other}", kind="differs")
-    skips = [[not math.isfinite(norm) for norm in record.norms] for record in (ours, theirs)]
-    if skips[0] != skips[1]:
-        steps = [[step for step, skipped in enumerate(some, 1) if skipped] for some in skips]
-        return Outcome(case, "differs", f"skips steps {steps[0]}, one process {steps[1]}", kind="differs")
-    if any(skips[0]):  # the run in fp32 takes these steps
-        ours, theirs, rounded = _without_skipped(ours), _without_skipped(theirs), ()
     found = difference(ours, theirs, LEAST)
+    rounded = [difference(joined([moved.record]), theirs, LEAST)] if moved else []
+    if not found.same_skips and any(not other.same_skips for other in rounded):
+        return Outcome(case, "empty", "rounding decides which steps fp16 skips")
+    limits = limits_of(ours) if tolerance is None else Limits(tolerance, tolerance, tolerance, tolerance)
     before = first[0].between if first else ()
+    rounding = _held_out(_held_out_losses(moved), reference) if moved else 0.0
     held_out = max(_held_out([*before, *_held_out_losses(seen)], reference) for seen in ranks)
-    loss, tensors = TOLERANCE[theirs.dtype] if tolerance is None else (tolerance, tolerance)
-    others = [seen.record for seen in rounded if seen.record]
-    rounding = max((difference(theirs, other, LEAST).loss for other in others), default=0.0)
-    rounding_held_out = max((_held_out(_held_out_losses(seen), reference) for seen in rounded), default=0.0)
-    done = len(first[0].samples) if first else 0
-    problems = [
-        "" if found.same_initial else "initial weights differ",
+    all_problems = [
+        *problems(found, limits, rounded),
         _samples(first, reference),
-        _samples(ranks, reference, done),
-        "" if found.loss <= loss + ROUNDINGS * rounding else f"loss differs by {found.loss:.1e}",
-        *_tensors(ours, theirs, others, tensors),
-        "" if held_out <= loss + ROUNDINGS * rounding_held_out else f"held-out loss differs by {held_out:.1e}",
-        _texts(first, ranks, reference, rounded),
+        _samples(ranks, reference, len(first[0].samples) if first else 0),
+        "" if held_out <= limits.loss + ROUNDINGS * rounding else f"held-out loss differs by {held_out:.1e}",
+        _texts(first, ranks, reference, moved),
         _copies(first),
         _copies(ranks),
         "" if not first or first[0].end == ranks[0].begin else "weights or moments read are not those saved",
-    ]  # fmt: skip
-    wrong = [problem for problem in problems if problem]
-    figures = Figures(found.loss, found.gradient, found.weight, held_out)
-    return Outcome(case, "differs" if wrong else "right", "; ".join(wrong), figures, kind="differs" if wrong else "")
+        *_in_16_bits(alone, rounded),
+    ]
+    wrong = [problem for problem in all_problems if problem]
+    figures = Figures(found.loss, found.first_gradient, found.last_gradient, found.weight, held_out)
+    if wrong:
+        return Outcome(case, "differs", "; ".join(wrong), figures, kind="differs")
+    if not found.applied:
+        return Outcome(case, "empty", "fp16 skips every step")
+    return Outcome(case, "right", "", figures)
 
 
 def joined(records: Sequence[Record | None]) -> Record:
@@ -95,30 +95,34 @@ def joined(records: Sequence[Record | None]) -> Record:
     begin, end = parts[0], parts[-1]
     gradients = {name: value for name, value in begin.tensors.items() if name.startswith("first ")}
     return replace(
-        end, losses=[loss for part in parts for loss in part.losses], norms=[n for part in parts for n in part.norms],
-        initial=begin.initial, travel=sum(part.travel for part in parts), tensors={**end.tensors, **gradients},
-    )  # fmt: skip
+        end,
+        rounding=begin.rounding,  # which the first gradient depends on
+        losses=[loss for part in parts for loss in part.losses],
+        norms=[norm for part in parts for norm in part.norms],
+        rates=[rate for part in parts for rate in part.rates],
+        scales=[scale for part in parts for scale in part.scales],
+        initial=begin.initial,
+        tensors={**end.tensors, **gradients},
+    )
 
 
-def _without_skipped(record: Record) -> Record:
-    """Return the record without the gradients of steps that fp16 skips, which are not finite."""
-    skipped = {f"{kind} gradient" for kind, n in (("first", 0), ("last", -1)) if not math.isfinite(record.norms[n])}
-    left = {name: value for name, value in record.tensors.items() if name.partition("/")[0] not in skipped}
-    return replace(record, tensors=left)
+def _in_16_bits(alone: Alone, rounded: Sequence[Difference]) -> list[str]:
+    """Return what is wrong with the first step of one process in 16 bits, against one in fp32: what all plans would get
+    wrong in the same way."""
+    if alone.exact is None:
+        return []
+    ours, theirs = joined([alone.reference.record]), joined([alone.exact.record])
+    if math.isinf(ours.norms[0]):
+        return []
+    found = difference(first_step(ours), first_step(theirs), LEAST)
+    eps = 2 * limits_of(replace(ours, rounding="products")).first_gradient
+    return [f"in fp32, {problem}" for problem in problems(found, Limits(eps, eps, eps, eps), rounded)]
 
 
-def _tensors(ours: Record, theirs: Record, rounded: Sequence[Record], tolerance: float) -> list[str]:
-    """Return the worst gradient and the worst weight that are too far from the reference. What rounding does to a
-    tensor is accepted beside the tolerance, since one of few numbers may be rounding for the most part."""
-    roundings = [tensor_differences(theirs, other, LEAST) for other in rounded]
-    beyond: dict[str, tuple[float, str]] = {}
-    for name, value in tensor_differences(ours, theirs, LEAST).items():
-        if value <= tolerance + ROUNDINGS * max((rounding[name] for rounding in roundings), default=0.0):
-            continue
-        kind = name.partition("/")[0].split()[-1]
-        seen = beyond.get(kind, (0.0, ""))
-        beyond[kind] = max(seen, (value, name), key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    return [f"{name.replace('/', ' of ')} differs by {value:.1e}" for value, name in beyond.values()]
+def first_step(record: Record) -> Record:
+    """Return the first step of a record."""
+    tensors = {name: value for name, value in record.tensors.items() if name.startswith("first ")}
+    return replace(record, losses=record.losses[:1], norms=record.norms[:1], rates=[], scales=[], tensors=tensors)
 
 
 def _held_out_losses(seen: Seen) -> list[float | None]:
@@ -131,7 +135,7 @@ def _held_out(losses: Sequence[float | None], reference: Seen) -> float:
     return max(map(_relative, losses, expected)) if len(losses) == len(expected) else math.inf
 
 
-def _texts(first: Sequence[Seen], ranks: Sequence[Seen], reference: Seen, rounded: Sequence[Seen]) -> str:
+def _texts(first: Sequence[Seen], ranks: Sequence[Seen], reference: Seen, moved: Seen | None) -> str:
     """Return what is wrong with the generated texts. Rounding may decide on a token: one process in other rounding
     then has another text, and in 16 bits any text is accepted."""
     if any(len({seen.texts for seen in some}) > 1 for some in (first, ranks)):
@@ -140,7 +144,7 @@ def _texts(first: Sequence[Seen], ranks: Sequence[Seen], reference: Seen, rounde
     record = reference.record
     if len(texts) != len(reference.texts):
         return f"{counted(len(texts), 'text')}, one process {len(reference.texts)}"
-    if record is None or record.dtype != "torch.float32" or any(seen.texts != reference.texts for seen in rounded):
+    if record is None or record.dtype != "torch.float32" or (moved and moved.texts != reference.texts):
         return ""
     apart = [step for step, pair in enumerate(zip(texts, reference.texts, strict=True), 1) if pair[0] != pair[1]]
     return f"text {apart[0]} of {len(texts)} differs" if apart else ""
@@ -149,7 +153,7 @@ def _texts(first: Sequence[Seen], ranks: Sequence[Seen], reference: Seen, rounde
 def _relative(ours: float | None, theirs: float | None) -> float:
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
-    away = abs(ours - theirs) / abs(theirs)
+    away = relative(ours, theirs)
     return math.inf if math.isnan(away) else away
 
 

@@ -14,10 +14,14 @@ from torch import Tensor
 from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
 from dtgpt.fuzz.case import Case, Run, Setting
+from dtgpt.models.batch import Batch
+from dtgpt.parallel.build import scale_gradients
+from dtgpt.parallel.engine import TrainingEngine
+from dtgpt.parallel.gradients import local_gradient
 from dtgpt.parallel.shards import Shard
 from dtgpt.train.checkpoints import state_of
-from dtgpt.train.compare import Record, record
 from dtgpt.train.loop import is_due
+from dtgpt.train.record import Record, move_weights, record
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
 
@@ -40,14 +44,18 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
     """Train the steps of a case: in each process of its plan, or all of them on one process as its reference. Where the
     case has two plans, the steps under the `first` end with a checkpoint, from which the `plan` goes on. To know what
     rounding does to the case: on one process in fp32 (`exact`; None if the case is in fp32), or from initial weights
-    that are `moved` by a last bit."""
+    that are `moved` by a last bit. One process takes all steps, and in fp32 each as one pass over its whole batch."""
     recipe = setting.recipe_for(case, run)
     if recipe is None:
         return None
     resumes = case.first is not None and run == "plan"
     with open_trainer(recipe, setting.run_folder if resumes else None) as trainer:
         if run == "moved":
-            _move_weights(trainer)
+            move_weights(trainer)
+        if run not in ("plan", "first"):
+            _set_batch_sizes(trainer, setting, case)
+            if recipe.precision == "fp32":
+                trainer.engine = WholeBatchEngine(trainer)
         samples, notes, begin = _note_samples(trainer), _Notes(trainer), _digest_of_state(trainer)
         last = case.first.steps if case.first and run == "first" else trainer.steps
         made = record(trainer, last - trainer.step, notes.after_step)
@@ -110,16 +118,38 @@ def _digest_of_state(trainer: Trainer) -> str:
     return found.hexdigest()
 
 
-@torch.no_grad()
-def _move_weights(trainer: Trainer) -> None:
-    """Add or subtract of each initial weight, on one process, what the last bit of the run's type can add: half of them
-    each."""
-    bit = max(2.0**-23, torch.finfo(trainer.settings.dtype).eps / 2)
-    generator = torch.Generator().manual_seed(0)
-    for shard in trainer.shards:
-        up = torch.rand(shard.local.shape, generator=generator) < 0.5
-        shard.local.mul_(torch.where(up, 1 + bit, 1 - bit).to(shard.local.device))
-    trainer.shards.publish()
+class WholeBatchEngine(TrainingEngine):
+    """The gradient of the mean loss over a whole batch, by one backward pass of autograd: without micro-batches, their
+    fractions, sums of gradients or a schedule, which a plan could get wrong in the same way as one process. Works on
+    one process in fp32."""
+
+    def __init__(self, trainer: Trainer):
+        (self.model,), self.shards, self._engine = trainer.stages, trainer.shards, trainer.engine
+        scale_gradients(trainer.stages, None)
+
+    def gradients(self, micro_batches: int, batch: Batch) -> Tensor:
+        for shard in self.shards:
+            shard.parameter.grad = None
+        loss = self.model(*batch)
+        loss.backward()
+        self.shards.gradients = [local_gradient(shard.parameter) for shard in self.shards]
+        return loss.detach()
+
+    def mean_loss(self, batch: Batch) -> Tensor | None:
+        return self._engine.mean_loss(batch)
+
+
+def _set_batch_sizes(trainer: Trainer, setting: Setting, case: Case) -> None:
+    """Give a run without interruption the batch sizes that a case with two plans has, and the learning rates that
+    follow from them."""
+    first = setting.recipe_for(case, "first")
+    if case.first is None or case.first.batch is None or first is None:
+        return
+    earlier = first.batch_sizes()
+    later = setting.recipe_of(case).batch_sizes(case.first.steps, earlier.before(case.first.steps))
+    trainer.sizes = later.preceded_by(earlier)
+    rates = trainer.schedule.rates(trainer.steps, trainer.sizes)
+    trainer.optimizer.schedule = torch.tensor(rates, device=trainer.mesh.device)
 
 
 def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:

@@ -18,7 +18,8 @@ def line(index: int, outcome: Outcome) -> str:
     name = " ".join([case.architecture, plans, *own, case.values.get("precision", "")])
     said = outcome.sentence
     if outcome.verdict == "right" and figures is not None:
-        said = f"loss {figures.loss:.0e}, gradient {figures.gradient:.0e}, weight {figures.weight:.0e}"
+        gradients = f"gradients {figures.first_gradient:.0e} and {figures.last_gradient:.0e}"
+        said = f"loss {figures.loss:.0e}, {gradients}, weight {figures.weight:.0e}"
     return f"{index:>4} {outcome.verdict:<8}{name}: {said}"
 
 
@@ -35,7 +36,7 @@ def kinds(case: Case) -> list[str]:
     if plan.pp > 1:
         found.append(f"pp {next(word for word, name in SCHEDULES.items() if name == plan.schedule)}")
     found += ["own cut"] * bool(case.blocks_per_stage) + ["own table"] * bool(case.table)
-    found += ["two plans"] * bool(case.first)
+    found += ["two plans"] * bool(case.first) + ["token files"] * case.prepared
     return found
 
 
@@ -44,8 +45,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     their own, since their rounding hides that of the others."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     bad = sum(outcome.is_bad for outcome in outcomes)
-    lines = ["", f"{'largest relative differences':<30}{'cases':>6}{'refused':>8}{'wrong':>6}"
-             f"{'loss':>9}{'gradient':>10}{'weight':>9}{'held-out':>10}"]  # fmt: skip
+    lines = ["", f"{'largest relative differences':<29}{'cases':>6}{'refused':>8}{'empty':>6}{'wrong':>6}"
+             f"{'loss':>9}{'grad 1':>9}{'grad N':>9}{'weight':>9}{'held-out':>10}"]  # fmt: skip
     rows: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         narrow = outcome.case.values.get("precision", "fp32") != "fp32"
@@ -56,14 +57,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
         for name in names[1:2] if narrow else names:
             rows.setdefault(name, []).append(outcome)
     for name, some in sorted(rows.items()):
-        refused, wrong = sum(o.verdict == "refused" for o in some), sum(o.is_bad for o in some)
+        refused, empty = (sum(o.verdict == verdict for o in some) for verdict in ("refused", "empty"))
+        wrong = sum(o.is_bad for o in some)
         largest = _largest([o.figures for o in some if o.figures])
-        lines.append(f"{name:<30}{len(some):>6}{refused:>8}{wrong:>6}{largest}")
-    lines += ["", f"{counted(verdicts['right'], 'case')} right, {verdicts['refused']} refused, {bad} wrong"]
+        lines.append(f"{name:<29}{len(some):>6}{refused:>8}{empty:>6}{wrong:>6}{largest}")
+    others = f"{verdicts['refused']} refused, {verdicts['empty']} with nothing to compare, {bad} wrong"
+    lines += ["", f"{counted(verdicts['right'], 'case')} right, {others}"]
     return "\n".join(lines)
 
 
 def _largest(figures: Sequence[Figures]) -> str:
-    """Return four columns: the largest of each difference, or dashes where nothing was compared."""
+    """Return a column for each figure: the largest of each difference, or dashes where nothing was compared."""
     cells = [f"{max(values):.0e}" for values in zip(*figures, strict=True)] or ["-"] * len(Figures._fields)
-    return "".join(cell.rjust(width) for cell, width in zip(cells, (9, 10, 9, 10), strict=True))
+    return "".join(cell.rjust(width) for cell, width in zip(cells, (9, 9, 9, 9, 10), strict=True))

@@ -13,7 +13,7 @@ import torch
 from dtgpt.config.execution import choose_device
 from dtgpt.fuzz.case import Case, Setting, parse
 from dtgpt.fuzz.drawing import draw_case
-from dtgpt.fuzz.judge import Outcome, judge
+from dtgpt.fuzz.judge import Alone, Outcome, judge
 from dtgpt.fuzz.measure import Seen, measure
 from dtgpt.fuzz.pool import Answer, Job, Pool
 from dtgpt.fuzz.report import line, table
@@ -78,14 +78,13 @@ class Runner:
     def _judge(
         self, case: Case, ranks: list[Answer] | None, reference: list[Answer] | None, first: list[Answer] | None = None
     ) -> Outcome:
-        """Judge what ran to its end; where it is not right, with regard to what rounding does to the case."""
-        (alone, *others), seen, before = _said(reference)[0].value, _values(ranks), _values(first)
-        outcome = judge(case, seen, alone, others, self.tolerance, before)
-        if outcome.verdict == "right" or self.tolerance is not None:
+        """Judge what ran to its end; where it is wrong, with regard to what rounding does to the case."""
+        alone, seen, before = _said(reference)[0].value, _values(ranks), _values(first)
+        outcome = judge(case, seen, alone, self.tolerance, before)
+        if not outcome.is_bad or self.tolerance is not None or alone.moved is not None:
             return outcome
         (answers,) = self.pool.run([Job(1, measure, (self.setting, case, "moved"))], self.timeout)
-        moved = [value for value in _values(answers) if value is not None]
-        return judge(case, seen, alone, [*others, *moved], first=before)
+        return judge(case, seen, alone._replace(moved=next(iter(_values(answers)), None)), first=before)
 
     def shrink(self, outcome: Outcome, tries: int = TRIES, until: float = math.inf) -> Outcome:
         """Return the outcome of the smallest case found that fails in the same way. None is tried after `until` on the
@@ -106,9 +105,12 @@ class Runner:
         return smallest
 
 
-def references(setting: Setting, case: Case) -> list[Seen]:
-    """Return what one process does, and what it does in fp32 if the case is in 16 bits."""
-    return [seen for run in ("reference", "exact") if (seen := measure(setting, case, run)) is not None]
+def references(setting: Setting, case: Case) -> Alone:
+    """Return what one process does. For a case in 16 bits, add what it does in fp32, and what rounding does to it."""
+    reference, exact = measure(setting, case, "reference"), measure(setting, case, "exact")
+    if reference is None:
+        raise ValueError("every case has a reference")
+    return Alone(reference, exact, None if exact is None else measure(setting, case, "moved"))
 
 
 def _said(answers: list[Answer] | None) -> list[Answer]:

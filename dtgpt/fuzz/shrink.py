@@ -12,7 +12,8 @@ PLAINEST: dict[str, Any] = {
     "precision": "fp32", "rampup_batch_size": None, "model.dropout": 0.0, "recompute": "none", "attention": "explicit",
     "data.reset_position_ids": False, "data.reset_attention_mask": False, "data.eod_mask_loss": False, "graph": "off",
     "model.qk_norm": False, "model.rope_factor": 1.0, "model.tied": False, "optimizer.clip": 0.0, "optimizer.lr": 1e-3,
-    "optimizer.schedule": "constant", "optimizer.warmup": 0.0, "optimizer.min_lr": 0.0, "log.eval_interval": 0,
+    "optimizer.schedule": "constant", "optimizer.warmup": 0.0, "optimizer.min_lr": 0.0,
+    "optimizer.decay_samples": None, "log.eval_interval": 0,
     "log.sample_interval": 0, "log.sample_tokens": 0, "checkpoint.background": False, "model.vocab_size": 257,
     "log.eval_samples": 1, "steps": 1, "micro_batch_size": 1,
 }  # fmt: skip
@@ -44,6 +45,9 @@ def candidates(case: Case) -> Iterator[Case]:
     plain = {name: PLAINEST[name] for name in case.values if name in PLAINEST}
     if "train_samples" in case.values:
         plain["train_samples"] = None
+    if case.prepared:
+        values = {name: value for name, value in case.values.items() if name != "data.train_samples"}
+        yield replace(case, prepared=False, values=values)
     if case.first:
         yield replace(case, first=None)
         yield replace(case, first=None, plan=case.first.plan, blocks_per_stage=None, table=None)
@@ -70,6 +74,8 @@ def _firsts(case: Case, first: First) -> Iterator[Case]:
     """Yield cases whose first plan, or the number of its steps, is smaller."""
     for values in _smaller(parse_plan(first.plan)):
         yield replace(case, first=first._replace(plan=replace(parse_plan(first.plan), **values).name))
+    if first.batch is not None:
+        yield replace(case, first=first._replace(batch=None))
     if first.steps > 1:
         yield replace(case, first=first._replace(steps=1))
 

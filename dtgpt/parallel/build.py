@@ -122,8 +122,8 @@ def make_engine(
     return PipelineEngine(stages, shards, graphs, settings, timers)
 
 
-def scale_gradients(stages: list[Decoder], scale: Tensor) -> None:
-    """Let the output layer multiply the gradient of its loss by the scalar `scale`, read at each pass."""
+def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
+    """Let the output layer multiply the gradient of its loss by the scalar `scale`, read at each pass; None: by 1."""
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
             module.gradient_scale = scale

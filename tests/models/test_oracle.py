@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,13 +49,16 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.double() - theirs).norm() / theirs.norm()).item()
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("name", MODELS)
-def test_one_process_follows_the_oracle(name, documents, tmp_path):
-    model, path = MODELS[name], tmp_path / "documents.jsonl"
+@pytest.fixture
+def documents(tmp_path):
+    path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    options = {"reset_position_ids": documents, "reset_attention_mask": documents, "eod_mask_loss": documents}
-    recipe = Recipe(
+    return path
+
+
+def recipe_of(model: GPT2Config | LlamaConfig, path: Path, masks: bool) -> Recipe:
+    options = {"reset_position_ids": masks, "reset_attention_mask": masks, "eod_mask_loss": masks}
+    return Recipe(
         name="oracle",
         model=model,
         optimizer=OptimizerConfig(lr=3e-3, schedule="constant", warmup=0, eps=1e-4, clip=0.5, weight_decay=0.3),
@@ -66,15 +70,39 @@ def test_one_process_follows_the_oracle(name, documents, tmp_path):
         device="cpu",
         data=DataConfig(path=str(path), tokenizer="bytes", held_out=0.0, **options),
     )
-    ours = record(recipe, STEPS)
-    text = [token for document in DOCUMENTS for token in (*document.encode(), END)]
-    training = oracle.Training(recipe.seed, BATCH, 3e-3, 0.9, 0.95, 1e-4, 0.3, 0.5)
-    losses, gradients, weights = oracle.train(shape_of(model), training, text, END, STEPS, (documents,) * 3)
 
-    assert ours.losses == pytest.approx(losses, rel=LOSS)
+
+def check(recipe: Recipe, batches: list[int], rates: list[float], masks: bool) -> None:
+    """Hold a run to the oracle's, whose steps have these batches and learning rates."""
+    ours = record(recipe, len(batches))
+    text = [token for document in DOCUMENTS for token in (*document.encode(), END)]
+    training = oracle.Training(recipe.seed, batches, rates, 0.9, 0.95, 1e-4, 0.3, 0.5)
+    theirs = oracle.train(shape_of(recipe.model), training, text, END, (masks,) * 3)
+    assert ours.losses == pytest.approx(theirs.losses, rel=LOSS)
+    assert ours.norms == pytest.approx(theirs.norms, rel=TENSORS)
+    assert ours.rates == pytest.approx(rates, rel=1e-6)
     kinds = {name.partition("/")[2] for name in ours.tensors}
-    assert kinds == gradients.keys() == weights.keys()
-    for kind, expected in (("first gradient", gradients), ("weight", weights)):
-        found = {n: relative(ours.tensors[f"{kind}/{n}"], model.comparable(n, value)) for n, value in expected.items()}
+    assert kinds == theirs.gradients.keys() == theirs.weights.keys()
+    for kind, expected in (("first gradient", theirs.gradients), ("weight", theirs.weights)):
+        found = {
+            name: relative(ours.tensors[f"{kind}/{name}"], recipe.model.comparable(name, value))
+            for name, value in expected.items()
+        }
         worst = max(found, key=found.__getitem__)
         assert found[worst] < TENSORS, (kind, worst, found[worst])
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_follows_the_oracle(name, masks, documents):
+    check(recipe_of(MODELS[name], documents, masks), [BATCH] * STEPS, [3e-3] * STEPS, masks)
+
+
+def test_one_process_follows_the_oracle_up_a_ramp_with_rates_by_samples(documents):
+    """2, 4 and 6 samples a step, in micro-batches of 2; the learning rate rises for 4 samples and falls until 20."""
+    recipe = recipe_of(MODELS["gpt2 dropout"], documents, masks=True)
+    optimizer = replace(recipe.optimizer, schedule="linear", warmup_samples=4, decay_samples=20)
+    ramp = replace(recipe, optimizer=optimizer, global_batch_size=6, rampup_batch_size="2 2 6", steps=5)
+    batches = [2, 2, 4, 6, 6]
+    rates = [3e-3 * fraction for fraction in (0.5, 1.0, 1.0, 12 / 16, 6 / 16)]
+    check(ramp, batches, rates, masks=True)

@@ -14,7 +14,7 @@ from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.symmetric import SWITCH
-from dtgpt.train.compare import Record, record
+from dtgpt.train.record import Record, record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from tests.ops.test_exchange import run_on_two_gpus

@@ -14,8 +14,7 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.ops.fp8.sites import Calibration, Site, Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.pointwise.linear import linear
-from dtgpt.train import compare
-from dtgpt.train.compare import Record
+from dtgpt.train.record import Record, record
 from dtgpt.train.startup import open_trainer
 
 
@@ -87,7 +86,7 @@ class Found(NamedTuple):
 def record_with_history(recipe: Recipe, steps: int) -> Found:
     """Return what `dtgpt compare` records, with the history of the scales."""
     with open_trainer(recipe) as trainer:
-        made = compare.record(trainer, steps)
+        made = record(trainer, steps)
         assert trainer.fp8 is not None
         return Found(made, trainer.fp8.state(), trainer.fp8.amax.max().item())
 

@@ -1,27 +1,15 @@
-"""Bugs put into the ranks of a random case on purpose, each as dtgpt could have it."""
+"""Faults of the ranks of a random case."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import torch.distributed as dist
-
-from dtgpt.checkpoint.load import load_training
 from dtgpt.fuzz.case import Case, Run, Setting
 from dtgpt.fuzz.measure import Seen, measure
-from dtgpt.ops.optim.adamw import Accumulator
-from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.tensor import DropoutShard
-from dtgpt.train.trainer import gradient_share
-
-
-@contextmanager
-def gradient_not_summed_over_sp() -> Iterator[None]:
-    with mock.patch("dtgpt.parallel.shards._sums_over_tp", lambda stage: set()):
-        yield
 
 
 @contextmanager
@@ -39,58 +27,8 @@ def mask_offset() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def wrong_share_of_the_loss() -> Iterator[None]:
-    """Replicas are left out of what a micro-batch counts."""
-    with mock.patch("dtgpt.train.trainer.gradient_share", lambda count, plan: gradient_share(count, plan) * plan.dp):
-        yield
-
-
-@contextmanager
-def tied_table_summed_twice() -> Iterator[None]:
-    take = Shards.take_gradients
-
-    def twice(self):
-        take(self)
-        if self.mesh.tied_group is not None:
-            for i in self._tables:
-                dist.all_reduce(self.gradients[i], group=self.mesh.tied_group)
-
-    with mock.patch.object(Shards, "take_gradients", twice):
-        yield
-
-
-@contextmanager
-def stale_buffer() -> Iterator[None]:
-    """The sum of a step's gradients begins with that of the step before."""
-    with mock.patch.object(Accumulator, "store", Accumulator.add):
-        yield
-
-
-@contextmanager
-def forgotten_moment() -> Iterator[None]:
-    """A resumed run begins with the mean of its gradients at zero."""
-
-    def forget(checkpoint, shards, optimizer):
-        load_training(checkpoint, shards, optimizer)
-        for moment in optimizer.exp_avg:
-            moment.zero_()
-
-    with mock.patch("dtgpt.train.checkpoints.load_training", forget):
-        yield
-
-
-BUGS: dict[str, Callable] = {
-    body.__name__.replace("_", " "): body
-    for body in (
-        gradient_not_summed_over_sp, mask_offset, wrong_share_of_the_loss, tied_table_summed_twice, stale_buffer,
-        forgotten_moment,
-    )
-}  # fmt: skip
-
-
-def with_bug(name: str, setting: Setting, case: Case, run: Run) -> Seen | None:
-    with BUGS[name]():
+def with_mask_offset(setting: Setting, case: Case, run: Run) -> Seen | None:
+    with mask_offset():
         return measure(setting, case, run)
 
 

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.planning.parameters import parameters_of
-from dtgpt.train import compare
+from dtgpt.train import record as recording
 from dtgpt.train.startup import open_trainer
 
 
 class Seen(NamedTuple):
     """What a plan did."""
 
-    record: compare.Record | None  # on rank 0
+    record: recording.Record | None  # on rank 0
     held_out: tuple[float, float | None] | None
     sample: str | None
     held: list[int]  # elements of each shard of this rank
@@ -21,7 +21,7 @@ class Seen(NamedTuple):
 def train_and_evaluate(recipe: Recipe, steps: int) -> Seen:
     """Take the steps as `dtgpt compare` does, then evaluate and sample as a run does in between."""
     with open_trainer(recipe) as trainer:
-        record = compare.record(trainer, steps)
+        record = recording.record(trainer, steps)
         held = sorted(shard.local.numel() for shard in trainer.shards)
         planned = sorted(p.local for p in parameters_of(recipe.model, trainer.settings.plan, trainer.mesh.rank))
         return Seen(record, trainer.held_out_loss(), trainer.sample(), held, planned)

@@ -7,6 +7,7 @@ are packed, which token a sample begins with. Nothing here is fused, sharded, sa
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -255,11 +256,11 @@ def make_sample(window: list[int], end: int, reset_positions: bool, reset_mask: 
 
 @dataclass
 class Training:
-    """AdamW (Loshchilov and Hutter 2019) with a constant learning rate, after clipping by the global norm."""
+    """AdamW (Loshchilov and Hutter 2019), after clipping by the global norm."""
 
     seed: int
-    batch: int
-    lr: float
+    batches: list[int]  # samples of each step
+    rates: list[float]  # learning rate of each step
     beta1: float
     beta2: float
     eps: float
@@ -267,29 +268,38 @@ class Training:
     clip: float
 
 
-def train(
-    shape: Shape, training: Training, text: list[int], end: int, steps: int, options: tuple[bool, bool, bool]
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the loss of each step, the gradients of the first, and the weights after the last."""
+class Curve(NamedTuple):
+    """What a run did."""
+
+    losses: list[float]  # of each step
+    norms: list[float]  # of the gradient, before clipping
+    gradients: dict[str, Tensor]  # of the first step
+    weights: dict[str, Tensor]  # after the last
+
+
+def train(shape: Shape, training: Training, text: list[int], end: int, options: tuple[bool, bool, bool]) -> Curve:
+    """Take the steps of a run."""
     root = training.seed & 0xFFFFFFFF, training.seed >> 32
     data, dropout = fold(root, "data"), fold(root, "dropout")
     w = {name: value.requires_grad_() for name, value in initial_weights(shape, fold(root, "weights")).items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in w.items()}
-    losses, first = [], {}
-    for step in range(steps):
+    losses, norms, first, seen = [], [], {}, 0
+    for step, (batch, lr) in enumerate(zip(training.batches, training.rates, strict=True)):
         total, count = torch.zeros((), dtype=torch.float64), 0.0
-        for number in range(step * training.batch, (step + 1) * training.batch):
+        for number in range(seen, seen + batch):
             low, high = fold(data, number)
             begin = ((high << 31) ^ low) % (len(text) - shape.length)
             sample = make_sample(text[begin : begin + shape.length + 1], end, *options)
             key = fold(dropout, step, number) if shape.dropout else None
             total = total + (nats(w, shape, sample, key) * sample.counted).sum()
             count += sample.counted.sum().item()
+        seen += batch
         loss = total / count
         gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
         losses.append(loss.item())
         first = first or gradients
         norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+        norms.append(norm)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
         with torch.no_grad():
             for name, value in w.items():
@@ -299,5 +309,5 @@ def train(
                 v.mul_(training.beta2).add_(g * g, alpha=1 - training.beta2)
                 mean, square = m / (1 - training.beta1 ** (step + 1)), v / (1 - training.beta2 ** (step + 1))
                 decay = training.weight_decay if value.dim() > 1 else 0.0
-                value.mul_(1 - training.lr * decay).sub_(training.lr * mean / (square.sqrt() + training.eps))
-    return losses, first, {name: value.detach() for name, value in w.items()}
+                value.mul_(1 - lr * decay).sub_(lr * mean / (square.sqrt() + training.eps))
+    return Curve(losses, norms, first, {name: value.detach() for name, value in w.items()})

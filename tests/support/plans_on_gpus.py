@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/support/plans_on_gpus.py JOBS.json FOLDER
 
-JOBS.json is a list of {"name", "recipe", "steps", "options"}; FOLDER/NAME.safetensors is what `dtgpt compare` would
-keep of a job. Used by tests only.
+JOBS.json is a list of {"name", "recipe", "steps", "options", "moved"}; FOLDER/NAME.safetensors is what `dtgpt compare`
+would keep of a job. moved: begin with weights moved by their last bit. Used by tests only.
 """
 
 import gc
@@ -19,13 +19,15 @@ import torch
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.process import VARIABLES, Process
-from dtgpt.train.compare import Record, read_record, record, save_record
+from dtgpt.train.record import Record, move_weights, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 
 
 def work(job: dict, folder: Path) -> None:
     with open_trainer(load_recipe(Path(job["recipe"]), job["options"])) as trainer:
+        if job.get("moved"):
+            move_weights(trainer)
         save_record(record(trainer, job["steps"]), folder / f"{job['name']}.safetensors")
 
 

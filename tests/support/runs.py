@@ -8,7 +8,8 @@ import torch
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.sinks import read_records
-from dtgpt.train import compare
+from dtgpt.train import record as recording
+from dtgpt.train.record import Record
 from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 
@@ -50,7 +51,9 @@ def rate_of(step: int, recipe) -> float:
     return recipe.schedule.rates(step + 1, recipe.batch_sizes())[step]
 
 
-def record(recipe, steps: int):
-    """Return what `dtgpt compare` records of a plan, on rank 0."""
+def record(recipe, steps: int, moved: bool = False) -> Record | None:
+    """Return what `dtgpt compare` records of a plan, on rank 0. moved: from weights moved by their last bit."""
     with open_trainer(recipe) as trainer:
-        return compare.record(trainer, steps)
+        if moved:
+            recording.move_weights(trainer)
+        return recording.record(trainer, steps)

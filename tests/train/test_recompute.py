@@ -8,7 +8,7 @@ import torch
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.models import layers
 from dtgpt.ops.attention.core import causal_attention
-from dtgpt.train.compare import Record
+from dtgpt.train.record import Record
 from tests.support.ranks import pool
 from tests.support.runs import change, record, training
 
