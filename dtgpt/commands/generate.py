@@ -118,7 +118,7 @@ def server_error(path: Path, options: GenerateOptions) -> UserError | None:
     if not found:
         return None
     address = f"{found[1] or 'http'}://{found[2].rstrip('/')}"
-    body = {"prompt": options.prompt or "Once upon a time", "max_tokens": options.max_new_tokens}
+    body: dict[str, Any] = {"prompt": options.prompt or "Once upon a time", "max_tokens": options.max_new_tokens}
     body |= {"temperature": options.temperature, "top_k": options.top_k}
     given = json.dumps({name: value for name, value in body.items() if value is not None})
     headers = '-H "Content-Type: application/json"' + f' -H "Authorization: Bearer ${KEY}"' * (KEY in os.environ)
