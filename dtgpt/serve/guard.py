@@ -78,7 +78,8 @@ class Guard:
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
             )  # fmt: skip
-        return unknown_path(path) if path.endswith("\n") else None  # which Starlette's routes take for the end
+        # Starlette's routes take a newline for the end.
+        return unknown_path(path, self._paths) if path.endswith("\n") else None
 
     def _note(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         """Count a request, and write its line of the log."""
