@@ -186,7 +186,8 @@ def test_other_names_of_the_server_are_refused(near):
     for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "127.0.0.1@evil.example",
                  "127.0.0.1:80@evil.example", "127.0.0.1:80:80", "127.0.0.1:+80", "127.0.0.1:65536", "127.0.0.1:x",
                  "127.0.0.1 evil.example", "127.0.0.1:80 ", "127.0.0.1/", "127.0.0.1?", "127.0.0.1#",
-                 "127.0.0.1,evil", "[127.0.0.1]", "[127.0.0.1]evil.example", ":80", "user:pass@127.0.0.1", "http://127.0.0.1"):  # fmt: skip
+                 "127.0.0.1,evil", "[127.0.0.1]",
+                 "[127.0.0.1]evil.example", ":80", "user:pass@127.0.0.1", "http://127.0.0.1"):  # fmt: skip
         answer = near.post("/v1/completions", json=SMALL, headers={"Host": host})
         assert answer.status_code == 403, host
     for host in ("127.0.0.1", "127.0.0.1:80", "127.0.0.1:", "127.0.0.1."):  # RFC 3986 allows an empty port
