@@ -58,6 +58,17 @@ def after_a_failure(path, plan, prompt) -> list[str]:
     return [sentence(call) for call in calls]
 
 
+def not_finite(path, plan) -> list:
+    """The sentences of three calls that meet logits which are not finite at the sixth position, and the number of
+    tokens of one that does not."""
+    model = load(path, plan)
+    calls = (
+        lambda: model.generate([1, 2], max_new_tokens=9), lambda: model.score([1] * 9),
+        lambda: list(model.generate([1, 2], max_new_tokens=9, stream=True)),
+    )  # fmt: skip
+    return [*map(sentence, calls), len(model.generate([1, 2], max_new_tokens=3))]
+
+
 def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
     return load(path, plan, **settings)(tokens)
 
