@@ -270,3 +270,15 @@ def test_two_processes_under_a_plan_write_one_text(folder, generate, tmp_path):
 def test_what_a_user_writes_wrong_in_python_is_one_sentence(folder):
     with pytest.raises(UserError, match=r"there is no option length_penality; did you mean length_penalty\?"):
         dtgpt.load(folder).generate("a", length_penality=1.0)
+
+
+@pytest.mark.parametrize("more", [[], ["--num-samples", "2"], ["--num-beams", "2"]], ids=str)
+def test_a_text_that_ends_because_no_token_is_left_is_told(tmp_path, capsys, more):
+    model = build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
+    save_weights(InMemory(model), tmp_path / "model", "here", make_tokenizer("char", ["abcd"], 0))
+    words = ["--prompt", "a", "--max-new-tokens", "9", "--no-repeat-ngram-size", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(tmp_path / "model"), *words, *more])
+    out, err = capsys.readouterr()
+    assert not stop.value.code and sorted(out.splitlines()[-1]) == ["a", "b", "c", "d"]
+    assert err.count("left no token to draw") == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.finite import LOGITS, WEIGHTS
 from dtgpt.serve import http as http_module
 from dtgpt.serve.app import make_app
@@ -101,6 +102,16 @@ def test_log_probabilities_are_over_all_tokens_of_the_model():
     expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     assert api["logprobs"][0] == pytest.approx(expected[: len("ello")], abs=1e-4)
+
+
+def test_a_text_ends_where_no_token_is_left():
+    """Of three characters, none of which may come twice."""
+    letters = make_tokenizer("char", ["abc"], 0)
+    with served(tiny_model(), letters) as service, client(make_app(service)) as http:
+        asked = {"prompt": "a", "max_tokens": 20, "no_repeat_ngram_size": 1, "ignore_eos": True, "logprobs": 1}
+        (choice,) = http.post("/v1/completions", json=asked).json()["choices"]
+    assert sorted(choice["text"]) == ["b", "c"] and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == 2
 
 
 def break_position(model, position=5):
