@@ -7,14 +7,18 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.commands.generated import converse
 from dtgpt.config.plan import Plan
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.finite import LOGITS, NotFinite, has_finite_weights
+from dtgpt.inference.options import Options
 from dtgpt.inference.request import NOT_FINITE, Event, Request
-from dtgpt.inference.sampling import Sampling
+from dtgpt.inference.sampling import Sampling, SpecialIds
+from dtgpt.inference.session import Job, Session
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -100,13 +104,19 @@ def test_all_ranks_raise_it_and_go_on(folder, plan):
     assert pool().run(2, bodies.not_finite, folder, plan) == [[LOGITS] * 3 + [3]] * 2
 
 
-def test_weights_are_told_apart_from_what_pads_them():
+def test_weights_are_told_apart_from_what_pads_them(tmp_path):
     mesh = Mesh(Plan().for_world(1), CPU)
     model = build_model(CONFIG, CPU, torch.float32, root_key(1))
     assert has_finite_weights([model], mesh, CONFIG) and not has_finite_weights([broken_model()], mesh, CONFIG)
     with torch.no_grad():
         model.embedding.wte.weight[CONFIG.vocab_size :] = math.nan
     assert len(model.embedding.wte.weight) > CONFIG.vocab_size and has_finite_weights([model], mesh, CONFIG)
+    save_weights(InMemory(model), tmp_path / "padded", "a test")
+    with torch.no_grad():
+        model.embedding.wte.weight[CONFIG.vocab_size - 1, 0] = math.nan  # of the last rank under tp
+    save_weights(InMemory(model), tmp_path / "broken", "a test")
+    models = [tmp_path / "padded", tmp_path / "broken"]
+    assert pool().run(2, bodies.finite_weights, models, "tp2") == [[True, True], [True, False]]
 
 
 def test_dtgpt_generate_ends_with_the_sentence(folder, tmp_path, capsys):
@@ -120,3 +130,17 @@ def test_dtgpt_generate_ends_with_the_sentence(folder, tmp_path, capsys):
 def test_dtgpt_serve_does_not_begin(folder, capsys):
     code, _, err = in_process(["serve", folder, "--tokenizer", "bytes", "--port", "0"], capsys)
     assert code == 2 and err.count("weights are not finite") == 1 and "Traceback" not in err
+
+
+def test_a_conversation_goes_on_after_the_sentence(capsys):
+    class Typed:
+        stopped = staticmethod(lambda: False)
+
+        def prompts(self):
+            return iter(["hello", "a"])
+
+    with engine_of(broken_model(), 2) as engine:
+        session = Session(engine, BYTES, SpecialIds())
+        converse(session, Typed(), lambda text, turn: Job(list(text.encode()), Options(max_new_tokens=3)))
+    out, err = capsys.readouterr()
+    assert err == f"dtgpt: {LOGITS}\n" and out.startswith("hello") and "\na" in out

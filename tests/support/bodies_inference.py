@@ -5,6 +5,7 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
+from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.generator import Need
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
@@ -67,6 +68,11 @@ def not_finite(path, plan) -> list:
         lambda: list(model.generate([1, 2], max_new_tokens=9, stream=True)),
     )  # fmt: skip
     return [*map(sentence, calls), len(model.generate([1, 2], max_new_tokens=3))]
+
+
+def finite_weights(paths, plan) -> list[bool]:
+    """Whether this rank's weights are finite, of each model."""
+    return [has_finite_weights(m.stages, m.mesh, m.config) for m in (load(path, plan) for path in paths)]
 
 
 def logits(path, plan, tokens: Tensor, **settings) -> Tensor:
