@@ -17,7 +17,7 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.models.source import Source
+from dtgpt.models.source import Source, Watched
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -65,20 +65,22 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         )
     for note in source.notes:
         say(note, warning=True)
-    dtype = DTYPES[options.dtype]
+    dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     if options.to == "dtgpt":
-        save_weights(source, target, str(path), named or tokenizer_beside(path))
+        save_weights(watched, target, str(path), named or tokenizer_beside(path))
     elif options.to == "hf":
         tokenizer = named or tokenizer_beside(path)
-        save_huggingface(source, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
+        save_huggingface(watched, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
     else:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
         for note in export_notes(source.config):
             say(note, warning=True)
         progress = state["step"] or None, state["consumed_samples"]
-        save_megatron(source, target, *sizes, dtype, *progress, options.transformer_impl)
+        save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
+    if watched.problem:
+        say(f"{path} has {watched.problem}: so has {target}", warning=True)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
 
 

@@ -15,6 +15,7 @@ from typing import Self
 
 from dtgpt.commands.prompts import Line
 from dtgpt.inference.completion import Completion
+from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.session import Job, Session
 from dtgpt.util.console import counted, duration, say_error, write
 from dtgpt.util.errors import UserError, remedy
@@ -29,18 +30,23 @@ def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = 
     number, several = session.submit(job), job.rows > 1
     if not several:
         write(prompt)
-    asked = False
-    while session.busy:
-        for update in session.step():
-            if not several:
-                write(update.text)
-            elif update.completions is not None:
-                write_several(prompt, [(found.text or "", found.score) for found in update.completions])
-        if stopped() and not asked:
-            session.cancel(number)
-            asked = True
-    if not several:
-        write("\n")
+    asked, found = False, list[Completion]()
+    try:
+        while session.busy:
+            for update in session.finite_step():
+                found += update.completions or []
+                if not several:
+                    write(update.text)
+            if stopped() and not asked:
+                session.cancel(number)
+                asked = True
+    finally:
+        if not several:
+            write("\n")
+    if several:
+        write_several(prompt, [(one.text or "", one.score) for one in found])
+    if any(one.finish_reason == "length" and len(one.ids) < job.options.max_new_tokens for one in found):
+        say_error("the text ends early: the options, such as --no-repeat-ngram-size, left no token to draw")
 
 
 def write_several(prompt: str, found: Sequence[tuple[str, float | None]]) -> None:
@@ -94,7 +100,10 @@ def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Jo
         except UserError as error:
             say_error(f"dtgpt: {error}")
             continue
-        show(session, prompt, job, keyboard.stopped)
+        try:
+            show(session, prompt, job, keyboard.stopped)
+        except NotFinite as error:
+            say_error(f"dtgpt: {error}")
 
 
 class ResultFile:

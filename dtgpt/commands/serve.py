@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.inference.finite import WEIGHTS, has_finite_weights
 from dtgpt.inference.generator import Need
 from dtgpt.inference.load import open_model
 from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
+from dtgpt.inference.share import true_everywhere
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError, optional_package, shown
@@ -83,6 +85,8 @@ def serve(path: Path, options: ServeOptions) -> None:
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
     model = Model(source, settings, mesh, path, slots, tokenizer)
+    if not true_everywhere(mesh, has_finite_weights(model.stages, mesh, model.config)):
+        raise UserError(f"{path}: {WEIGHTS}")
     need = Need(rows=slots or MOST_SLOTS, at_once=1)
     sys.setswitchinterval(SWITCH_INTERVAL)
     if listener is None:

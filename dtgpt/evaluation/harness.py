@@ -16,17 +16,19 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from dtgpt.data.tokenizers.export import first_token
 from dtgpt.evaluation.batches import fitted
+from dtgpt.evaluation.harness_faults import checked, harness_errors_as_user_errors
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
 from dtgpt.inference.session import Job
 from dtgpt.util.console import counted, say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
 
 NAME = "dtgpt"  # of the model in the harness
 
@@ -55,7 +57,8 @@ class HarnessModel(TemplateLM):
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "HarnessModel":
         more = additional_config or {}
-        shared = open_shared(**arg_dict)
+        # --trust_remote_code is for data sets: a model of dtgpt executes nothing.
+        shared = open_shared(**{name: value for name, value in arg_dict.items() if name != "trust_remote_code"})
         cls.opened.append(shared)
         positions = shared.model.config.seq_length
         return cls(shared, tokens_of_batch(more.get("batch_size"), more.get("max_batch_size"), positions))
@@ -171,10 +174,13 @@ def run_harness(words: Sequence[str], given: Mapping[str, Any]) -> None:
     arguments = ["--model", NAME, "--model_args", json.dumps(dict(given)), "--batch_size", "auto", *words]
     before = len(HarnessModel.opened)
     try:
-        with patch.object(sys, "argv", ["lm-eval", *arguments]), patch.object(argparse.ArgumentParser, "error", refuse):
+        with (
+            harness_errors_as_user_errors(),
+            patch.object(sys, "argv", ["lm-eval", *arguments]),
+            patch.object(argparse.ArgumentParser, "error", refuse),
+            patch.object(EvaluatorConfig, "from_cli", checked(EvaluatorConfig.from_cli)),
+        ):
             cli_evaluate()
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        raise UserError(f"lm-evaluation-harness refuses: {str(error).strip() or repr(error)}") from error
     finally:
         for shared in HarnessModel.opened[before:]:
             shared.end()
@@ -188,9 +194,9 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> None:
 def tokens_of_batch(size: int | str | None, most: int | None, positions: int) -> int | None:
     """Return the tokens of a batch of as many whole samples as the options of the harness ask for; None: auto."""
     text = str(size)
-    samples = int(text) if text.isdecimal() else most
+    samples = most if size is None or text.partition(":")[0] == "auto" else int(text) if text.isdecimal() else 0
     if samples is None:
         return None
     if samples < 1:
-        raise UserError(f"--batch_size {samples} is not a number of samples; use 1 or more, or auto")
+        raise UserError(f"--batch_size {shown_name(size)} is not a number of samples; use 1 or more, or auto")
     return samples * positions

@@ -33,7 +33,7 @@ def read_generation(given: Mapping[str, Any], positions: int) -> Wanted:
     left = dict(given)
     lengths = [value for name in LENGTHS if (value := left.pop(name, None)) is not None]
     until = _texts(left.pop("until", None))
-    temperature = float(left.pop("temperature", None) or 0.0)
+    temperature = _number("temperature", left.pop("temperature", None) or 0.0, float)
     samples = left.pop("do_sample", None)
     if not (samples if samples is not None else temperature > 0):
         temperature = 0.0
@@ -44,7 +44,7 @@ def read_generation(given: Mapping[str, Any], positions: int) -> Wanted:
         if name not in NAMES or name in NEUTRAL:
             raise UserError(f"the task asks for {shown_name(name)}={shown(left[name])}, which does not exist here; "
                             f"{advice(name)}, with --gen_kwargs")  # fmt: skip
-    new = int(lengths[0]) if lengths else min(NEW_TOKENS, positions // 2)
+    new = _number("max_gen_toks", lengths[0], int) if lengths else min(NEW_TOKENS, positions // 2)
     if not 1 <= new < positions:
         raise UserError(
             f"max_gen_toks={new} leaves no context in the model's {positions} positions; use 1 to {positions - 1}, "
@@ -54,6 +54,13 @@ def read_generation(given: Mapping[str, Any], positions: int) -> Wanted:
     if left.get("num_beams", 1) == 1:  # a search does not look at texts: they are cut when it is over
         left["stop_strings"] = stops
     return Wanted(new, until, {**left, "temperature": temperature})
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{name}={shown(value)} is not a number; change it with --gen_kwargs") from None
 
 
 def _texts(until: Any) -> list[str]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
+from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.model import Model
 from dtgpt.inference.results import Pending
 from dtgpt.inference.step import gather_columns
@@ -72,7 +73,8 @@ class Scorer:
     ) -> list[TokenScores] | None:  # fmt: skip
         """Return the scores of the samples of rank 0, on every rank; None where `interrupted`, which every rank asks
         together, became true in between. `progress` is called with the number of samples that this rank has finished
-        since its last call. Raise UserError, on every rank, for a sample that the model cannot score."""
+        since its last call. Raise UserError, on every rank, for a sample that the model cannot score, and NotFinite
+        where its logits are NaN or infinite."""
         shared = share_samples(self.mesh, samples, self.config)
         results = torch.zeros(2, shared.num_targets)
         plan, place = self.mesh.plan, self.mesh.place
@@ -104,6 +106,8 @@ class Scorer:
             reshard(*self.stages)
         if self.mesh.world > 1:  # each result is not zero on the one rank that has it
             dist.all_reduce(results, group=self.mesh.commands)
+        if results.isnan().any():
+            raise NotFinite
         logprobs, greedy = results[0].numpy(), results[1].numpy() > 0
         return [TokenScores(logprobs[at], greedy[at]) for at in map(shared.targets_of, range(len(shared)))]
 

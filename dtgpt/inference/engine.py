@@ -4,6 +4,7 @@
 Tokens after the one that ended a sequence, from a round that was launched already, are discarded.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from dtgpt.inference.beam_slots import BeamSlots
+from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.leader import Leader, failures_shared, follow
 from dtgpt.inference.messages import Channel
 from dtgpt.inference.prompt_batches import group_prompts
-from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import Runner
 from dtgpt.inference.sampling import variant_of
@@ -129,6 +131,10 @@ class Engine:
         with failures_shared(self.mesh, self._channel, self.timeout):
             self.commands.ping()
 
+    def has_finite_weights(self) -> bool:
+        """Return whether the weights of this rank are finite."""
+        return has_finite_weights(self._runner.stages, self.mesh, self.config)
+
     def follow(self) -> None:
         """Execute the commands of rank 0 on another rank, until rank 0 calls `release`. Raises UserError where any
         other rank fails."""
@@ -207,7 +213,7 @@ class Engine:
             results = launched.drawn.wait()
             for index, row in enumerate(launched.rows):
                 if row.request in self._requests and row.choice in self._requests[row.request].live:
-                    events.append(self._extend(row, Sampled(*(values[index] for values in results))))
+                    events += self._extend(row, Sampled(*(values[index] for values in results)))
         if launched.candidates is not None:
             results = launched.candidates.wait()
             for request in dict.fromkeys(row.request for row in launched.beams):
@@ -222,6 +228,8 @@ class Engine:
         active = self._requests[request]
         if active.search is None:
             raise ValueError(f"request {request} has no beam search")
+        if results.logprobs[list(rows.values())].isnan().any():
+            return self._break_off(request)
         ids, logprobs = results.top_ids[:, 0].tolist(), results.top_logprobs[:, 0].tolist()
         candidates = {choice: list(zip(ids[row], logprobs[row], strict=True)) for choice, row in rows.items()}
         if chosen := active.search.advance(candidates, self.commands):
@@ -236,6 +244,8 @@ class Engine:
         """Return the event of the prompt's scores, if any, and those of choices that want no tokens."""
         active, events = self._requests[start.request], []
         asked = active.request
+        if any(chunk.logprobs.isnan().any() for chunk in active.scores):
+            return self._break_off(start.request)
         if asked.score_prompt:
             events.append(_scored(start.request, asked, active.scores))
         if asked.sampling.max_new_tokens == 0:
@@ -245,13 +255,18 @@ class Engine:
                 self._remove(start.request, choice)
         return events
 
-    def _extend(self, row: Row, drawn: Sampled) -> Event:
+    def _extend(self, row: Row, drawn: Sampled) -> list[Event]:
         """Add new tokens `[R]` to a choice, up to that which ends it."""
         active = self._requests[row.request]
         asked, ids = active.request, active.ids[row.choice]
         had, finish = len(ids), None
-        for token in drawn.tokens.tolist():
+        for token, logprob in zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
+            if math.isnan(logprob):
+                return self._break_off(row.request)
             before = ids[-1] if ids else asked.ids[-1]
+            if asked.bans_all(ids, token, logprob):
+                finish = "length"  # as of beams
+                break
             ids.append(token)
             if asked.ends_with(before, token, len(ids) - 1):
                 finish = "stop"
@@ -265,7 +280,12 @@ class Engine:
         if finish:
             self._scheduler.finish(row.request, row.choice)
             self._remove(row.request, row.choice)
-        return event
+        return [event]
+
+    def _break_off(self, handle: int) -> list[Event]:
+        """End all choices of a request at logits that are not finite: those of the others are, or would be, too."""
+        self._scheduler.cancel(handle)
+        return [Event(handle, choice, [], [], [], NOT_FINITE) for choice in sorted(self._requests.pop(handle).live)]
 
     def _remove(self, request: int, choice: int) -> None:
         live = self._requests[request].live

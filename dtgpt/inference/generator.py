@@ -11,6 +11,7 @@ import torch
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slots_that_fit
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.sampling import SpecialIds
@@ -131,19 +132,23 @@ class Generator:
 
     def run(self, prepare: Callable[[], Need], work: Callable[[Session], Any]) -> Any:
         """Call `prepare` and then `work` on rank 0, and return on every rank what `work` returned, which is made of
-        texts, numbers, lists and dicts. A UserError of `prepare` is raised on every rank."""
+        texts, numbers, lists and dicts. A UserError of `prepare`, and a NotFinite of `work`, are raised on every
+        rank."""
         with self.alone():
             self._reserve(prepare)
             if self.mesh.rank:
                 return self._follow()
             session = self._begin()
+            value, finite = None, True
             try:
                 value = work(session)
+            except NotFinite:
+                finite = False
             except BaseException:
                 self._fail(session)
                 raise
             session.close()
-            return share(self.mesh, value)
+            return self._share(value, finite)
 
     def stream(self, prepare: Callable[[], Need], work: Callable[[Session], Iterator[Any]]) -> Iterator[Any]:
         """Call `prepare` as `run` does, and return an iterator over what `work` yields on rank 0. The other ranks get
@@ -170,6 +175,9 @@ class Generator:
         except GeneratorExit:  # nobody reads on
             self._end(stream)
             raise
+        except NotFinite:
+            self._end(stream, finite=False)
+            raise
         except BaseException:
             if self._stream is stream:
                 self._stream = None
@@ -187,13 +195,20 @@ class Generator:
                 self._end(self._stream)
             yield
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _Stream, finite: bool = True) -> None:
         """End a stream, unless it has ended: the ranks that follow it go on."""
         with self._lock:
             if self._stream is stream:
                 self._stream = None
                 stream.session.close()
-                share(self.mesh, stream.seen)
+                share(self.mesh, [stream.seen, finite])
+
+    def _share(self, value: Any = None, finite: bool = True) -> Any:
+        """Return on every rank the value of rank 0. Raise NotFinite where rank 0 met logits that are not."""
+        value, finite = share(self.mesh, [value, finite])
+        if not finite:
+            raise NotFinite
+        return value
 
     @property
     def engine(self) -> Engine:
@@ -213,7 +228,9 @@ class Generator:
         """Do what rank 0 commands, and return what it shares."""
         try:
             self.engine.follow()
-            return share(self.mesh)
+            return self._share()
+        except NotFinite:
+            raise
         except BaseException:
             self._lost = True
             raise

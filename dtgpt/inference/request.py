@@ -1,5 +1,6 @@
 """Requests to the engine, and the events that it returns."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,9 +72,10 @@ class Request:
 
     def ends_with(self, before: int, token: int, index: int) -> bool:
         """Return whether new token number `index`, from 0, ends the sequence. `before`: the token before it."""
+        return index >= self.sampling.min_new_tokens and self._would_end(before, token)
+
+    def _would_end(self, before: int, token: int) -> bool:
         sampling, special = self.sampling, self.special
-        if index < sampling.min_new_tokens:
-            return False
         if token in sampling.stop_token_ids:
             return True
         if sampling.stop_on_double_eol:
@@ -81,6 +83,16 @@ class Request:
         if sampling.stop_on_eol:
             return token in (special.newline, special.double_newline)
         return sampling.ends and token == special.end_of_text
+
+    def bans_all(self, new: list[int], token: int, logprob: float) -> bool:
+        """Return whether rules banned every token after `new` ones: `sample` then chose id 0, which is banned, too."""
+        if token:
+            return False
+        ids, n = [*self.ids, *new], self.sampling.no_repeat_ngram_size
+        last = [*ids[len(ids) - n + 1 :], token]
+        repeats = 0 < n <= len(ids) and any(ids[i : i + n] == last for i in range(len(ids) - n + 1))
+        early = len(new) < self.sampling.min_new_tokens and self._would_end(ids[-1], token)
+        return repeats or early or logprob == -math.inf
 
 
 def check_prompt(ids: list[int], vocab_size: int) -> None:
@@ -105,9 +117,10 @@ class Event(NamedTuple):
     ids: list[int]  # new tokens, that which ended the sequence included; of a prompt, all but its first token
     logprobs: list[float]  # of each of `ids`, without filters, at temperature 1
     alternatives: list[list[tuple[int, float]]]  # for each of `ids`, the likeliest tokens and their log-probabilities
-    finish: str | None = None  # "stop", "length" or "cancelled" in the last event of a choice
+    finish: str | None = None  # in the last event of a choice: "stop", "length", "cancelled" or NOT_FINITE
     greedy: tuple[bool, ...] = ()  # of a prompt, whether each of `ids` is the likeliest token
     score: float | None = None  # of a sequence that a beam search found, all in one event, the best in choice 0
 
 
 PROMPT = -1
+NOT_FINITE = "not_finite"  # the end of all of a request: the model's logits are NaN or infinite

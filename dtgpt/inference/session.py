@@ -8,8 +8,9 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Alternatives, Completion, Score
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
-from dtgpt.inference.request import PROMPT, Event, Request
+from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
 from dtgpt.inference.sampling import SpecialIds
 from dtgpt.inference.text import StopSearch, TextStream
 from dtgpt.util.errors import UserError
@@ -60,7 +61,7 @@ class Update(NamedTuple):
     text: str  # new text, whole characters alone; what may become a stop string is held back
     logprobs: list[float]  # of each of `ids`, as in `Completion`
     alternatives: list[Alternatives]  # in place of each of `ids`, where asked for
-    finish: str | None  # the reason of the end, with the last update of a sequence
+    finish: str | None  # the reason of the end, with the last update of a sequence; NOT_FINITE ends all of a job
     prompt: Score | None  # the scores of the prompt with every update, where asked for
     completions: list[Completion] | None
 
@@ -88,6 +89,17 @@ class Session:
         if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
         return [update for event in self._engine.step() if (update := self._take(event)) is not None]
+
+    def finite_step(self) -> list[Update]:
+        """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
+        updates = self.step()
+        if any(update.finish == NOT_FINITE for update in updates):
+            raise NotFinite
+        return updates
+
+    def has_finite_weights(self) -> bool:
+        """Return whether the weights of this rank are finite."""
+        return self._engine.has_finite_weights()
 
     def ping(self) -> None:
         """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
@@ -119,7 +131,7 @@ class Session:
         """Yield what each step adds to a job, to its end."""
         self.submit(job)
         while self.busy:
-            yield from self.step()
+            yield from self.finite_step()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[list[Completion]]:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
@@ -129,7 +141,7 @@ class Session:
                 order.append(self.submit(job))
             if not order:
                 return
-            for update in self.step():
+            for update in self.finite_step():
                 if update.completions is not None:
                     done[update.job] = update.completions
             while order and order[0] in done:

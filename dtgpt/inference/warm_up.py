@@ -38,5 +38,7 @@ def _job(tokens: int, new_tokens: int, rows: int = 1, sampling: dict[str, Any] =
 
 
 def _run(session: Session, jobs: list[Job]) -> None:
-    for _ in session.run(jobs):
-        pass
+    for job in jobs:
+        session.submit(job)
+    while session.busy:  # logits that are not finite end a request, and not the server
+        session.step()

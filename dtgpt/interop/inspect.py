@@ -9,7 +9,7 @@ from dtgpt.checkpoint.load import Saved
 from dtgpt.checkpoint.manifest import STATE, Checkpoint, list_checkpoints
 from dtgpt.checkpoint.shard_file import Damaged
 from dtgpt.interop.open import open_source
-from dtgpt.models.source import Source, has_vocabulary, parameter_shapes
+from dtgpt.models.source import Source, Watched, has_vocabulary, parameter_shapes
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
@@ -19,7 +19,8 @@ WHOLE = "every file as it was written"
 def inspect(path: Path, tensors: bool = False) -> str:
     """Describe a run folder, a checkpoint or a model of another library, and verify each file of a checkpoint.
 
-    tensors: list every parameter with its shape and the SHA-256 of its values.
+    tensors: list every parameter with its shape and the SHA-256 of its values. Those that are not finite are named in
+    any case.
     Raises UserError if there is no model, or only damaged ones.
     """
     is_run = (path / "recipe.json").is_file()
@@ -40,7 +41,13 @@ def inspect(path: Path, tensors: bool = False) -> str:
             raise UserError(f"{opened[path][2]}; restore the file, or give another checkpoint")
         source = Saved(whole[-1])
         lines = [*(lines if is_run else []), *_checkpoint(whole[-1]), f"  {WHOLE}"]
-    return "\n".join([*lines, *(_tensors(source) if tensors else [])])
+    watched = Watched(source)
+    listed = [f"  {digest}  {name} {shape}" for name, shape, digest in tensor_digests(watched)] if tensors else []
+    if not tensors:
+        for name in parameter_shapes(source.config):
+            watched.read(name)
+    found = [f"  {watched.problem}: start from an earlier checkpoint"] if watched.problem else []
+    return "\n".join([*lines, *found, *listed])
 
 
 def _open(folder: Path) -> tuple[Checkpoint | None, str, str | None]:
@@ -74,11 +81,6 @@ def _model(source: Source) -> Iterator[str]:
     config = source.config
     shape = ", ".join(f"{name} {value}" for name, value in asdict(config).items() if name != "init_std")
     yield f"  {config.num_parameters:,} parameters: {shape}; table of {config.padded_vocab_size} rows"
-
-
-def _tensors(source: Source) -> Iterator[str]:
-    for name, shape, digest in tensor_digests(source):
-        yield f"  {digest}  {name} {shape}"
 
 
 def tensor_digests(source: Source) -> Iterator[tuple[str, list[int], str]]:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.util.console import counted
 
 Part = Sequence[range]
+MOST_NAMED = 10  # tensors in a sentence
 
 
 class Source(ABC):
@@ -49,6 +51,32 @@ class TrainingSource(Source):
         does."""
 
 
+class Watched(Source):
+    """A source that notes which of the tensors that are read of it are not finite, rows of padding aside."""
+
+    def __init__(self, source: Source):
+        self.config, self.notes, self._source = source.config, source.notes, source
+        self._broken: dict[str, None] = {}  # names in order
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        values = self._source.read(name, part)
+        true = values
+        if has_vocabulary(name, self.config):
+            true = values[: max(0, self.config.vocab_size - (part[0].start if part else 0))]
+        if not is_finite(true):
+            self._broken[name] = None
+        return values
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence that names the tensors which are not finite; None: all that were read are."""
+        if not self._broken:
+            return None
+        names = list(self._broken)
+        rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"NaN or infinite values in {counted(len(names), 'tensor')}: {', '.join(names[:MOST_NAMED])}{rest}"
+
+
 def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield name and global shape of every parameter, block by block: a file may claim to have any number of them."""
     layout = config.layout
@@ -71,6 +99,11 @@ def cut(whole: Tensor, part: Part | None) -> Tensor:
 def has_vocabulary(name: str, config: ModelConfig) -> bool:
     """Return whether the parameter `name` has a row for each token, which files pad as they like."""
     return name in (config.table_name, config.output_name)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite, without memory for an answer to each."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def unknown_path(path: str, known: Iterable[str]) -> HttpProblem:
 def answer(path: str, problem: HttpProblem) -> Response:
     """Return the answer to a request of `path`, in the form of its family."""
     if path == "/api":
-        message = MEGATRON.get(problem.code or "") or MEGATRON.get(problem.status) or problem.message
+        message = MEGATRON.get(problem.code or problem.status, problem.message)
         status = 503 if problem.status == 429 else problem.status
         body = json.dumps({"message": message}, separators=(",", ":")) + "\n"
         return Response(body, status, problem.headers, "application/json")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from dtgpt.inference.finite import LOGITS, WEIGHTS
+from dtgpt.inference.request import NOT_FINITE
 from dtgpt.inference.session import Job, Session, Update
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.metrics import Metrics
@@ -40,6 +42,13 @@ class Failed(HttpProblem):
         super().__init__(500, f"the engine has failed ({cause}); the server ends")
 
 
+class NotFiniteProblem(HttpProblem):
+    """A request that ends at logits which are not finite, or whose model has such weights."""
+
+    def __init__(self, status: int, sentence: str):
+        super().__init__(status, sentence, headers={"x-should-retry": "false"}, code="not_finite")
+
+
 class _Place(NamedTuple):
     """Which job of which ticket a job of the session is."""
 
@@ -51,7 +60,7 @@ class _Place(NamedTuple):
 class Status:
     """What a server is doing."""
 
-    state: str  # "starting", "ready", "draining", "stalled" or "failed"
+    state: str  # "starting", "ready", "draining", "stalled", "not_finite" or "failed"
     waiting: int  # rows for which there is no slot
     running: int  # all others
     slots: int
@@ -81,6 +90,7 @@ class Worker:
         self._numbers: dict[Ticket, list[int]] = {}
         self._deadline: float | None = None  # when what still runs ends with what it has
         self._since: float | None = None  # when the step or ping began that is under way
+        self._finite_weights: bool | None = None  # None: nothing has made them doubtful
 
     # For event loops
 
@@ -114,6 +124,8 @@ class Worker:
     def _refusal(self) -> HttpProblem:
         if self._state == "failed":
             return Failed(self._cause)
+        if self._state == NOT_FINITE:
+            return NotFiniteProblem(503, WEIGHTS)
         if self._state == "starting":
             return Refused(503, "the server is starting; ask again later", self.limits.retry_after)
         return Refused(503, "the server is ending and takes no new requests; ask another one", self.limits.retry_after)
@@ -152,7 +164,7 @@ class Worker:
     def drain(self, seconds: float) -> None:
         """Take no new requests. What is running ends within `seconds` with what it has, a request that has nothing yet
         by `Refused`; then `run` returns."""
-        if self._state == "ready":  # at once: the engine may be amid a round
+        if self._state in ("ready", NOT_FINITE):  # at once: the engine may be amid a round
             self._state = "draining"
         self._commands.put(lambda session: self._drain(seconds))
 
@@ -186,7 +198,7 @@ class Worker:
             updates = session.step()
             self._since = time.monotonic()
             self.metrics.round_seconds.observe(self._since - begin)
-            self._hand_over(updates)
+            self._hand_over(session, updates)
 
     def _take_commands(self, session: Session) -> None:
         """Execute what was put into the queue. Wait for it where the engine has nothing to do."""
@@ -223,13 +235,23 @@ class Worker:
         self._deadline = min(deadline, self._deadline or deadline)
         self._state = "draining"
 
-    def _hand_over(self, updates: list[Update]) -> None:
+    def _doubt_weights(self, session: Session) -> None:
+        """Take no new requests where logits are not finite because the weights are not."""
+        if self._finite_weights is None:
+            self._finite_weights = session.has_finite_weights()
+            if not self._finite_weights and self._state == "ready":
+                self._state = NOT_FINITE
+
+    def _hand_over(self, session: Session, updates: list[Update]) -> None:
         """Give the updates of a round to the tickets, with one call for each event loop."""
         batches: dict[asyncio.AbstractEventLoop, dict[Ticket, list[Update]]] = {}
         for update in updates:
             ticket, job = self._places[update.job]
             if update.completions is not None:
                 self._forget(update.job)
+            if update.finish == NOT_FINITE:
+                self._doubt_weights(session)
+                _call(ticket.loop, ticket.fail, NotFiniteProblem(500, LOGITS))
             if _has_nothing(update):
                 _call(ticket.loop, ticket.fail_without_tokens, self._refusal())
             own = batches.setdefault(ticket.loop, {}).setdefault(ticket, [])

@@ -11,6 +11,7 @@ from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
 from dtgpt.inference.session import Job, Session
@@ -68,10 +69,13 @@ def sample(
             engine.follow()
             return share(mesh)
         session, text = Session(engine, tokenizer, special_ids(tokenizer)), log.prompt
-        for update in session.stream(Job(ids, options, step)):
-            text += update.text
-            if interrupted():
-                break
+        try:
+            for update in session.stream(Job(ids, options, step)):
+                text += update.text
+                if interrupted():
+                    break
+        except NotFinite as error:
+            text += f"\n[{error}]"
         session.close()
         return share(mesh, text)
 

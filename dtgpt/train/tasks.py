@@ -8,7 +8,9 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.evaluation.catalog import Asked, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import Scorer
 from dtgpt.evaluation.tasks import Prepared, Result, TaskOptions
+from dtgpt.inference.finite import NotFinite
 from dtgpt.train.trainer import Trainer
+from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
 
@@ -50,8 +52,12 @@ class TaskEvaluation:
         for number in range(len(self.names)):
             prepared = self._prepared[number] if self._prepared else None
             # Batches of other shapes would be compiled anew.
-            with torch.compiler.set_stance("force_eager"), trainer.as_loaded():
-                scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
+            try:
+                with torch.compiler.set_stance("force_eager"), trainer.as_loaded():
+                    scores = scorer.score(prepared and prepared.samples, interrupted=interrupted)
+            except NotFinite as error:  # the loss decides whether the run goes on
+                say(f"{self.names[number]} at step {trainer.step} has no result: {error}", warning=True)
+                continue
             if scores is None:
                 return None
             if prepared:

@@ -307,3 +307,15 @@ def test_a_folder_named_as_an_address_is_a_model(tmp_path, monkeypatch):
 
 def test_the_key_of_a_server_is_not_an_option_any_more(generate):
     assert "--api-key belongs to dtgpt serve" in generate("--api-key", "x")[2]
+
+
+@pytest.mark.parametrize("more", [[], ["--num-samples", "2"], ["--num-beams", "2"]], ids=str)
+def test_a_text_that_ends_because_no_token_is_left_is_told(tmp_path, capsys, more):
+    model = build_model(CONFIG, torch.device("cpu"), torch.float32, root_key(1))
+    save_weights(InMemory(model), tmp_path / "model", "here", make_tokenizer("char", ["abcd"], 0))
+    words = ["--prompt", "a", "--max-new-tokens", "9", "--no-repeat-ngram-size", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(tmp_path / "model"), *words, *more])
+    out, err = capsys.readouterr()
+    assert not stop.value.code and sorted(out.splitlines()[-1]) == ["a", "b", "c", "d"]
+    assert err.count("left no token to draw") == 1

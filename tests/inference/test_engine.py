@@ -191,6 +191,37 @@ def test_an_engine_serves_again_after_release_and_the_stages_are_plain_in_betwee
     assert bodies.texts(again).values() and list(bodies.texts(again).values()) == list(bodies.texts(first).values())
 
 
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.0}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_text_ends_where_no_token_is_left_that_repeats_no_ngram(n, more):
+    """Over two ids, each n-gram can come once: the text ends, rather than to repeat id 0."""
+    engine = engine_of(1, vocab_size=2)
+    sampling = Sampling(**{"max_new_tokens": 20, "ends": False, "no_repeat_ngram_size": n, **more})
+    engine.submit(Request(ids=[1], sampling=sampling))
+    events = [event for _ in range(9) for event in engine.step()]
+    ids = [1, *(token for event in events for token in event.ids)]
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    assert len(grams) == len(set(grams)) and 1 < len(ids) < 20 and not engine.busy
+    assert events[-1].finish == "length" and [event.finish for event in events[:-1]] == [None] * (len(events) - 1)
+    assert all(len(event.ids) == len(event.logprobs) for event in events)
+    ends = {(*ids[len(ids) - n + 1 :], token) for token in (0, 1)}
+    assert ends <= set(grams)  # nothing was left indeed
+
+
+def test_rules_that_leave_no_token_end_a_text():
+    """The newline, id 0 of many character vocabularies, is banned after a colon; an end, before min_new_tokens."""
+    special = SpecialIds(newline=0, colon=1)
+    rules = {"prevent_newline_after_colon": True, "no_repeat_ngram_size": 1}
+    for sampling in (
+        Sampling(max_new_tokens=5, **rules),
+        Sampling(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(0,), no_repeat_ngram_size=1),
+    ):
+        engine = engine_of(1, vocab_size=2)
+        engine.submit(Request(ids=[1], sampling=sampling, special=special))
+        (event,) = [event for _ in range(3) for event in engine.step()]
+        assert (event.ids, event.finish) == ([], "length")
+
+
 def test_ids_of_padding_and_beyond_the_tokenizer_are_never_drawn():
     engine = engine_of(1, vocab_size=7)
     engine.submit(Request(ids=[5], sampling=Sampling(max_new_tokens=20, temperature=50.0, ends=False)))

@@ -5,12 +5,18 @@ import json
 import re
 
 import pytest
+import torch
 
+from dtgpt.checkpoint.export import save_weights
+from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect as inspect_path
 from dtgpt.interop.open import open_source
+from dtgpt.models.decoder import unique_parameters
+from dtgpt.models.source import load_model
 from dtgpt.train.loop import train
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
+from tests.interop.test_interop_huggingface import InMemory
 from tests.support.bodies_checkpoint import change_state
 from tests.support.megatron_trees import make_weights, write_tree
 from tests.support.ranks import pool
@@ -200,6 +206,31 @@ def test_digests_are_the_same_after_conversions(run, command, inspect, tmp_path)
     for path in (ours, hf, again):
         found = digests(inspect(path, "--tensors", "on"))
         assert {n for n in expected if found[n] != expected[n]} == set(), path
+
+
+def test_tensors_that_are_not_finite_are_named(run, command, inspect, tmp_path):
+    """In each format, by inspect and by convert; rows of padding do not count."""
+    source = open_source(run)
+    model = load_model(source, torch.device("cpu"))
+    clean = tmp_path / "clean"
+    save_huggingface(source, clean)
+    assert "NaN" not in inspect(clean)
+    parameters = unique_parameters(model)
+    names = list(parameters)
+    with torch.no_grad():
+        parameters[source.config.table_name][source.config.vocab_size :] = torch.nan
+    save_weights(InMemory(model), tmp_path / "padded", "a test")
+    assert "NaN" not in inspect(tmp_path / "padded")
+    with torch.no_grad():
+        parameters[names[2]][0], parameters[names[4]][0] = torch.nan, -torch.inf
+    broken = tmp_path / "broken"
+    save_weights(InMemory(model), broken, "a test")
+    found = f"NaN or infinite values in 2 tensors: {names[2]}, {names[4]}"
+    assert found in inspect(broken) and found in inspect(broken, "--tensors")
+    for to in ("hf", "megatron", "dtgpt"):
+        code, _, err = command("convert", broken, tmp_path / to, "--to", to)
+        assert code == 0 and f"warning: {broken} has {found}: so has" in err
+        assert found in inspect(tmp_path / to)
 
 
 def test_a_run_without_a_checkpoint_is_one_sentence(recipe, run, command):

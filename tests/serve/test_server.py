@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.inference.finite import LOGITS, WEIGHTS
 from dtgpt.serve import http as http_module
 from dtgpt.serve.app import make_app
 from dtgpt.serve.guard import names_of
@@ -110,6 +112,58 @@ def test_log_probabilities_are_over_all_tokens_of_the_model():
     expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     assert api["logprobs"][0] == pytest.approx(expected[: len("ello")], abs=1e-4)
+
+
+def test_a_text_ends_where_no_token_is_left():
+    """Of three characters, none of which may come twice."""
+    letters = make_tokenizer("char", ["abc"], 0)
+    with served(tiny_model(), letters) as service, client(make_app(service)) as http:
+        asked = {"prompt": "a", "max_tokens": 20, "no_repeat_ngram_size": 1, "ignore_eos": True, "logprobs": 1}
+        (choice,) = http.post("/v1/completions", json=asked).json()["choices"]
+    assert sorted(choice["text"]) == ["b", "c"] and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == 2
+
+
+def break_position(model, position=5):
+    with torch.no_grad():
+        model.embedding.wpe.weight[position] = torch.nan
+
+
+def test_a_request_whose_logits_are_not_finite_is_an_error_in_its_form(monkeypatch):
+    """Of weights that are finite, such as an overflow in fp16: the server goes on."""
+    model = tiny_model()
+    break_position(model)
+    monkeypatch.setattr("dtgpt.inference.engine.has_finite_weights", lambda *_: True)
+    with served(model) as service, client(make_app(service)) as http:
+        bad, good = {"prompt": "abc", "max_tokens": 9}, {"prompt": "a", "max_tokens": 3}
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 1, "prompt": "abcdefgh", "ignore_eos": False}
+        for more in ({}, {"logprobs": 1, "echo": True}, {"n": 2}, scored):
+            found = http.post("/v1/completions", json={**bad, "ignore_eos": True, **more})
+            assert found.status_code == 500 and found.headers["x-should-retry"] == "false", found.text
+            assert found.json() == {"error": {"message": LOGITS, "type": "server_error", "param": None,
+                                              "code": "not_finite"}}  # fmt: skip
+        stream = http.post("/v1/completions", json={**bad, "ignore_eos": True, "stream": True})
+        assert LOGITS in stream.text and "[DONE]" not in stream.text
+        for more in ({}, {"logprobs": True}, {"beam_width": 2}):
+            found = http.put("/api", json={"prompts": ["abcdef"], "tokens_to_generate": 9, **more})
+            assert found.status_code == 500 and found.json() == {"message": LOGITS}
+        assert http.post("/v1/completions", json=good).status_code == 200
+        assert http.get("/health").json()["status"] == "ready"
+
+
+def test_a_server_whose_weights_are_not_finite_is_not_ready():
+    model = tiny_model()
+    with served(model) as service, client(make_app(service)) as http:
+        assert http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+        break_position(model)
+        assert http.post("/v1/completions", json={"prompt": "abcdefg", "max_tokens": 2}).status_code == 500
+        health = http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "not_finite"
+        assert "dtgpt_ready 0" in http.get("/metrics").text
+        refused = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert refused.status_code == 503 and refused.json()["error"]["message"] == WEIGHTS
+        refused = http.put("/api", json={"prompts": ["a"], "tokens_to_generate": 2})
+        assert refused.status_code == 503 and refused.json() == {"message": WEIGHTS}
 
 
 def test_a_fault_inside_is_an_answer_without_its_text(service, http, capsys, monkeypatch):

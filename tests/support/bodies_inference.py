@@ -5,6 +5,7 @@ from torch import Tensor
 
 import dtgpt
 from dtgpt.config.recipe import Recipe
+from dtgpt.inference.finite import has_finite_weights
 from dtgpt.inference.generator import Need
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.errors import UserError
@@ -56,6 +57,22 @@ def after_a_failure(path, plan, prompt) -> list[str]:
 
     calls = lambda: model.generator.run(lambda: Need(1, 1), work), lambda: model.generate(prompt)
     return [sentence(call) for call in calls]
+
+
+def not_finite(path, plan) -> list:
+    """The sentences of three calls that meet logits which are not finite at the sixth position, and the number of
+    tokens of one that does not."""
+    model = load(path, plan)
+    calls = (
+        lambda: model.generate([1, 2], max_new_tokens=9), lambda: model.score([1] * 9),
+        lambda: list(model.generate([1, 2], max_new_tokens=9, stream=True)),
+    )  # fmt: skip
+    return [*map(sentence, calls), len(model.generate([1, 2], max_new_tokens=3))]
+
+
+def finite_weights(paths, plan) -> list[bool]:
+    """Whether this rank's weights are finite, of each model."""
+    return [has_finite_weights(m.stages, m.mesh, m.config) for m in (load(path, plan) for path in paths)]
 
 
 def logits(path, plan, tokens: Tensor, **settings) -> Tensor:

@@ -4,8 +4,10 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from dtgpt.inference.engine import Engine
+from dtgpt.inference.finite import LOGITS
 from dtgpt.train.evaluate import fit_prompt
 from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
@@ -74,6 +76,14 @@ def test_a_request_to_end_cuts_a_text_short(recipe, monkeypatch):
     whole = len(steps)
     steps.clear()
     assert run.sample(lambda: len(steps) >= 2) is None and len(steps) < whole
+
+
+def test_a_text_ends_at_logits_that_are_not_finite_and_says_so(recipe):
+    run = training(recipe)
+    with torch.no_grad():
+        run.stages[0].embedding.wpe.weight[6] = torch.nan
+    text = run.sample()
+    assert text.startswith("7 and") and text.endswith(f"\n[{LOGITS}]")
 
 
 def test_the_cache_is_gone_with_the_text(recipe, monkeypatch):

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from dtgpt.commands.eval import command
+from dtgpt.inference.finite import LOGITS
 from dtgpt.run.plot import main_figures
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
@@ -35,6 +37,16 @@ def recipe(recipe, files):
 def figures(run) -> dict[int, dict[str, float]]:
     records = [r for r in read_records(run / "metrics.jsonl") if any("/" in name for name in r)]
     return {r["step"]: {name: value for name, value in r.items() if "/" in name} for r in records}
+
+
+def test_logits_that_are_not_finite_are_no_result(recipe, capsys):
+    """And no reason to end a run, whose loss is."""
+    trainer = training(recipe)
+    with torch.no_grad():
+        trainer.stages[0].embedding.wpe.weight[20] = torch.nan  # which no passage of LAMBADA reaches
+    results = TaskEvaluation(trainer).measure(lambda: False)
+    assert [result.task for result in results] == ["lambada"]
+    assert f"warning: hellaswag at step 0 has no result: {LOGITS}\n" in capsys.readouterr().err
 
 
 def test_a_run_measures_its_tasks_and_loses_no_bit(recipe, files, capsys):
