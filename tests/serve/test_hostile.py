@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dtgpt.serve import body as body_module
 from dtgpt.serve.app import make_app
+from dtgpt.serve.client import client_of
 from dtgpt.serve.connection import Turns
 from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
@@ -219,6 +220,49 @@ def test_a_key_is_needed_for_all_but_health_and_the_page():
         with_key = {"Authorization": "Bearer secret"}
         assert http.post("/v1/completions", json=SMALL, headers=with_key).status_code == 200
         assert http.get("/nothing", headers=with_key).status_code == 404
+
+
+def test_a_client_is_its_key_or_its_address(monkeypatch):
+    with served(tiny_model(), api_key="one,two") as service, client(make_app(service)) as http:
+        clients, submit = [], service.worker.submit
+        monkeypatch.setattr(service.worker, "submit", lambda jobs: clients.append(jobs[0].client) or submit(jobs))
+        for key in ("one", "two"):
+            http.post("/v1/completions", json=SMALL, headers={"Authorization": f"Bearer {key}"})
+        for key in ("one,two", "", "on"):
+            assert http.get("/metrics", headers={"Authorization": f"Bearer {key}"}).status_code == 401
+        for only in (None, "one"):
+            service.api_key = only
+            http.post("/v1/completions", json=SMALL, headers={"Authorization": "Bearer one"})
+    assert clients == ["key 1", "key 2", "testclient", "testclient"]
+
+
+def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatch, service):
+    """The other one, of another address, has room in a full queue, and the next slot."""
+    monkeypatch.setattr(service.worker, "limits", replace(service.limits, queue=64, read_seconds=30.0))
+    over, asked = threading.Event(), {**SMALL, "max_tokens": 20, "n": 4}
+
+    def greedy(_):
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as one:
+            while not over.is_set():
+                assert one.post(f"{address}/v1/completions", json=asked).status_code in (200, 429)
+                time.sleep(0.02)
+
+    with ThreadPoolExecutor(20) as threads:
+        ends = threads.map(greedy, range(20))
+        wait_until(lambda: service.worker.status().clients.get("127.0.0.2", 0) >= 60, 20)
+        lines = http.get("/metrics").text
+        found = [http.post("/v1/completions", json=SMALL).status_code for _ in range(10)]
+        over.set()
+        assert list(ends) == [None] * 20
+    assert found == [200] * 10 and 'dtgpt_client_sequences{client="127.0.0.2"} 6' in lines
+
+
+def test_addresses_of_one_network_are_one_client():
+    names = {
+        "10.0.0.7": "10.0.0.7", "::ffff:10.0.0.7": "10.0.0.7", "::1": "::1", "2001:db8:1:2:3::4": "2001:db8:1:2::/64",
+        "2001:db8:1:2::9": "2001:db8:1:2::/64", "fe80::1%eth0": "fe80::/64", "testclient": "testclient",
+    }  # fmt: skip
+    assert {address: client_of((address, 80)) for address in names} == names and client_of(None) == "-"
 
 
 ANY_JSON = st.recursive(
