@@ -29,8 +29,8 @@ class Answer(NamedTuple):
 class Client:
     """A connection that stays open."""
 
-    def __init__(self, port: int):
-        self._port = port
+    def __init__(self, port: int, key: str = "none"):
+        self._port, self._key = port, key
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -40,6 +40,7 @@ class Client:
             self._reader, self._writer = await asyncio.open_connection(HOST, self._port)
         body = json.dumps({**request, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {self._key}\r\n"
         begin = time.monotonic()
         self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         first, pieces = 0.0, []

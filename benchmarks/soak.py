@@ -4,9 +4,10 @@
     python benchmarks/soak.py --minutes 1    # a look
 
 A tiny model of random weights is served in a process of its own, on loopback. A few clients send completions of many
-sizes, streamed and not, some of which they leave in the middle, wrong requests, halves of requests, and Megatron-LM's
-requests. Their number is bounded. Each minute prints what the server's process holds while nobody asks. The exit code
-is 1 where memory grows after the first quarter, a slot or a file is lost, or an answer is not what it should be.
+sizes, streamed and not, some of which they leave in the middle, wrong requests and keys, halves of requests, bodies of
+one-byte chunks, and Megatron-LM's requests; some end their half of the connection at once. Their number is bounded.
+Each minute prints what the server's process holds while nobody asks. The exit code is 1 where memory grows after the
+first quarter, a slot or a file is lost, or an answer is not what it should be.
 """
 
 import argparse
@@ -29,8 +30,7 @@ PAUSE = 0.02  # seconds between two requests of a client, on average
 FILES = 2  # connections that may be about to close
 GROWTH = 16 << 20  # bytes that memory may grow after the first quarter: the allocator's own movements
 WRONG = (b"{", b"[]", b'{"prompt": NaN}', b'{"prompt": 1}', b'{"prompt": "x", "n": 0}', b"[" * 1000)
-
-
+KEYS = ("one", "two", "three")  # of clients
 NAMES = ("dtgpt_running", "dtgpt_waiting")
 
 
@@ -59,6 +59,7 @@ def held_by(process: int, port: int) -> Held:
 
 def gauges(port: int) -> dict[str, int]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.addheaders = [("Authorization", f"Bearer {KEYS[0]}")]
     with opener.open(f"http://{HOST}:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {name: int(value) for name, _, value in (line.rpartition(" ") for line in lines) if name in NAMES}
@@ -74,12 +75,20 @@ def completion(draw: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def send(port: int, method: str, path: str, body: bytes, part: int | None = None) -> tuple[int, bytes]:
-    """Send a request, or the first `part` bytes of it and leave. Return status and body."""
+async def send(
+    port: int, method: str, path: str, body: bytes, part: int | None = None, key: str = KEYS[0],
+    chunks: bool = False, half: bool = False,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Send a request, or the first `part` bytes of it and leave. Return status and body. chunks: of a byte each. half:
+    end this half of the connection at once."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        writer.write((f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)[:part])
+        length = "Transfer-Encoding: chunked" if chunks else f"Content-Length: {len(body)}"
+        content = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n" if chunks else body
+        writer.write((f"{head}Authorization: Bearer {key}\r\n{length}\r\n\r\n".encode() + content)[:part])
+        if half:
+            writer.write_eof()
         await writer.drain()
         if part is not None:
             return 0, b""
@@ -93,11 +102,20 @@ async def one_request(port: int, draw: random.Random, expected: list[Any]) -> No
     """Do one of the things that clients do. `expected`: a request and its answer, which never changes."""
     kind = draw.random()
     body = json.dumps(completion(draw)).encode()
-    if kind < 0.4:
-        status, answer = await send(port, "POST", "/v1/completions", body)
+    key = draw.choice(KEYS)
+    if kind < 0.1:
+        chunks = draw.random() < 0.5
+        status, answer = await send(port, "POST", "/v1/completions", body, key=key, chunks=chunks, half=not chunks)
+        assert status == 200, answer
+    elif kind < 0.15:
+        wrong = b" " * draw.choice((10, 20_000, 60_000))
+        status, answer = await send(port, "POST", "/v1/completions", wrong, key="wrong", chunks=True)
+        assert status in (400, 401, 413), answer  # the first and the last: of a server without keys
+    elif kind < 0.4:
+        status, answer = await send(port, "POST", "/v1/completions", body, key=key)
         assert status == 200, answer
     elif kind < 0.6:
-        client = Client(port)
+        client = Client(port, key)
         try:
             limit = draw.choice((60, 60, 0.01))  # the last one leaves in the middle
             await asyncio.wait_for(client.stream({**json.loads(body), "n": 1}), limit)
@@ -142,6 +160,7 @@ def main() -> int:
     parser.add_argument("--lap", type=float, default=60, help="seconds between two looks")
     args = parser.parse_args()
     options = argparse.Namespace(clients=16, device="cpu")
+    os.environ["DTGPT_API_KEY"] = ",".join(KEYS)
     expected: list[Any] = [{"prompt": "Hello", "max_tokens": 20, "seed": 3}]
     with tempfile.TemporaryDirectory() as temporary:
         write_model("tiny", Path(temporary, "model"), "cpu")

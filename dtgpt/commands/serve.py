@@ -50,7 +50,9 @@ class ServeOptions:
     host: Annotated[str, "address to listen on; other than of this machine alone: with --api-key"] = "127.0.0.1"
     port: Annotated[int, "port; 0: any free one, which is printed", Bounds(0, 65535)] = 5000
     name: Annotated[str | None, "name of the model in /v1/models; none: that of the folder"] = None
-    api_key: Annotated[str | None, f"key that requests must have; none: that in ${KEY}, if set"] = None
+    api_key: Annotated[
+        str | None, f"key that requests must have; several, with commas: one for each client; none: ${KEY}"
+    ] = None
     open: Annotated[bool, "allow an address that other machines reach without a key"] = False
     slots: Annotated[
         str, f"texts at the same time; auto: as many as memory allows, up to {MOST_SLOTS}",
@@ -145,7 +147,7 @@ def slots_of(options: ServeOptions) -> int | None:
 def key_of(options: ServeOptions) -> str | None:
     """Return the key that requests must have. Raise UserError for one that no header can hold."""
     key = os.environ.get(KEY) or None if options.api_key is None else options.api_key
-    if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+    if key is not None and not (key.isascii() and key.isprintable() and all(key.split(",")) and " " not in key):
         raise UserError("the API key is empty or has characters other than visible ASCII; use letters and digits")
     return key
 

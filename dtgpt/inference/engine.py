@@ -104,7 +104,8 @@ class Engine:
         choices = range(request.choices)
         self._requests[handle] = _Active(request, set(choices), {choice: [] for choice in choices})
         new = request.sampling.max_new_tokens
-        self._scheduler.add(handle, len(request.ids) - 1, request.rows, new, beams=request.beams is not None)
+        beams = request.beams is not None
+        self._scheduler.add(handle, len(request.ids) - 1, request.rows, new, beams, request.client)
         return handle
 
     def cancel(self, handle: int, choice: int | None = None) -> None:

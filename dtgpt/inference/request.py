@@ -25,6 +25,7 @@ class Request:
     score_prompt: bool = False  # whether the tokens of the prompt get log-probabilities
     alternatives: int = 0  # number of likeliest tokens to return for each position
     beams: Beams | None = None  # search instead of sampling: the choices are the best sequences that it finds
+    client: str = ""  # who shares the slots fairly with others
 
     @property
     def rows(self) -> int:

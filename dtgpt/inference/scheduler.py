@@ -1,8 +1,9 @@
 """Which request gets which slot, and what the next round computes. Plain Python: no tensor, no clock.
 
-A request waits until it has a slot for each of its choices, in order of arrival. Its prompt is prefilled once, in
-chunks that are cut at fixed positions; then its choices run, one row of a decode step each, until they are finished or
-cancelled. A slot holds a whole sequence, so that nothing that runs is ever interrupted.
+A request waits until it has a slot for each of its choices: those of a client in order of arrival, and next the client
+for which the fewest tokens were read and generated (the virtual token counter of Sheng et al., 2024). Its prompt is
+prefilled once, in chunks that are cut at fixed positions; then its choices run, one row of a decode step each, until
+they are finished or cancelled. A slot holds a whole sequence, so that nothing that runs is ever interrupted.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ from typing import NamedTuple
 CHUNK = 2048  # tokens between the cuts of a prompt, and most tokens of prompts in a round that decodes
 IDLE_TOKENS = 16384  # most tokens of prompts in a round where nothing decodes, if several are read in a pass
 LONGEST_ROUND = 8  # most decode steps of a round
+MOST_CLIENTS = 1000  # whose tokens are kept; of more, those without a request begin anew
 
 
 class PromptChunk(NamedTuple):
@@ -59,6 +61,7 @@ class _Job:
     new_tokens: int
     choices: list[int]  # that are not cancelled
     beams: bool  # whether the choices are rows of a beam search
+    client: str
     slots: list[int] = field(default_factory=list)  # as many as choices; the first one is prefilled
     done: int = 0  # tokens prefilled
 
@@ -70,6 +73,7 @@ class _Running:
     row: Row
     left: int  # decode steps that are not launched yet
     beam: bool  # whether it belongs to a beam search
+    client: str
 
 
 class Scheduler:
@@ -82,7 +86,9 @@ class Scheduler:
         `chunk`; None: as many as in other rounds."""
         self._free = list(reversed(range(slots)))
         self._chunk, self._longest_round, self._idle_tokens = chunk, longest_round, max(chunk, idle_tokens or 0)
-        self._waiting: deque[_Job] = deque()
+        self._waiting: dict[str, deque[_Job]] = {}  # by client
+        self._tokens: dict[str, int] = {}  # of each client, from where others were when it came
+        self._fewest = 0  # tokens of the client that was admitted last
         self._prefilling: list[_Job] = []
         self._running: dict[tuple[int, int], _Running] = {}
 
@@ -91,11 +97,19 @@ class Scheduler:
         """Whether any request is not finished."""
         return bool(self._waiting or self._prefilling or self._running)
 
-    def add(self, request: int, prefill: int, choices: int, new_tokens: int, beams: bool = False) -> None:
+    def add(
+        self, request: int, prefill: int, choices: int, new_tokens: int, beams: bool = False, client: str = ""
+    ) -> None:  # fmt: skip
         """Take a request of `choices` rows, at most as many as there are slots. `prefill`: tokens of its prompt that
         are not fed to a decode step. `beams`: the rows are those of a beam search. Its first step has the first row
-        alone; each further step waits for `go_on`."""
-        self._waiting.append(_Job(request, prefill, new_tokens, list(range(choices)), beams))
+        alone; each further step waits for `go_on`. `client`: who shares the slots fairly with others."""
+        if len(self._tokens) > MOST_CLIENTS:
+            at_work = {job.client for job in self._prefilling} | {row.client for row in self._running.values()}
+            self._tokens = {name: self._tokens[name] for name in at_work | self._waiting.keys()}
+        if client not in self._waiting:  # who did not wait has no claim to what others used meanwhile
+            self._tokens[client] = max(self._fewest, self._tokens.get(client, 0))
+        job = _Job(request, prefill, new_tokens, list(range(choices)), beams, client)
+        self._waiting.setdefault(client, deque()).append(job)
 
     def go_on(self, request: int, choices: list[int]) -> None:
         """Let these rows of a beam search take the next step."""
@@ -112,7 +126,7 @@ class Scheduler:
         ended = [row.choice for row in rows if row.request == request and choice in (None, row.choice)]
         for one in ended:
             self.finish(request, one)
-        for jobs in (self._waiting, self._prefilling):
+        for jobs in (*self._waiting.values(), self._prefilling):
             for job in [job for job in jobs if job.request == request]:
                 ended += [one for one in job.choices if choice in (None, one)]
                 job.choices = [one for one in job.choices if one not in ended]
@@ -120,6 +134,7 @@ class Scheduler:
                     self._free.append(job.slots.pop())
                 if not job.choices:
                     jobs.remove(job)
+        self._waiting = {name: jobs for name, jobs in self._waiting.items() if jobs}
         return ended
 
     def next_round(self) -> Round | None:
@@ -135,24 +150,35 @@ class Scheduler:
         at_once = starts or self._prefilling or searching
         steps = min(1 if at_once else self._longest_round, max((running.left for running in others), default=0))
         for running in ready:
-            running.left = max(0, running.left - (1 if running.beam else steps))
+            new = 1 if running.beam else min(steps, running.left)
+            running.left -= new
+            self._tokens[running.client] += new
         if not (chunks or starts or ready):
             return None
         rows = [running.row for running in others]
         return Round(chunks, starts, rows, steps, tuple(running.row for running in beams))
 
     def _admit(self) -> None:
-        while self._waiting and len(self._waiting[0].choices) <= len(self._free):
-            job = self._waiting.popleft()
+        while self._waiting:
+            client = min(self._waiting, key=self._tokens.__getitem__)
+            jobs = self._waiting[client]
+            if len(jobs[0].choices) > len(self._free):
+                return
+            job = jobs.popleft()
+            if not jobs:
+                del self._waiting[client]
+            self._fewest = self._tokens[client]
             job.slots = [self._free.pop() for _ in job.choices]
             self._prefilling.append(job)
 
     def _take_chunks(self) -> list[PromptChunk]:
-        """Take chunks in order of arrival, together of no more tokens than one chunk may have, so that sequences which
-        decode wait for no more than that. Where a prompt is cut does not depend on other requests."""
+        """Take chunks, first of the client with the fewest tokens, together of no more tokens than one chunk may have,
+        so that sequences which decode wait for no more than that. Where a prompt is cut does not depend on other
+        requests."""
         chunks: list[PromptChunk] = []
         decoding = any(running.left or running.beam for running in self._running.values())
         budget = self._chunk if decoding else self._idle_tokens
+        self._prefilling.sort(key=lambda job: self._tokens[job.client])
         for job in self._prefilling:
             while job.done < job.prefill:
                 stop = min(job.done + self._chunk, job.prefill)
@@ -160,6 +186,7 @@ class Scheduler:
                 if budget < 0:
                     return chunks
                 chunks.append(PromptChunk(job.request, job.slots[0], job.done, stop))
+                self._tokens[job.client] += stop - job.done
                 job.done = stop
         return chunks
 
@@ -171,5 +198,5 @@ class Scheduler:
             for choice, slot in zip(job.choices, job.slots, strict=True):
                 row = Row(job.request, choice, slot)
                 left = int(slot == job.slots[0]) if job.beams else job.new_tokens
-                self._running[row[:2]] = _Running(row, left, job.beams)
+                self._running[row[:2]] = _Running(row, left, job.beams, job.client)
         return starts

@@ -25,6 +25,7 @@ class Job(NamedTuple):
     options: Options
     prompt_index: int = 0  # enters the draws: equal prompts get different texts
     rules: Beams | None = None  # of a search, in place of the options' own; one beam is a search, too
+    client: str = ""  # who shares the slots fairly with others
 
     @property
     def beams(self) -> Beams | None:
@@ -48,7 +49,7 @@ class Job(NamedTuple):
         return Request(
             ids=self.ids, sampling=options, special=special, prompt_index=self.prompt_index,
             choices=options.num_return_sequences, score_prompt=options.prompt_logprobs,
-            alternatives=options.top_logprobs, beams=self.beams,
+            alternatives=options.top_logprobs, beams=self.beams, client=self.client,
         )  # fmt: skip
 
 

@@ -48,7 +48,8 @@ def status_routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         status = service.worker.status()
-        gauges = {
+        gauges: dict[str, tuple[str, float | dict[str, int]]] = {
+            "dtgpt_client_sequences": ("Sequences that wait or are generated, by client.", status.clients),
             "dtgpt_waiting": ("Sequences that wait for a slot.", status.waiting),
             "dtgpt_running": ("Sequences that are generated.", status.running),
             "dtgpt_slots": ("Sequences that are generated at the same time, at most.", status.slots),

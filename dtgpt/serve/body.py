@@ -16,6 +16,8 @@ from dtgpt.util.errors import shown, shown_name
 
 CLOSE = {"Connection": "close"}  # for requests whose body is not read to its end
 DISCARDED = 2**24  # bytes beyond the limit that are read: a client that still sends would not see the answer
+FRAMING = "dtgpt.framing"  # in the scope of a request: bytes that surround its body, so far
+MOST_FRAMING = 2**17  # of 26,000 chunks of a byte each; of chunks of 64 bytes, for a body of 1 MiB
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -54,6 +56,8 @@ async def _read(request: Request, limits: Limits) -> bytes:
     try:
         async with asyncio.timeout(limits.read_seconds):
             async for piece in request.stream():
+                if request.scope.get(FRAMING, 0) > MOST_FRAMING:
+                    raise HttpProblem(413, "the chunks of the body are too small; send larger ones", headers=CLOSE)
                 size += len(piece)
                 if size > limits.body + DISCARDED:
                     raise HttpProblem(413, sentence, headers=CLOSE)

@@ -12,9 +12,10 @@ import traceback
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dtgpt.serve.client import client_of
 from dtgpt.serve.log import log, takes
 from dtgpt.serve.problems import HttpProblem, answer, unknown_path
-from dtgpt.serve.service import TICKET, Service
+from dtgpt.serve.service import CLIENT, TICKET, Service
 from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import say_error
 from dtgpt.util.errors import shown
@@ -72,8 +73,10 @@ class Guard:
                 403, f"the Host header is {shown(host)}, but this server answers for {', '.join(sorted(hosts))} only; "
                 "use one of these in the address",
             )  # fmt: skip
-        key, path = self._service.api_key, request.scope["path"]
-        if key is not None and path not in self._open_paths and not has_key(request, key):
+        path, keys = request.scope["path"], (self._service.api_key or "").split(",")
+        mine = [number for number, key in enumerate(keys, 1) if has_key(request, key)]  # always all: no time tells
+        request.scope[CLIENT] = f"key {mine[0]}" if mine and keys[1:] else client_of(request.scope.get("client"))
+        if self._service.api_key is not None and path not in self._open_paths and not mine:
             return HttpProblem(
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",

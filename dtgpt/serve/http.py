@@ -7,11 +7,14 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from dtgpt.serve.connection import Connection, Turns
 from dtgpt.util.errors import UserError, shown
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -69,7 +72,8 @@ class HttpServer:
         self._listener, self._watch, self._ended = listener, watch, ended
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
-            app, http="h11", lifespan="off", ws="none", log_config=None, access_log=False,
+            app, http=cast(Any, partial(Connection, Turns())), lifespan="off", ws="none", log_config=None,
+            access_log=False,
             log_level="critical",  # `Guard` has its own log, and requests that the end interrupts are not faults
             proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=FLUSH, timeout_notify=TICK, callback_notify=self._tick,

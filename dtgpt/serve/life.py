@@ -51,6 +51,6 @@ def end_where_a_rank_is_silent(worker: Worker, seconds: float = SILENT) -> None:
     """End the process where a step or a ping of the engine takes more than `seconds`: another rank does not answer,
     and the thread of the engine cannot be interrupted."""
     if worker.seconds_under_way() > seconds:
-        cause = f"a rank has not answered for {seconds:g} s; start all of them again"
+        cause = f"no rank has finished a step for {seconds:g} s; start all of them again"
         say_error(f"dtgpt: {cause}")
         worker.abandon(cause)

@@ -59,11 +59,16 @@ class Metrics:
         self.request_seconds = Histogram("dtgpt_request_seconds", "Seconds from request to end of answer.", SECONDS)
         self.round_seconds = Histogram("dtgpt_round_seconds", "Seconds of a round of the engine.", ROUND_SECONDS)
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Return all counters and the `gauges` (description and value by name) in Prometheus' text format."""
+    def text(self, gauges: Mapping[str, tuple[str, float | Mapping[str, float]]]) -> str:
+        """Return all counters and the `gauges` (description and value, or values by client, by name) in Prometheus'
+        text format."""
         lines = [line for metric in vars(self).values() for line in metric.lines()]
         for name, (description, value) in gauges.items():
-            lines += [*_head(name, description, "gauge"), f"{name} {value}"]
+            lines += _head(name, description, "gauge")
+            if isinstance(value, Mapping):
+                lines += [f"{name}{_labels(iter([('client', key)]))} {number}" for key, number in value.items()]
+            else:
+                lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.worker import Worker
 
-TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
+TICKET, CLIENT = "dtgpt.ticket", "dtgpt.client"  # of a request, in its ASGI scope
 LONG = 2000  # characters, ids or bytes from which on work is done beside the event loop
 THREADS = ThreadPoolExecutor(2, "requests")
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
@@ -48,7 +48,7 @@ class Service:
     """A model that is served.
 
     hosts: names that a Host header may have; None: any. api_key: that every request but those for open paths must
-    have; None: none.
+    have, or several with commas in between, one for each client; None: none.
     """
 
     generator: Generator
@@ -80,7 +80,7 @@ class Service:
     def submit(self, request: Request, jobs: list[Job], prompts: Sequence[Any] = (), quiet: bool = False) -> Ticket:
         """Hand the jobs of a request to the worker, as `Worker.submit` does. `prompts`: as the client gave them, for
         the log of a server that writes prompts down, unless `quiet`."""
-        ticket = self.worker.submit(jobs)
+        ticket = self.worker.submit([job._replace(client=request.scope[CLIENT]) for job in jobs])
         request.scope[TICKET] = ticket
         if self.log_prompts and not quiet:
             log(f"prompts {json.dumps(list(prompts))}")

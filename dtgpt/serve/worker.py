@@ -7,6 +7,7 @@ over in one call. Everything else is for event loops.
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class Status:
     waiting: int  # rows for which there is no slot
     running: int  # all others
     slots: int
+    clients: dict[str, int]  # rows of each one that has any
 
     @property
     def healthy(self) -> bool:
@@ -82,7 +84,7 @@ class Worker:
         self._check, self._slots = check, slots
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._tickets: set[Ticket] = set()  # that are not finished, for event loops
-        self._rows = 0  # of these
+        self._rows: Counter[str] = Counter()  # of these, by client
         self._state = "starting"
         self._cause = ""
         # Of the main thread:
@@ -95,8 +97,8 @@ class Worker:
     # For event loops
 
     def submit(self, jobs: list[Job]) -> Ticket:
-        """Hand the jobs of a request to the engine. Raise UserError for a job that can never be done, Refused where the
-        queue is full or the server does not take requests."""
+        """Hand the jobs of a client's request to the engine. Raise UserError for a job that can never be done, Refused
+        where the queue is full, and the client has its share of it, or where the server does not take requests."""
         if self._state != "ready":
             raise self._refusal()
         for job in jobs:
@@ -109,14 +111,16 @@ class Worker:
         rows, limit = sum(job.rows for job in jobs), self.limits.queue
         if rows > limit:
             raise UserError(f"the request asks for {rows:,} sequences; ask for {limit:,} at most")
-        if self._rows + rows > limit:
+        client = jobs[0].client
+        whole, share = self._rows.total(), limit // len(self._rows.keys() | {client})
+        if whole + rows > limit and self._rows[client] + rows > share:
             raise Refused(
-                429, f"{counted(self._rows, 'sequence')} are waiting or running, and the server takes {limit:,} at "
+                429, f"{counted(whole, 'sequence')} are waiting or running, and the server takes {limit:,} at "
                 "most; ask again later", self.limits.retry_after,
             )  # fmt: skip
         ticket = Ticket(jobs, self.limits.seconds, self.metrics, self._end)
         self._tickets.add(ticket)
-        self._rows += rows
+        self._rows[client] += rows
         self.metrics.prompt_tokens.add(ticket.prompt_tokens)
         self._commands.put(lambda session: self._begin(session, ticket))
         return ticket
@@ -133,18 +137,19 @@ class Worker:
     def _end(self, ticket: Ticket, finished: bool) -> None:
         """Forget a ticket, and end its jobs unless they are finished."""
         self._tickets.discard(ticket)
-        self._rows -= ticket.rows
+        self._rows -= Counter({ticket.jobs[0].client: ticket.rows})  # which forgets a client without any
         self.metrics.new_tokens.add(ticket.new_tokens)
         if not finished:
             self._commands.put(lambda session: self._stop(session, ticket))
 
     def status(self) -> Status:
         """Return the state and the numbers of rows."""
-        running = min(self._rows, self._slots())
+        rows = self._rows.total()
+        running = min(rows, self._slots())
         state = self._state
         if state == "ready" and self.seconds_under_way() > self.limits.stalled:
             state = "stalled"
-        return Status(state, self._rows - running, running, self._slots())
+        return Status(state, rows - running, running, self._slots(), dict(self._rows))
 
     def seconds_under_way(self) -> float:
         """Return for how long a step or a ping of the engine has been under way, whether a client waits or not."""

@@ -29,6 +29,10 @@ def job(index=0, prompt=b"abc", **options):
     return Job(list(prompt), Options(**{"max_new_tokens": 12, "seed": 5, "ends": False, **options}), index)
 
 
+def of(client, **options):
+    return job(**options)._replace(client=client)
+
+
 @pytest.fixture(scope="module")
 def service():
     with served(model()) as service:
@@ -102,6 +106,43 @@ def test_the_queue_is_limited_and_the_refusal_says_when_to_ask_again():
     assert (refused.status, refused.headers) == (429, {"Retry-After": "1"}) and "10 sequences" in refused.message
     assert (status.waiting, status.running, status.slots) == (6, 4, 4)
     assert len(found[0][0].ids) == 12
+
+
+def test_a_full_queue_has_room_for_a_client_without_its_share():
+    async def fill(service):
+        submit = service.worker.submit
+        greedy = [submit([of("greedy", **ENDLESS)]) for _ in range(12)]
+        modest = [submit([of("modest", **ENDLESS)]) for _ in range(6)]
+        for name in ("greedy", "modest"):
+            with pytest.raises(Refused):
+                submit([of(name)])
+        third = submit([of("third", **ENDLESS)] * 4)
+        status = service.worker.status()
+        for ticket in (*greedy, *modest, third):
+            ticket.cancel()
+        return status, service.worker.status(), await submit([of("modest")]).completions()
+
+    with served(model(), slots=4, limits=Limits(queue=12)) as service:
+        full, empty, found = asyncio.run(fill(service))
+    assert full.clients == {"greedy": 12, "modest": 6, "third": 4} and full.waiting + full.running == 22
+    assert empty.clients == {} and empty.waiting == 0 and len(found[0][0].ids) == 12
+
+
+def test_a_client_with_many_requests_does_not_hold_another_up():
+    """The other's requests run as soon as a slot is free, before those that have been waiting for longer."""
+
+    async def ask(service):
+        greedy = [service.worker.submit([of("greedy", max_new_tokens=200)]) for _ in range(40)]
+        await first_round(service.worker.submit([of("modest")]))
+        found = [await service.worker.submit([of("modest")]).completions() for _ in range(5)]
+        ended = sum(not ticket._left for ticket in greedy)
+        for ticket in greedy:
+            ticket.cancel()
+        return len(found), ended
+
+    with served(model(), slots=4, limits=Limits(queue=64)) as service:
+        found, ended = asyncio.run(ask(service))
+    assert found == 5 and ended < 36
 
 
 def test_an_ending_server_refuses_and_gives_what_it_has():

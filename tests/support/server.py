@@ -1,8 +1,6 @@
 """Servers in this process: over a real model or over an engine that follows a script, live on a loopback port or
 called without one."""
 
-import asyncio
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ from typing import Any
 
 import httpx
 import torch
-import uvicorn
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -27,6 +24,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.serve.app import make_app
+from dtgpt.serve.http import HttpServer, bind
 from dtgpt.serve.service import Service
 from dtgpt.serve.worker import Worker
 from tests.support.scripted_engine import ScriptedEngine
@@ -109,17 +107,12 @@ def client(app: Starlette, **options: Any) -> TestClient:
 @contextmanager
 def live_server(service: Service) -> Iterator[str]:
     """The address of a real server over a service, on a free port of loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(service), log_level="warning", access_log=False, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
+    server = HttpServer(make_app(service), bind("127.0.0.1", 0))
+    server.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.port}"
     finally:
-        server.should_exit = server.force_exit = True
-        thread.join(60)
+        server.stop()
 
 
 def wait_until(condition: Any, seconds: float = 60.0) -> None:
