@@ -1,5 +1,6 @@
 """A checkpoint of weights alone, written from any source: to begin a run with, to generate from, to keep."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,9 +14,12 @@ from dtgpt.models.source import Source, iterate_shapes
 from dtgpt.util.storage import new_folder
 
 
-def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None) -> None:
-    """Write the weights of `source` as the checkpoint `folder`, one file in memory at a time, with the tokenizer.
-    `origin`: where they came from, for its reader. Raise UserError where the folder exists."""
+def save_weights(
+    source: Source, folder: Path, origin: str, tokenizer: Tokenizer | None = None,
+    save_more: Callable[[Path], None] = lambda folder: None,
+) -> None:  # fmt: skip
+    """Write the weights of `source` as the checkpoint `folder`, one file in memory at a time, with the tokenizer and
+    what `save_more` writes. `origin`: where they came from, for its reader. Raise UserError where the folder exists."""
     with new_folder(folder) as partial:
         whole = (Piece.whole(name, shape) for name, shape in iterate_shapes(source.config))
         files: dict[str, Written] = {}
@@ -25,5 +29,6 @@ def save_weights(source: Source, folder: Path, origin: str, tokenizer: Tokenizer
             files[name] = write_file(partial / name, pieces, data)
         if tokenizer is not None:
             tokenizer.save(partial / "tokenizer.json")
+        save_more(partial)
         counts = dict.fromkeys(("step", "updates", "consumed_samples", "tokens"), 0)
         write_state(partial, {**counts, "data_digest": "", "origin": origin, **describe_model(source.config)}, files)

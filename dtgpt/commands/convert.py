@@ -12,12 +12,13 @@ from dtgpt.config.execution import DTYPES
 from dtgpt.data.tokenizers.export import export_note, transformers_files
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.model import save_huggingface
+from dtgpt.interop.hf.origin import Origin, origin_of
 from dtgpt.interop.megatron.export import export_notes, save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.models.source import Source, Watched
+from dtgpt.models.source import Watched
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -68,10 +69,13 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
     dtype, watched = DTYPES[options.dtype], Watched(source)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     if options.to == "dtgpt":
-        save_weights(watched, target, str(path), named or tokenizer_beside(path))
+        tokenizer = named or tokenizer_beside(path)
+        save_weights(watched, target, str(path), tokenizer, origin_of(path, source.config, tokenizer).save)
     elif options.to == "hf":
         tokenizer = named or tokenizer_beside(path)
-        save_huggingface(watched, target, dtype, tokenizer, _files_of(tokenizer, source, path, target))
+        origin = origin_of(path, source.config, tokenizer)
+        files = _files_of(tokenizer, origin, origin.whole(source.config).seq_length, path, target)
+        save_huggingface(watched, target, dtype, tokenizer, files, origin)
     else:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
         state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
@@ -97,13 +101,15 @@ def _check(options: ConvertOptions) -> None:
         raise UserError(f"a Megatron-LM tree cannot hold the tokenizer {given}; leave it out")
 
 
-def _files_of(tokenizer: Tokenizer | None, source: Source, path: Path, target: Path) -> dict[str, Any] | None:
+def _files_of(
+    tokenizer: Tokenizer | None, origin: Origin, positions: int, path: Path, target: Path
+) -> dict[str, Any] | None:
     """Return the tokenizer's files for transformers, by name; None, with a message, if there are none that fit."""
     if tokenizer is None:
         say(f"no tokenizer is saved with {path}, so {target} has none; name one with --tokenizer")
         return None
     try:
-        files = transformers_files(tokenizer, source.config.seq_length)
+        files = origin.tokenizer_files(transformers_files(tokenizer, positions), positions)
     except UserError as error:
         say(f"{error}; the model is written without a tokenizer", warning=True)
         return None

@@ -24,11 +24,14 @@ class DataConfig:
     json_key: Annotated[str, "key of the text in each line of a .jsonl file"] = "text"
     tokenizer: Annotated[
         Literal["auto", "gpt2", "bpe", "bytes", "char", "ids"],
-        "auto: the tokenizer saved with prepared data; for a text file, gpt2 if the model has its 50257 tokens, else a "
-        "bpe trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; ids: no tokenizer, and so no "
-        "bits/byte and no generated texts",
+        "auto: the tokenizer saved with prepared data; for a text file, that of init_from, else gpt2 if the model has "
+        "its 50257 tokens, else a bpe trained on the text; char: characters of the text, or of nanoGPT's meta.pkl; "
+        "ids: no tokenizer, and so no bits/byte and no generated texts",
     ] = "auto"
-    tokenizer_file: Annotated[str | None, "tokenizer of prepared data, as for dtgpt prepare --tokenizer", PATH] = None
+    tokenizer_file: Annotated[str | None, "tokenizer of the data, as for dtgpt prepare --tokenizer", PATH] = None
+    other_tokenizer: Annotated[
+        bool, "train a model of init_from on tokens of another tokenizer than its own; on where an option names one"
+    ] = False
     vocab_file: Annotated[str | None, "vocab.json of gpt2, with merge_file; none: tiktoken's own", PATH] = None
     merge_file: Annotated[str | None, "merges.txt of gpt2, with vocab_file", PATH] = None
     bpe_vocab_size: Annotated[int, "number of tokens of a trained BPE, including <|endoftext|>"] = 1024

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from dtgpt.config.sections import DEFAULT_SPLIT, DataConfig
 from dtgpt.data.megatron.indexed import bin_path
@@ -21,9 +22,10 @@ def with_tokenizer(data: DataConfig, vocab_size: int) -> DataConfig:
     return replace(data, tokenizer="gpt2" if data.path and vocab_size >= GPT2_124M.vocab_size else "bpe")
 
 
-def check_data(data: DataConfig, vocab_size: int) -> None:
-    """Raise UserError, one sentence, on the first data option that does not go with the others or with its files."""
-    _check_tokenizer(data, vocab_size)
+def check_data(data: DataConfig, vocab_size: int, model: Path | None = None) -> None:
+    """Raise UserError, one sentence, on the first data option that does not go with the others or with its files.
+    model: where the weights, and so the vocabulary, are from."""
+    _check_tokenizer(data, vocab_size, model)
     split_fractions(data.split)
     if is_prepared(data.path):
         apart = data.valid_path or data.test_path
@@ -33,7 +35,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
                 "data.split out"
             )
         return
-    prepared_only = ("valid_path", "test_path", "train_samples", "tokenizer_file")
+    prepared_only = ("valid_path", "test_path", "train_samples")
     unused = [name for name in prepared_only if getattr(data, name) is not None]
     missing = data.path if data.path is not None and not os.path.exists(data.path) else None
     if missing and (unused or prefixes_near(missing) or os.path.isfile(bin_path(missing))):  # token files were meant
@@ -45,7 +47,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         )
 
 
-def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
+def _check_tokenizer(data: DataConfig, vocab_size: int, model: Path | None) -> None:
     tokenizer = with_tokenizer(data, vocab_size).tokenizer
     check_named_once("gpt2", data.vocab_file, data.merge_file)
     if data.vocab_file is not None and data.tokenizer_file is None and tokenizer != "gpt2":
@@ -59,7 +61,9 @@ def _check_tokenizer(data: DataConfig, vocab_size: int) -> None:
             f"data.tokenizer=ids takes token files as they are, and cannot be combined with {given}; leave it out"
         )
     if tokenizer == "bpe" and data.bpe_vocab_size > vocab_size:
+        given = f"the {vocab_size} tokens of {model}" if model else f"model.vocab_size={vocab_size}"
+        other = "leave data.tokenizer out for the tokenizer of the model" if model else "a larger model.vocab_size"
         raise UserError(
-            f"data.bpe_vocab_size={data.bpe_vocab_size} is more than model.vocab_size={vocab_size}; "
-            f"use --data.bpe_vocab_size {vocab_size} or a larger model.vocab_size"
+            f"data.bpe_vocab_size={data.bpe_vocab_size} is more than {given}; use --data.bpe_vocab_size {vocab_size}, "
+            f"or {other}"
         )

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from dtgpt.data.array_cache import load_or_make
 from dtgpt.data.file_array import Array, FileArray
+from dtgpt.data.megatron.tokenizer_beside import check_opening
 from dtgpt.data.text import EMBEDDED, read_documents, split_documents
 from dtgpt.data.tokenizers.bpe_files import read_content
 from dtgpt.data.tokenizers.open import make_tokenizer, open_tokenizer, read_saved
+from dtgpt.data.tokenizers.special_names import SpecialNames, warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.ops.random.philox import fold
 from dtgpt.util.console import counted, say
@@ -141,19 +144,24 @@ def load_dataset(data: "DataConfig", cache: Path) -> TextDataset:
     documents = read_documents(data.path, data.json_key)
     settings = {name: getattr(data, name) for name in ("tokenizer", "bpe_vocab_size", "held_out")}
     files = [data.vocab_file, data.merge_file] if data.tokenizer == "gpt2" and data.vocab_file else []
+    named = open_tokenizer(data.tokenizer_file) if data.tokenizer_file else None
     if files:
         settings["files"] = [hashlib.sha256(read_content(Path(str(file)))).hexdigest() for file in files]
+    if named:
+        check_opening(named)
+        settings["tokenizer_file"] = hashlib.sha256(named.dumps().encode()).hexdigest()
     content, former = _contents(settings, documents)
     folder = cache / f"text-{content[:16]}"
 
     def make() -> dict[str, np.ndarray | str]:
         train, valid = split_documents(documents, data.held_out)
         trained_on = documents if data.tokenizer == "char" else train
-        made = (
-            open_tokenizer("gpt2", data.vocab_file, data.merge_file)
-            if files
-            else make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
-        )
+        if files:
+            made = open_tokenizer("gpt2", data.vocab_file, data.merge_file)
+        else:
+            made = named or make_tokenizer(data.tokenizer, trained_on, data.bpe_vocab_size)
+        names = SpecialNames(made).count(documents) if made.special_names else Counter()
+        warn_of_split_names(names, made, "dtgpt prepare --encode-special makes them these tokens")
         tokens = {"train": made.encode_documents(train), "valid": made.encode_documents(valid)}
         return {"tokenizer.json": made.dumps(), **tokens}
 

@@ -20,7 +20,7 @@ from dtgpt.checkpoint.load import disjoint
 from dtgpt.models.config import Shape
 from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import open_bare_pickle, open_embedded
+from dtgpt.util.pickles import check_distinct, open_bare_pickle, open_embedded
 from dtgpt.util.storage import open_regular
 from dtgpt.util.unpickler import StandIn
 
@@ -63,6 +63,7 @@ class DistributedFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / METADATA
+        self._checked: set[Place] = set()  # pieces whose checksums are right
         metadata = open_bare_pickle(self.path, MOST_READS)
         with self._reading():
             fields = _fields(metadata, "Metadata")
@@ -101,7 +102,8 @@ class DistributedFolder:
     def _piece(self, name: str, piece: Piece) -> Tensor:
         """Return a piece as it lies in the mapped file."""
         file, begin, size = piece.place
-        found = open_embedded(self.folder / file, begin, size)
+        found = open_embedded(self.folder / file, begin, size, check=piece.place not in self._checked)
+        self._checked.add(piece.place)
         shape, dtype = tuple(map(len, piece.part)), self.tensors[name].dtype
         if not isinstance(found, Tensor) or found.shape != shape or found.dtype != dtype:
             what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
@@ -216,6 +218,7 @@ def _check_places(folder: Path, places: Iterable[Place]) -> None:
             end = place.begin + place.size
         if end > size:
             raise UserError(f"{path} has {size} bytes, where {METADATA} says {end}; copy it again, whole")
+    check_distinct(folder / name for name in by_file)
 
 
 def _within(inner: Iterable[range], outer: Iterable[range]) -> tuple[slice, ...]:

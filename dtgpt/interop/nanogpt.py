@@ -12,7 +12,7 @@ from dtgpt.interop.hf.gpt2 import BUFFERS, PREFIX, reorder_qkv, stored_name
 from dtgpt.models.gpt2 import GPT2_124M, TABLE, GPT2Config
 from dtgpt.models.source import Part, Source, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import open_pickle
+from dtgpt.util.pickles import Checksums, open_pickle
 
 # Outputs of nanoGPT for GPT-2's vocabulary, and the tokens in that.
 PADDED, TRUE = GPT2_124M.padded_vocab_size, GPT2_124M.vocab_size
@@ -34,7 +34,8 @@ class NanoGPT(Source):
     """
 
     def __init__(self, path: Path):
-        saved = open_pickle(path)
+        self._checksums = Checksums(path)
+        saved = open_pickle(path, self._checksums)
         model, args = saved.get("model"), saved.get("model_args")
         if not isinstance(model, dict) or not isinstance(args, dict) or not all(isinstance(n, str) for n in model):
             raise UserError(f"{path} is not a checkpoint of nanoGPT, which has model and model_args; give its ckpt.pt")
@@ -57,14 +58,15 @@ class NanoGPT(Source):
         stored = self._tensors["wte.weight"]
         if output is not None:
             alike = (output.shape, output.dtype) == (stored.shape, stored.dtype)
-            if not alike or (output.data_ptr() != stored.data_ptr() and not torch.equal(output, stored)):
+            apart = output.data_ptr() != stored.data_ptr()
+            if not alike or (apart and not torch.equal(*map(self._checksums.check, (output, stored)))):
                 raise untied(path)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         stored = self._tensors.get(stored_name(name))
         if stored is None:  # a bias
             stored = torch.zeros(len(self._tensors[stored_name(name).replace(".bias", ".weight")]), device="cpu")
-        return as_parameter(reorder_qkv(stored, name, self.config), name, self.config, part)
+        return as_parameter(reorder_qkv(self._checksums.check(stored), name, self.config), name, self.config, part)
 
 
 def _config(args: Mapping[str, Any], path: Path) -> GPT2Config:

@@ -15,6 +15,7 @@ from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
+TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM
 KNOWN = (
     "a run folder of dtgpt, one of its checkpoints/step_..., a Hugging Face folder (config.json), a Megatron-LM folder "
     "(latest_checkpointed_iteration.txt or iter_...), nanoGPT's ckpt.pt or llm.c's model.bin"
@@ -54,7 +55,7 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
 
 def is_megatron(path: Path) -> bool:
     """Return whether `path` is the folder of a checkpoint of Megatron-LM."""
-    own = "latest_checkpointed_iteration.txt", ".metadata"
+    own = TRACKER, ".metadata"
     return os.path.isdir(path) and (any((path / name).is_file() for name in own) or any(path.glob("mp_rank_*")))
 
 

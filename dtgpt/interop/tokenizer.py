@@ -6,7 +6,7 @@ from dtgpt.checkpoint.manifest import STATE
 from dtgpt.data.tokenizers.folder import tokenizer_file
 from dtgpt.data.tokenizers.open import load_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import run_of
+from dtgpt.interop.open import TRACKER, is_megatron, run_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.util.errors import UserError
 
@@ -35,8 +35,18 @@ def check_size(tokenizer: Tokenizer, config: ModelConfig) -> None:
 def tokenizer_beside(path: Path) -> Tokenizer | None:
     """Return the tokenizer of the run to which `path` belongs, or the one whose files are in the folder `path`; None
     where there is none."""
+    place = tokenizer_place(path)
+    if place is None:
+        return None
+    return open_tokenizer(str(place)) if place.is_dir() else load_tokenizer(place.parent)
+
+
+def tokenizer_place(path: Path) -> Path | None:
+    """Return the file of the tokenizer of a run to which `path` belongs, or the folder at `path` that has one's files:
+    of an iteration of Megatron-LM, also the folder above. None where there is none."""
     if run := run_of(path):
-        return load_tokenizer(run)
+        return run / "tokenizer.json"
     if (path / STATE).is_file() and (path / "tokenizer.json").is_file():  # of a run from which it was exported
-        return load_tokenizer(path)
-    return open_tokenizer(str(path)) if tokenizer_file(path) else None
+        return path / "tokenizer.json"
+    above = [path.parent] if is_megatron(path) and not (path / TRACKER).is_file() else []
+    return next((folder for folder in [path, *above] if tokenizer_file(folder)), None)

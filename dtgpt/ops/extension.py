@@ -21,23 +21,39 @@ import torch
 from dtgpt.util.console import say
 from dtgpt.util.storage import FileLock
 
+Structs = tuple[tuple[str, type[ctypes.Structure]], ...]  # by their names in C++
 FLAGS = ("-O3", "-std=c++17")
 
 
 @functools.cache
 def library(
-    source: Path, device: torch.device, flags: tuple[str, ...] = (), instead: str = "plain torch"
+    source: Path, device: torch.device, flags: tuple[str, ...] = (), instead: str = "plain torch", structs: Structs = ()
 ) -> ctypes.CDLL | None:
     """Return the library of a `.cu` file for this CUDA device, or None, with a warning, where it cannot be built.
-    flags: further ones of nvcc. instead: what runs then, for the warning."""
+    flags: further ones of nvcc. instead: what runs then, for the warning. structs: that it shares with Python."""
     try:
-        return ctypes.CDLL(str(_built(source, torch.cuda.get_device_capability(device), (*FLAGS, *flags))))
+        built = ctypes.CDLL(str(_built(source, torch.cuda.get_device_capability(device), (*FLAGS, *flags))))
+        check_sizes(built, structs)
+        return built
     except Exception as error:  # no failure of a build may end a run that other kernels can continue
         say(
             f"the CUDA kernel {source.stem} cannot be built ({_reason(error)}): {instead} runs instead, slower",
             warning=True,
         )
         return None
+
+
+def check_sizes(built: ctypes.CDLL, structs: Structs) -> None:
+    """Raise RuntimeError where a struct has another size in the library, whose kernels would read other fields than
+    Python writes. The library returns it from `sizeof_NAME()`."""
+    for name, ours in structs:
+        function = getattr(built, f"sizeof_{name}")
+        function.restype, function.argtypes = ctypes.c_size_t, ()
+        if (size := function()) != ctypes.sizeof(ours):
+            raise RuntimeError(
+                f"its struct {name} has {size} bytes, where {ours.__module__}.{ours.__name__} has "
+                f"{ctypes.sizeof(ours)}; give both the same fields"
+            )
 
 
 def targets(nvcc: str) -> list[int]:

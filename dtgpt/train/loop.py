@@ -84,7 +84,7 @@ def _train(begun: startup.Started, stop: StopRequest) -> int:
             say("; ".join(["resuming", *changes]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
-            run = startup.new_run(recipe.runs, recipe.name, mesh, lock)
+            run = startup.new_run(recipe.runs, recipe.name, mesh, lock, recipe.init_from, dataset.tokenizer)
         return loop.run_to_end(run, left)
 
 

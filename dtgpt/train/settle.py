@@ -21,10 +21,14 @@ from dtgpt.interop.open import is_foreign_run, open_config, open_training
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
+from dtgpt.train.own_tokenizer import model_to_begin_with, named_by_option, with_own_tokenizer
 from dtgpt.util import console
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import check_value, kinds_of, misfit
+
+# What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
+TAKEN = (("data.tokenizer", "auto"), ("data.tokenizer_file", None))
 
 
 def load_recipe(path: Path, options: list[str]) -> Recipe:
@@ -44,20 +48,22 @@ def settle(file: Recipe, options: Options) -> Recipe:
     """
     given, asked = set(options), take(file, options)
     if (foreign := open_training(asked.resume, asked.model.vocab_size)) is not None:
-        return _recipe_of_foreign_run(foreign, asked, given)
+        return _recipe_of_foreign_run(foreign, named_by_option(asked, given), given)
     run, chosen = run_of(asked.resume, asked.runs, asked.name)
     if run is not None:
         recipe = recipe_of_run(run, file, asked, given)
         return recipe if recipe.train_samples is None else _counted_on(recipe, run, chosen)
     if asked.init_from:
-        return replace_values(asked, model_values(Path(asked.init_from), asked.model, given))
+        values = model_values(Path(asked.init_from), asked.model, given)
+        return replace_values(named_by_option(asked, given), values)
     return asked
 
 
 def check_run(recipe: Recipe) -> None:
     """Raise UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data."""
     recipe.validate()
-    check_data(recipe.data, recipe.model.vocab_size)
+    begin = model_to_begin_with(recipe.init_from, recipe.resume)
+    check_data(with_own_tokenizer(recipe).data, recipe.model.vocab_size, begin)
 
 
 def counted(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
@@ -107,6 +113,8 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
         kept["optimizer.decay_steps"] = None
     if kept.get("data.tokenizer_file") is not None and "data.tokenizer" in kept:
         kept["data.tokenizer"] = "auto"
+        if not Path(kept["data.tokenizer_file"]).exists():  # the run carries it
+            kept["data.tokenizer_file"] = str(run / "tokenizer.json")
     if "train_samples" in given:  # in place of what those of the run became: see `Recipe.counted`
         for name in {"steps", "optimizer.decay_samples"} - set(given):
             kept.pop(name, None)
@@ -163,7 +171,7 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
 
 def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
     """Say in one line which values the recipe file `asked` for that the run has not `kept`."""
-    differing = [n for n, value in asked.items() if kept[n] != value and (n, value) != ("data.tokenizer", "auto")]
+    differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
     if not differing:
         return
     texts = {name: value_text(asked[name]) for name in differing}

@@ -14,12 +14,15 @@ from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.execution import Settings, choose_device
 from dtgpt.config.plan_choice import PlanChoice
 from dtgpt.config.recipe import Recipe
+from dtgpt.config.sections import DataConfig
 from dtgpt.data.checks import with_tokenizer
 from dtgpt.data.dataset import Dataset, default_cache, load_dataset
 from dtgpt.data.megatron.prepared import is_prepared, load_prepared
 from dtgpt.data.tokenizers.open import load_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
-from dtgpt.interop.open import open_source, open_training, run_of
+from dtgpt.interop.hf.origin import origin_of
+from dtgpt.interop.open import open_config, open_source, open_training
+from dtgpt.interop.tokenizer import check_size
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
 from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
@@ -34,6 +37,7 @@ from dtgpt.run.sinks import check_wandb
 from dtgpt.run.tensorboard import import_tensorboard
 from dtgpt.train.checkpoints import restore
 from dtgpt.train.interval_loss import check_interval
+from dtgpt.train.own_tokenizer import check_own_tokenizer, model_to_begin_with, with_own_tokenizer
 from dtgpt.train.settle import check_run, counted
 from dtgpt.train.tasks import tasks_of
 from dtgpt.train.trainer import Trainer
@@ -57,7 +61,7 @@ def start(recipe: Recipe, stack: ExitStack) -> Started:
     """Check a recipe, which `check_run` accepts, against the plan and the machine, then bring the processes of the plan
     together; `stack` ends the process group. Raises UserError in a process that the plan leaves over."""
     everyone = Process.from_environment()
-    recipe = counted(recipe)
+    recipe = with_own_tokenizer(counted(recipe))
     recipe = replace(recipe, data=with_tokenizer(recipe.data, recipe.model.vocab_size))
     choice = recipe.choose_plan(everyone.world)
     if everyone.rank >= choice.plan.world:
@@ -140,9 +144,11 @@ def make_trainer(begun: Started, dataset: Dataset, resuming: bool = False) -> Tr
     """Return a trainer at its first step, with the weights that the recipe begins with. resuming: the weights are left
     to the checkpoint that is loaded next."""
     recipe, mesh, given = begun.recipe, begun.mesh, None if resuming else begun.recipe.init_from
+    if resuming and (foreign := model_to_begin_with(None, recipe.resume)):
+        check_own_tokenizer(foreign, recipe.data, dataset.tokenizer)
     trainer = Trainer(recipe, begun.settings, mesh, dataset, draw_weights=not resuming and given is None)
     if given is not None:
-        load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh)
+        load_initial_weights(Path(given), recipe.model, dataset.tokenizer, trainer.shards, mesh, recipe.data)
     return trainer
 
 
@@ -181,10 +187,15 @@ def take_over(run: TrainingSource, trainer: Trainer, sizes: BatchSizes) -> None:
     say(f"going on with {run.path} after step {run.state['step']} and {seen}")
 
 
-def new_run(runs: str, name: str, mesh: Mesh, lock: RunLock) -> Path:
-    """Return a new run folder, locked by `lock`."""
+def new_run(
+    runs: str, name: str, mesh: Mesh, lock: RunLock, init_from: str | None = None, tokenizer: Tokenizer | None = None
+) -> Path:
+    """Return a new run folder, locked by `lock`, with what a run with this tokenizer keeps of the model `init_from`."""
     run = mesh.on_rank_0(lambda: create_run(Path(runs), name))
     mesh.on_rank_0(lambda: lock.take(run))
+    if init_from is not None:
+        path = Path(init_from)
+        mesh.on_rank_0(lambda: origin_of(path, open_config(path), tokenizer).save(run))
     return run
 
 
@@ -195,8 +206,11 @@ def leave_newer(run: Path, step: int) -> None:
         say(f"a checkpoint that is newer than step {step} is called {name} from now on", warning=True)
 
 
-def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, shards: Shards, mesh: Mesh) -> None:
-    """Fill the shards of a new run with the weights of another one, or of another library."""
+def load_initial_weights(
+    path: Path, config: ModelConfig, tokenizer: Tokenizer | None, shards: Shards, mesh: Mesh,
+    data: DataConfig | None = None,
+) -> None:  # fmt: skip
+    """Fill the shards of a new run with the weights of another one, or of another library. `tokenizer`: of `data`."""
     source = open_source(path, mesh)
     held = source.config
     if config.seq_length < held.seq_length and held.learns_positions:
@@ -207,24 +221,17 @@ def load_initial_weights(path: Path, config: ModelConfig, tokenizer: Tokenizer, 
             say(f"{path} has {held.seq_length} positions; those up to {config.seq_length} are new to it", warning=True)
         held = replace(held, seq_length=config.seq_length)
     check_same_model(path, held, config)
-    if run := run_of(path):
-        check_tokenizer(
-            run,
-            tokenizer,
-            "or prepare another text with its tokenizer: dtgpt prepare TEXT --tokenizer "
-            f"{run}/tokenizer.json --output-prefix PREFIX",
-        )
+    if tokenizer is not None:
+        check_own_tokenizer(path, data or DataConfig(), tokenizer)
     for note in source.notes:
         say(note, warning=True)
     load_weights(source, shards)
 
 
-def check_tokenizer(run: Path, ours: Tokenizer, otherwise: str = "") -> None:
-    """Raise UserError where `run` was trained with another tokenizer than `ours`; `otherwise`: what else may help."""
-    theirs = load_tokenizer(run)
-    if not theirs.is_same(ours):
-        remedies = ", ".join(filter(None, ["give the --data values that it began with", otherwise]))
-        raise UserError(f"{run} was trained with another tokenizer; {remedies}")
+def check_tokenizer(run: Path, ours: Tokenizer) -> None:
+    """Raise UserError where `run`, which goes on, was trained with another tokenizer than `ours`."""
+    if not load_tokenizer(run).is_same(ours):
+        raise UserError(f"{run} was trained with another tokenizer; give the --data values that it began with")
 
 
 def read_dataset(recipe: Recipe) -> Dataset:
@@ -237,6 +244,8 @@ def read_dataset(recipe: Recipe) -> Dataset:
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
     else:
         dataset = load_dataset(data, default_cache())
+    if recipe.init_from:
+        check_size(dataset.tokenizer, recipe.model)
     dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
     tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:

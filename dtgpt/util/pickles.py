@@ -1,14 +1,16 @@
 """Files that torch.save or pickle wrote, read by an unpickler that runs nothing (`unpickler.py`)."""
 
+import filecmp
 import mmap
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from io import BytesIO, RawIOBase
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from dtgpt.util.storage import open_regular
 from dtgpt.util.unpickler import StandIn, read_pickle
 
 ZIP_MAGIC, LOCAL_HEADER = b"PK\x03\x04", 30  # with which an entry of an archive begins, and bytes before its name
+TAIL = 4096  # bytes
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # with which files before torch 1.6 begin
 STORAGES = {
     "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
@@ -29,26 +32,81 @@ STORAGES = {
 }  # fmt: skip
 
 
-def open_pickle(path: Path) -> dict[str, Any]:
+class Checksums:
+    """The CRC-32 that an archive has of each storage, to be checked when that is used: then it is read anyway. Files
+    before torch 1.6 have none."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._left: dict[int, tuple[Tensor, int]] = {}  # by address: bytes and checksum
+
+    def expect(self, content: Tensor, checksum: int) -> None:
+        """Take the bytes `content` of a storage, mapped, and what their checksum must be."""
+        self._left[content.data_ptr()] = content, checksum
+
+    @property
+    def mark(self) -> frozenset[tuple[int, int]]:
+        """Return sizes and checksums of the storages that are not checked yet; of two files with the same tensors they
+        agree."""
+        return frozenset((content.numel(), checksum) for content, checksum in self._left.values())
+
+    def check(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file. Raise UserError where its storage is not what was written."""
+        content, expected = self._left.pop(tensor.untyped_storage().data_ptr(), (None, 0))
+        if content is not None and crc32(content.numpy().data) != expected:
+            raise UserError(
+                f"{self._path} is damaged: a tensor of {content.numel()} bytes in it differs from its checksum; copy "
+                "the file again, whole"
+            )
+        return tensor
+
+    def check_all(self) -> None:
+        """Raise UserError where any storage is not what was written."""
+        for content, _ in list(self._left.values()):
+            self.check(content)
+
+
+def open_pickle(path: Path, checksums: Checksums | None = None) -> dict[str, Any]:
     """Return the dictionary in a file of torch.save, with tensors on the CPU: mapped, so that only what is used is
-    read, unless the file is of the format before torch 1.6. Raise UserError for a file that is missing or broken, or
-    holds something else than a dictionary."""
+    read, unless the file is of the format before torch 1.6. `checksums`: takes those of the file, which are checked at
+    once where it is None. Raise UserError for a file that is missing or broken, or holds something else than a
+    dictionary."""
     with _opened(path) as file:
         zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         file.seek(0)
-        content = _read_archive(path, file, 0, file_size(file)) if zipped else _read_old(file)
+        found = Checksums(path) if checksums is None else checksums
+        content = _read_archive(path, file, 0, file_size(file), found) if zipped else _read_old(file)
+        if checksums is None:
+            found.check_all()
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {shown(content)}, not a checkpoint's dictionary; give another file")
     return content
 
 
-def open_embedded(path: Path, begin: int, size: int) -> Any:
+def open_embedded(path: Path, begin: int, size: int, check: bool = True) -> Any:
     """Return the object that torch.save wrote into `size` bytes of a larger file, from byte `begin` on, with tensors as
-    `open_pickle` has them. Raise UserError for a file that is missing or broken, or has no such object there."""
+    `open_pickle` has them. check: compare their checksums. Raise UserError for a file that is missing or broken, or has
+    no such object there."""
     with _opened(path) as file:
         if not 0 <= begin <= begin + size <= file_size(file):
             raise ValueError(f"it ends before byte {shown(begin + size)}")
-        return _read_archive(path, file, begin, size)
+        checksums = Checksums(path)
+        content = _read_archive(path, file, begin, size, checksums)
+        if check:
+            checksums.check_all()
+        return content
+
+
+def check_distinct(paths: Iterable[Path]) -> None:
+    """Raise UserError where two files, each of another rank, have the same bytes."""
+    alike: dict[tuple[int, bytes], Path] = {}
+    for path in paths:
+        with _opened(path) as file:
+            file.seek(-min(TAIL, file_size(file)), os.SEEK_END)
+            mark = file_size(file), file.read()  # the checksums of all tensors stand at the end of an archive
+        other = alike.setdefault(mark, path)
+        if other is not path and filecmp.cmp(other, path, shallow=False):
+            raise UserError(f"{other} and {path} are the same file; copy the file of each rank")
 
 
 def open_bare_pickle(path: Path, most_reads: int | None = None) -> Any:
@@ -101,9 +159,9 @@ class _Window(RawIOBase):
         return found
 
 
-def _read_archive(path: Path, file: BinaryIO, begin: int, size: int) -> Any:
+def _read_archive(path: Path, file: BinaryIO, begin: int, size: int, checksums: Checksums) -> Any:
     """Read a zip archive of ROOT/data.pkl and ROOT/data/KEY, the storages, none compressed: the `size` bytes of the
-    file from `begin` on."""
+    file from `begin` on. `checksums` takes those of the storages."""
     window = _Window(file, begin, size)
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -127,6 +185,11 @@ def _read_archive(path: Path, file: BinaryIO, begin: int, size: int) -> Any:
         first = window.tell() + sum(int.from_bytes(size, "little") for size in sizes)
         if num_bytes > entry.file_size or first + num_bytes > size:
             raise ValueError(f"storage {shown(key)} has {entry.file_size} bytes, where {shown(num_bytes)} are due")
+        if first + entry.file_size > size:
+            raise ValueError(f"storage {shown(key)} is not whole")
+        if num_bytes:
+            whole = mapped[begin + first : begin + first + entry.file_size]
+            checksums.expect(torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole), entry.CRC)
         return torch.empty(0, dtype=dtype, device="cpu").set_(mapped[begin + first : begin + first + num_bytes])
 
     return read_pickle(BytesIO(pickled), lambda identity: _find_storage(identity, find))

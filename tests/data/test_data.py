@@ -301,6 +301,12 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(tmp_path, te
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_names_of_special_tokens_in_a_text_are_told(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("a<|endoftext|>b" * 30)
+    load(tmp_path / "t.txt", tmp_path, tokenizer="bytes")
+    assert "30 names of special tokens" in capsys.readouterr().err
+
+
 def test_a_sample_is_a_function_of_its_id_alone():
     tokens = np.arange(1000, dtype=np.uint16)
     whole = training_batch(tokens, KEY, torch.arange(64), 16)

@@ -6,12 +6,15 @@ import io
 import json
 import lzma
 import os
+import struct
 import sys
 import threading
+import tracemalloc
 
 import pytest
 
-from dtgpt.data.prepare import documents, inputs
+from dtgpt.data.prepare import compressed, documents, inputs
+from dtgpt.data.prepare.compressed import decompressed
 from dtgpt.data.prepare.documents import Broken, Source
 from dtgpt.data.prepare.inputs import find_sources, read_blocks, total_bytes
 from dtgpt.util.errors import UserError
@@ -62,6 +65,58 @@ def test_zstd_and_what_follows_its_first_frame(tmp_path):
     path.write_bytes(b"".join(frames)[:-3])
     with pytest.raises(UserError, match=r"a\.jsonl\.zst is damaged or was cut off"):
         texts_of([path])
+
+
+def zstd_frame(blocks: bytes, window_log: int = 17, content: int | None = None, single: bool = False) -> bytes:
+    """A frame of zstd by its own rules, which may claim any window and any size of its content (RFC 8878)."""
+    flags = 0b11100000 if single else 0 if content is None else 0b11000000
+    window = b"" if single else bytes([(window_log - 10) << 3])
+    return b"\x28\xb5\x2f\xfd" + bytes([flags]) + window + struct.pack("<Q", content or 0)[: 8 * bool(flags)] + blocks
+
+
+def zstd_run(size: int, last: bool = False) -> bytes:
+    """A block of one byte, `size` times."""
+    return struct.pack("<I", size << 3 | 0b10 | last)[:3] + b"a"
+
+
+LAST = struct.pack("<I", 1)[:3]  # an empty block that ends a frame
+SKIPPED = b"\x50\x2a\x4d\x18"
+BOMBS = {
+    "window of 2 TiB": (zstd_frame(zstd_run(100, True), 41), "asks for more memory than is given"),
+    "window of 256 MiB": (zstd_frame(zstd_run(100, True), 28), "asks for more memory than is given"),
+    "content of 4 EiB in one piece": (zstd_frame(zstd_run(9, True), content=1 << 62, single=True), "asks for more mem"),
+    "content of 4 EiB": (zstd_frame(zstd_run(9, True), content=1 << 62), "is damaged"),
+    "content of 5 bytes": (zstd_frame(zstd_run(9, True), content=5), "is damaged"),
+    "skipped 2 GiB": (SKIPPED + struct.pack("<I", 1 << 31) + b"x" * 9, "is damaged or was cut off"),
+    "256 MiB of 8 kB": (zstd_frame(zstd_run(1 << 17) * 2048 + LAST), 1 << 28),
+    "empty frames": (zstd_frame(LAST, 27) * 50_000, 0),
+    "skipped frames": ((SKIPPED + bytes(4)) * 50_000, 0),
+    "frames of a byte": (zstd_frame(zstd_run(1, True), 27) * 20_000, 20_000),
+}
+
+
+@pytest.mark.parametrize("content, result", BOMBS.values(), ids=BOMBS)
+def test_zstd_that_claims_or_becomes_much_takes_little_memory(content, result):
+    pytest.importorskip("zstandard")
+    pieces = decompressed(io.BufferedReader(io.BytesIO(content)), "b.zst")
+    tracemalloc.start()
+    try:
+        if isinstance(result, str):
+            with pytest.raises(UserError, match=f"^b.zst {result}") as error:
+                list(pieces)
+            assert "\n" not in str(error.value)
+        else:
+            assert sum(map(len, pieces)) == result
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_xz_that_asks_for_much_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(compressed, "LARGEST_WINDOW", 1 << 20)
+    pieces = decompressed(io.BufferedReader(io.BytesIO(lzma.compress(b"x" * 99, preset=9))), "b.xz")
+    with pytest.raises(UserError, match=r"^b\.xz asks for more memory than is given to a file"):
+        list(pieces)
 
 
 def test_without_zstandard_the_remedy_is_told_before_any_work(tmp_path, monkeypatch):

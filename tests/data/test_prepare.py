@@ -17,9 +17,12 @@ from dtgpt.data.megatron.indexed import IndexedDataset, IndexedWriter
 from dtgpt.data.prepare import job
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.prepare.pool import ordered_map
+from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
+from dtgpt.data.tokenizers.open import make_tokenizer
+from dtgpt.data.tokenizers.special_names import SpecialNames
 from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of
-from tests.support.vocabularies import DATA, gpt2_files
+from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentencepiece_model
 
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
 RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
@@ -72,6 +75,44 @@ def test_the_literal_end_of_text_is_text_unless_asked_for(tmp_path, gpt2):
     documents = [{"text": "a<|endoftext|>"}]
     ids = [run(tmp_path, documents, **gpt2, encode_special=on)[1].window(0).tolist() for on in (False, True)]
     assert ids == [[64, 27, 91, 437, 1659, 5239, 91, 29], [64, 50256]]
+
+
+CHATS = [{"text": f"<|im_start|>user\nnumber {i}<|im_end|>\n<|im_start|>you\nthe fox<|im_end|>"} for i in range(50)]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2", "ranks"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_names_of_special_tokens_that_become_text_are_counted(tmp_path, capsys, gpt2, kind, workers):
+    chats, options, each = CHATS, {"tokenizer": str(tmp_path)}, 4
+    if kind == "tokenizer.json":
+        cut_by_pattern(tmp_path, "qwen3")
+    else:
+        chats, each = [{"text": "once<|endoftext|>twice"}] * 50, 1
+        options = gpt2 if kind == "gpt2" else {"tokenizer": str(tmp_path / "t.json")}
+        make_tokenizer("bytes", [], 0).save(tmp_path / "t.json")
+    split = run(tmp_path, chats, workers=workers, **options)[0]
+    told = capsys.readouterr().err
+    assert f"the texts have {50 * each} names of special tokens" in told and "give --encode-special" in told
+    assert ("<|im_start|>: 100, <|im_end|>: 100)" if each == 4 else "(<|endoftext|>: 50)") in told
+    kept = run(tmp_path, chats, workers=workers, encode_special=True, overwrite=True, **options)[0]
+    assert "special" not in capsys.readouterr().err and kept.tokens < split.tokens - 50 * each
+
+
+def test_names_that_are_no_special_tokens_are_text_without_a_word(tmp_path, capsys, gpt2):
+    run(tmp_path, [*CHATS, {"text": "a < b <| c <|endof text|> <s>"}], **gpt2)
+    assert "special" not in capsys.readouterr().err
+
+
+def test_a_name_within_another_counts_once(tmp_path):
+    ids = {"<|a|>": 256, "<|a|>b": 257, "</s>": 258}
+    counter = SpecialNames(ByteLevel("t", PATTERN, [bytes([b]) for b in range(256)], ids))
+    assert counter.count(["x<|a|>b<|a|>", "", "</s></s>", "<|"]) == {"<|a|>b": 1, "<|a|>": 1, "</s>": 2}
+
+
+def test_control_symbols_of_sentencepiece_are_counted_too(tmp_path, capsys):
+    sentencepiece_model(tmp_path)
+    run(tmp_path, [{"text": "the fox</s>"}], tokenizer=str(tmp_path / "sp.model"))
+    assert "(</s>: 1)" in capsys.readouterr().err
 
 
 def test_each_key_makes_a_dataset(tmp_path):

@@ -168,7 +168,9 @@ def test_commands_make_no_table_of_all_positions(folder, tmp_path, monkeypatch, 
     convert(folder, tmp_path / "ours", ConvertOptions())
     convert(tmp_path / "ours", tmp_path / "hf", ConvertOptions(to="hf", dtype="bf16"))
     assert "bf16" in capsys.readouterr().out
-    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["max_length"] == 4096
+    (tmp_path / "ours" / "hugging_face.json").unlink()
+    convert(tmp_path / "ours", tmp_path / "own", ConvertOptions(to="hf"))
+    assert json.loads((tmp_path / "own" / "generation_config.json").read_text())["max_length"] == 4096
     saved = open_source(tmp_path / "ours")
     assert isinstance(saved, Saved) and saved.config == HuggingFace(folder).config
     assert model_digest(saved) == model_digest(HuggingFace(folder))

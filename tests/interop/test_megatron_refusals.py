@@ -5,17 +5,20 @@ import os
 import shutil
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
+from dtgpt.models.source import parameter_shapes
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from dtgpt.util.unpickler import StandIn
-from tests.support.megatron_trees import H, check, make_weights, write_tree
+from tests.support.megatron_trees import CONFIG, H, InMemory, check, make_weights, write_tree
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +231,89 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path, weights):
     edit(root / "iter_0000030/mp_rank_00_001/model_optim_rng.pt", lambda c: encoder(c).pop("layers.0." + key[9:]))
     with pytest.raises(UserError, match=r"mp_rank_00_001/model_optim_rng.pt has no tensor blocks.0.mlp.fc.bias"):
         Megatron(root)
+
+
+def ranked(root, weights, tp=2, pp=1, rank=lambda t, p, tp: t + p * tp):
+    """A tree whose files say which process wrote them; returns them by rank."""
+    write_tree(root, weights, tp, pp)
+    found = {}
+    for t in range(tp):
+        for p in range(pp):
+            folder = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+            found[t, p] = root / "iter_0000030" / folder / "model_optim_rng.pt"
+            if rank is not None:
+                edit(found[t, p], lambda c, t=t, p=p: setattr(c["args"], "rank", rank(t, p, tp)))
+    return found
+
+
+def told(root):
+    with pytest.raises(UserError) as error:
+        Megatron(root)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("says", [None, lambda t, p, tp: 0, lambda t, p, tp: t + p * tp], ids=["no", "0", "its"])
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
+def test_one_ranks_file_twice_is_refused(tmp_path, weights, tp, pp, says):
+    files = list(ranked(tmp_path / "tree", weights, tp, pp, says).values())
+    Megatron(tmp_path / "tree")
+    for one, other in ((files[0], files[-1]), (files[-1], files[0])):
+        kept = other.read_bytes()
+        shutil.copy(one, other)
+        said = told(tmp_path / "tree")
+        assert "hold the same tensors; copy the file of each rank" in said, said
+        other.write_bytes(kept)
+    Megatron(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (4, 2)])
+def test_files_that_changed_places_or_were_saved_twice_are_refused(tmp_path, weights, tp, pp):
+    files = list(ranked(tmp_path / "tree", weights, tp, pp, lambda t, p, tp: t + 16 * p).values())
+    Megatron(tmp_path / "tree")
+    for one, other in ((files[0], files[1]), (files[1], files[0])):
+        kept = one.read_bytes(), other.read_bytes()
+        edit(one, lambda c: c.update(extra=1))
+        other.write_bytes(one.read_bytes())
+        edit(other, lambda c: c.update(extra=2))  # the same rank's, but not the same bytes
+        assert "hold the same tensors; copy the file of each rank" in told(tmp_path / "tree")
+        one.write_bytes(kept[1])
+        other.write_bytes(kept[0])
+        assert "was written by rank" in told(tmp_path / "tree")
+        one.write_bytes(kept[0])
+        other.write_bytes(kept[1])
+    Megatron(tmp_path / "tree")
+
+
+def test_dtgpts_own_trees_say_which_rank_wrote_a_file(tmp_path, weights):
+    save_megatron(InMemory(CONFIG, weights), tmp_path / "tree", 2, 2)
+    files = sorted(tmp_path.rglob("*.pt"))
+    assert [open_pickle(file)["args"].rank for file in files] == [0, 2, 1, 3]
+    check(Megatron(tmp_path / "tree", true_vocab_size=131), weights)
+
+
+def test_a_bit_that_flips_within_a_tensor_is_told(tmp_path, weights):
+    write_tree(tmp_path, weights, 2)
+    file = next(tmp_path.rglob("mp_rank_00/*.pt"))
+    whole = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        storages = [e for e in archive.infolist() if "/data/" in e.filename]
+    names = list(parameter_shapes(CONFIG))
+    for number, entry in enumerate(storages):
+        damaged = bytearray(whole)
+        first = entry.header_offset + 30 + sum(whole[entry.header_offset + i] for i in (26, 28))
+        first += 256 * whole[entry.header_offset + 29]
+        damaged[first + number * 97 % entry.file_size] ^= 1 << number % 8
+        file.write_bytes(damaged)
+        with pytest.raises(
+            UserError, match=r"mp_rank_00/model_optim_rng\.pt is damaged: a tensor of .*; copy"
+        ) as error:
+            source = Megatron(tmp_path, true_vocab_size=131)
+            for name in names:
+                source.read(name)
+        assert "\n" not in str(error.value)
+    file.write_bytes(whole)
+    check(Megatron(tmp_path, true_vocab_size=131), weights)
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path, weights):

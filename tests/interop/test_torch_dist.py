@@ -1,14 +1,17 @@
 """Megatron-LM's format torch_dist: weights of every layout, and files that are damaged or hostile."""
 
+import io
 import os
 import pickle
 import random
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dtgpt.interop.distcp import DistributedFolder
 from dtgpt.interop.megatron.open import open_megatron
 from dtgpt.interop.open import open_source
 from dtgpt.models.source import parameter_shapes
@@ -266,6 +269,89 @@ def test_damaged_files(tree):
     (path.parent / "latest_checkpointed_iteration.txt").write_text("1")
     path.rename(path.parent / "iter_0000001")
     assert "has no .metadata" in refusal(path.parent)
+
+
+def outcome(path):
+    """What a damaged folder becomes: its weights, or the sentence that tells of the damage."""
+    try:
+        source = open_source(path, true_vocab_size=131)
+        return {name: source.read(name) for name in parameter_shapes(source.config)}
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+def test_random_damage_is_told_or_changes_nothing(tree):
+    """Bits that flip, ends that are cut off, and files that are gone or stand in the place of another."""
+    path, _ = tree
+    files = sorted(file for file in path.iterdir())
+    whole, weights = {file: file.read_bytes() for file in files}, outcome(path)
+    assert isinstance(weights, dict)
+    for file in files:
+        file.unlink()
+        file.write_bytes(whole[file])  # links lead to the tree of other tests
+    draw, told = random.Random(5), 0
+
+    def tell(what):
+        nonlocal told
+        found = outcome(path)
+        if isinstance(found, str):
+            told += 1
+        else:
+            assert all(torch.equal(found[name], weights[name]) for name in weights), what
+
+    for _ in range(60):
+        file = draw.choice(files)
+        damaged, place = bytearray(whole[file]), draw.randrange(len(whole[file]))
+        damaged[place] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        tell(f"{file.name} {place}")
+        file.write_bytes(whole[file])
+    for file in files:
+        for size in (0, 1, len(whole[file]) // 2, len(whole[file]) - 1):
+            file.write_bytes(whole[file][:size])
+            tell(f"{file.name} of {size} bytes")
+        file.unlink()
+        tell(f"no {file.name}")
+        file.write_bytes(whole[file])
+    assert told > 30
+
+
+def test_every_piece_has_its_checksum(tree):
+    path, _ = tree
+    pieces = [p for t in DistributedFolder(path).tensors.values() for p in t.pieces]
+    checked = 0
+    for piece in pieces:
+        file = path / piece.place.file
+        whole = file.read_bytes()
+        content = whole[piece.place.begin : piece.place.begin + piece.place.size]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entry = next(e for e in archive.infolist() if "/data/" in e.filename)
+        damaged = bytearray(whole)
+        sizes = content[entry.header_offset + 26 : entry.header_offset + 30]
+        first = entry.header_offset + 30 + sizes[0] + 256 * sizes[1] + sizes[2] + 256 * sizes[3]
+        damaged[piece.place.begin + first + checked * 31 % entry.file_size] ^= 4
+        file.unlink()
+        file.write_bytes(damaged)
+        assert f"{file} is damaged: a tensor of {entry.file_size} bytes" in refusal(path)
+        file.write_bytes(whole)
+        checked += 1
+    assert checked > 10 and isinstance(outcome(path), dict)
+
+
+def test_one_ranks_file_twice(tree):
+    path, change = tree
+    (file,) = path.glob("*.distcp")
+
+    def in_two_files(metadata):
+        for number, index in enumerate(metadata.storage_data):
+            if number % 2:
+                metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path="__1_0.distcp")
+
+    (path / "__1_0.distcp").write_bytes(file.read_bytes())
+    assert "are the same file; copy the file of each rank" in change(in_two_files)
+    (path / "__1_0.distcp").write_bytes(file.read_bytes() + b"x")
+    assert isinstance(outcome(path), dict)
 
 
 class Hostile:

@@ -1,5 +1,6 @@
 """How CUDA C++ is built, and what is said where it cannot be."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from dtgpt.ops import extension
-from dtgpt.ops.decode import rows
+from dtgpt.ops.decode import exchange, rows
 from dtgpt.ops.fused_softmax import softmax_kernels
 
 SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M; of a GPT with long inner rows
@@ -53,6 +54,60 @@ def test_the_products_of_few_rows_compile_without_a_gpu(tmp_path):
     for count, said in zip([14, 14, 20, 10, 11], compile_all(commands), strict=True):
         spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", said)]
         assert len(spills) == count and max(spills) <= 64
+
+
+LIBRARIES = [
+    (rows.SOURCE, rows.STRUCTS, rows.flags(SIZES[0], rows.Gpu(multiprocessors=132, room=77824))),
+    (exchange.SOURCE, exchange.STRUCTS, ()),
+    (softmax_kernels.SOURCE, softmax_kernels.STRUCTS, softmax_kernels.FLAGS),
+]
+THEIRS = {"input": {"Collective": "in"}}  # names of fields that differ in C++
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source, structs, flags", LIBRARIES, ids=lambda value: getattr(value, "stem", ""))
+def test_structs_have_the_same_fields_in_python_and_cuda(tmp_path, source, structs, flags):
+    """On the host alone: where each field begins, what it takes, and the sizes that the library returns."""
+    lines = [f'#include "{source}"', "#include <cstddef>", "#include <cstdio>", "int main() {"]
+    expected = []
+    for name, ours in structs:
+        lines.append(f'    printf("{name} %zu\\n", sizeof_{name}());')
+        expected.append(f"{name} {ctypes.sizeof(ours)}")
+        for field, _ in ours._fields_:
+            there, place = THEIRS.get(field, {}).get(name, field), getattr(ours, field)
+            lines.append(
+                f'    printf("{name}.{field} %zu %zu\\n", offsetof({name}, {there}), sizeof((({name}*)0)->{there}));'
+            )
+            expected.append(f"{name}.{field} {place.offset} {place.size}")
+    program = tmp_path / "layout.cu"
+    program.write_text("\n".join([*lines, "}", ""]))
+    command = ["nvcc", *extension.FLAGS, *flags, "-O0", "-arch=compute_90", "-code=compute_90", str(program)]
+    compile_all([[*command, "-o", str(tmp_path / "layout")]])
+    found = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
+    assert found.split("\n")[:-1] == expected
+
+
+class Library:
+    """In place of a library whose struct Product has `size` bytes."""
+
+    def __init__(self, size: int):
+        self.sizeof_Product = lambda: size
+
+
+def test_a_struct_of_another_size_is_told_and_not_launched(monkeypatch, capsys):
+    size = ctypes.sizeof(rows.Product)
+    extension.check_sizes(Library(size), rows.STRUCTS[:1])
+    monkeypatch.setattr(extension, "_built", lambda *_: "x.so")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Library(size + 8))
+    extension.library.cache_clear()
+    assert extension.library(rows.SOURCE, torch.device("cuda"), structs=rows.STRUCTS) is None
+    extension.library.cache_clear()
+    told = capsys.readouterr().err
+    assert f"its struct Product has {size + 8} bytes, where dtgpt.ops.decode.rows.Product has {size}; give" in told
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())  # a library without the function
+    assert extension.library(rows.SOURCE, torch.device("cuda"), structs=rows.STRUCTS) is None
+    extension.library.cache_clear()
 
 
 def test_sizes_without_room_for_a_ring_of_weights_are_left_to_triton():

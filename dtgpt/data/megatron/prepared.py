@@ -146,9 +146,8 @@ def load_prepared(
     --train-samples. held_out_samples: the most for validation, and for test. vocab_size: of the model. Raises UserError
     if a file is missing or damaged, or if the training or validation part has no data; an empty test part is left out.
     """
-    paths = {name: getattr(data, name) for name in ("path", "valid_path", "test_path")}
-    parsed = {path: parse_data_path(_words(name, path)) for name, path in paths.items() if path is not None}
-    prefixes = [prefix_of(prefix) for found, _ in parsed.values() for prefix in found]
+    parsed = _parsed(data)
+    prefixes = prefixes_of(data)
     if text := next((p for p in prefixes if p.endswith(SUFFIXES) and not _has_index(p)), None):
         raise no_dataset(text)
     tokenizer = tokenizer_of(data, prefixes, vocab_size)
@@ -178,6 +177,17 @@ def load_prepared(
     test = samples(test_path, "test", split, held_out_samples)
     assert train is not None and data.path is not None  # a recipe without a path has a text
     return PreparedDataset(tokenizer, train, valid, test, data.path)
+
+
+def prefixes_of(data: "DataConfig") -> list[str]:
+    """Return the prefixes, and shards, of all paths of prepared data. Raises UserError."""
+    return [prefix_of(prefix) for found, _ in _parsed(data).values() for prefix in found]
+
+
+def _parsed(data: "DataConfig") -> dict[str, tuple[list[str], list[float] | None]]:
+    """Return prefixes and weights by the path that names them."""
+    paths = {name: getattr(data, name) for name in ("path", "valid_path", "test_path")}
+    return {path: parse_data_path(_words(name, path)) for name, path in paths.items() if path is not None}
 
 
 def _words(name: str, path: str) -> list[str]:

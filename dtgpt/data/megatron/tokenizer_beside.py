@@ -39,12 +39,17 @@ def tokenizer_of(data: "DataConfig", prefixes: Iterable[str], vocab_size: int) -
             f"{saved[1].vocab_size} tokens); leave it out to take that one, or use --data.tokenizer ids for none"
         )
     tokenizer = named[1] if named else saved[1] if saved else _guessed(data, vocab_size)
+    check_opening(tokenizer)
+    return tokenizer
+
+
+def check_opening(tokenizer: Tokenizer) -> None:
+    """Raise UserError where a tokenizer of texts names no end of text."""
     if tokenizer.spells and tokenizer.opening is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} names no end of text, with which texts begin and end; name it as "
             'eos_token in a tokenizer_config.json beside a tokenizer.json, or train a .model with "</s>"'
         )
-    return tokenizer
 
 
 def tokenizer_beside(prefixes: Iterable[str]) -> tuple[Path, Tokenizer] | None:

@@ -54,6 +54,11 @@ def decompressed(raw: BufferedReader, name: str) -> Iterator[bytes]:
                 first = False
             yield from (content[i : i + PIECE] for i in range(0, len(content), PIECE))
     except DAMAGED as error:
+        if re.search("too much memory|Memory usage limit", str(error)):  # of zstd, of xz
+            raise UserError(
+                f"{name} asks for more memory than is given to a file (128 MiB for zstd, 1 GiB for xz); unpack it, as "
+                "with zstd -d --long=31, or compress it with a smaller window"
+            ) from None
         raise UserError(f"{name} is damaged or was cut off ({error}); fetch or compress it again") from None
     except MemoryError:
         raise UserError(f"{name} needs more memory than there is; compress it with a smaller window") from None

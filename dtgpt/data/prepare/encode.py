@@ -1,11 +1,14 @@
 """Blocks of documents to tokens: what a worker of `dtgpt prepare` does."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from dtgpt.data.prepare.documents import Broken, Document
 from dtgpt.data.prepare.inputs import Lines, Parsed
+from dtgpt.data.tokenizers.special_names import SpecialNames
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -22,7 +25,8 @@ class EncodedKey:
 @dataclass(kw_only=True)
 class Encoded:
     """A block: its fields by key, broken lines, and counts over all keys. `position` as the block's; `empty` documents
-    have no token under any key; `longest` in tokens; `text_tokens` without ends of documents and the like."""
+    have no token under any key; `longest` in tokens; `text_tokens` without ends of documents and the like; `split`:
+    names of special tokens that became text."""
 
     position: int
     keys: dict[str, EncodedKey]
@@ -32,6 +36,7 @@ class Encoded:
     longest: int = 0
     text_bytes: int = 0
     text_tokens: int = 0
+    split: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class Encoder:
     end: int | None = None
     begin: int | None = None
     special: bool = False
+
+    @cached_property
+    def _names(self) -> SpecialNames | None:
+        return None if self.special or not self.vocabulary.special_names else SpecialNames(self.vocabulary)
 
     def __call__(self, block: Lines | Parsed) -> Encoded:
         documents: list[Document] = []
@@ -77,6 +86,8 @@ class Encoder:
             if end is not None and len(lengths) > before:
                 parts.append(end)
                 lengths[-1] += 1
+            if self._names is not None:
+                encoded.split += self._names.count(pieces)
             counts.append(len(lengths) - before)
             sizes[number] += sum(lengths[before:])
             encoded.text_bytes += sum(len(p) if p.isascii() else len(p.encode()) for p in pieces)

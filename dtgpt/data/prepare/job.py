@@ -7,8 +7,9 @@ order of the inputs: the files are the same for any number of workers. Files app
 import glob
 import os
 import time
+from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
 from dtgpt.data.tokenizers.folder import NAMES, tokenizer_file
 from dtgpt.data.tokenizers.open import open_tokenizer
+from dtgpt.data.tokenizers.special_names import warn_of_split_names
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
@@ -47,6 +49,7 @@ class Summary:
     longest: int = 0
     text_bytes: int = 0
     text_tokens: int = 0
+    split: Counter[str] = field(default_factory=Counter)
     sequences: int = 0
     tokens: int = 0
     broken: int = 0
@@ -55,6 +58,7 @@ class Summary:
     def add(self, block: Encoded) -> None:
         for name in ("documents", "empty", "text_bytes", "text_tokens"):
             setattr(self, name, getattr(self, name) + getattr(block, name))
+        self.split += block.split
         self.longest = max(self.longest, block.longest)
         self.sequences += sum(len(encoded.lengths) for encoded in block.keys.values())
         self.tokens += sum(len(encoded.tokens) for encoded in block.keys.values())
@@ -111,6 +115,10 @@ def prepare(config: PrepareConfig) -> Summary:
             progress.update(summary.documents, summary.text_bytes, block.position)
         broken.summarise()
         _check_any(summary, sources, broken.first)
+        progress.clear()
+        spoken = encoder.vocabulary.names_special
+        remedy = "give --encode-special" if spoken else "prepare them with a tokenizer.json and --encode-special"
+        warn_of_split_names(summary.split, encoder.vocabulary, f"{remedy} where they mean these tokens")
         for writer in writers.values():
             writer.seal()
     summary.seconds = time.monotonic() - started

@@ -3,7 +3,7 @@
 import base64
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -78,6 +78,10 @@ class ByteLevel(Tokenizer):
             ids = [encode(text, allowed_special=allowed, disallowed_special=()) for text in given]
         first = np.array(self.first, np.uint32)
         return [np.concatenate([first, own]) for own in ids] if self.first else ids
+
+    @property
+    def special_names(self) -> Collection[str]:
+        return self.specials
 
     def _normalized(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self.composed else text

@@ -32,7 +32,7 @@ def transformers_files(tokenizer: Tokenizer, seq_length: int) -> dict[str, Any]:
     library = parse_tokenizer(tokenizer.name, content)
     library.encode_special_tokens = True  # as in `Tokenizer.encode`
     _compare(tokenizer, library)
-    opening = None if isinstance(tokenizer, Char) else first_token(tokenizer)  # a character is not a special token
+    opening = None if isinstance(tokenizer, Char) else begin_token(tokenizer)  # a character is not a special token
     names = {"bos_token": opening, "eos_token": tokenizer.end_of_text}
     config = {
         "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False, "model_max_length": seq_length,
@@ -54,6 +54,16 @@ def export_note(tokenizer: Tokenizer) -> str | None:
 def first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id with which a text begins where nothing else is given, as in `dtgpt generate`."""
     return next(iter(tokenizer.encode("")), tokenizer.opening if tokenizer.spells else None)
+
+
+def begin_token(tokenizer: Tokenizer) -> int | None:
+    """Return the begin of text that the tokenizer has; of one like GPT-2's, which has none, the end of text, as GPT-2's
+    own files do."""
+    if tokenizer.begin_of_text is not None:
+        return tokenizer.begin_of_text
+    like_gpt2 = isinstance(tokenizer, ByteLevel) and tokenizer.pattern in PATTERNS
+    first = next(iter(tokenizer.encode("")), None)
+    return first_token(tokenizer) if like_gpt2 or isinstance(tokenizer, Char) else first
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from collections.abc import Collection
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -42,6 +43,10 @@ class HuggingFace(Tokenizer):
             raise UserError(
                 f"{name} puts the id {around} around texts, but its tokens end at {self.vocab_size - 1}; fetch it again"
             )
+
+    @property
+    def special_names(self) -> Collection[str]:
+        return [token.content for token in self._parsed.get_added_tokens_decoder().values() if token.special]
 
     @cached_property
     def _parsed(self) -> Any:
@@ -101,6 +106,10 @@ class SentencePiece(Tokenizer):
         except RuntimeError:
             raise UserError(f"{self.name} is not a SentencePiece model; give the .model file of one") from None
         return processor
+
+    @property
+    def special_names(self) -> Collection[str]:
+        return [self.piece(i) for i in range(self.vocab_size) if self._processor.is_control(i)]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         if special:

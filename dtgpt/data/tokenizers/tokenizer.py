@@ -7,7 +7,7 @@ files that it once came from. A tokenizer can be pickled, so that workers need n
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,11 @@ class Tokenizer(ABC):
     def opening(self) -> int | None:
         """Return the token that a generated text without a prompt follows: the end of the one before."""
         return self.end_of_text
+
+    @property
+    def special_names(self) -> Collection[str]:
+        """Return the names of special tokens, which stand for these in a text or are text, as `encode` is told."""
+        return ()
 
     def is_same(self, other: "Tokenizer") -> bool:
         """Return whether ids mean the same."""

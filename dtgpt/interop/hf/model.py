@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtgpt.checkpoint.shard_file import Piece, by_size
-from dtgpt.data.tokenizers.export import CLASS, first_token
+from dtgpt.data.tokenizers.export import CLASS, begin_token
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.foreign import (
     as_parameter,
@@ -32,7 +32,10 @@ from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.storage import new_folder, open_regular, read_json, write_json
+from dtgpt.util.storage import new_folder, open_regular, read_json, write_json, write_text
+
+if TYPE_CHECKING:
+    from dtgpt.interop.hf.origin import Origin
 
 SHARD_BYTES = 5_000_000_000  # of tensors in one file that `save_huggingface` writes; a larger tensor has its own file
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
@@ -191,23 +194,30 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def save_huggingface(
     source: Source, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = None,
-    tokenizer_files: dict[str, Any] | None = None,
+    tokenizer_files: dict[str, Any] | None = None, origin: "Origin | None" = None,
 ) -> None:  # fmt: skip
     """Write `source` as a new folder that transformers' `from_pretrained` takes, one file in memory at a time, with the
     files that `transformers_files` made of its tokenizer.
 
+    `origin`: what is kept of the folder from which the model came, which replaces dtgpt's own settings.
     Raises UserError where the folder exists (before anything is read), `dtype` is none of DTYPES, transformers does not
     have the architecture, a weight leaves the range of fp16, or writing fails. The folder appears when it is whole.
     """
     check_dtype(dtype)
     check_architecture(source.config, ARCHITECTURES, "Hugging Face folder")
+    config = source.config if origin is None else origin.whole(source.config)
+    files = _settings(config, dtype, tokenizer)
+    if origin is not None:
+        files = origin.settings(source.config, files)
+    files |= tokenizer_files or NO_TOKENIZER
     with new_folder(folder) as partial:
         try:
             _save_weights(source, partial, dtype)
         except SafetensorError as error:  # how the library tells of a full disk
             raise OSError(str(error)) from None
-        for name, settings in (_settings(source.config, dtype, tokenizer) | (tokenizer_files or NO_TOKENIZER)).items():
-            write_json(partial / name, settings)
+        for name, content in files.items():
+            write = write_text if isinstance(content, str) else write_json
+            write(partial / name, content)
 
 
 def _save_weights(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -240,7 +250,7 @@ def _settings(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | No
     end = config.vocab_size - 1 if own else None
     ends = {"bos_token_id": end, "eos_token_id": end}
     if tokenizer is not None:
-        ends = {"bos_token_id": first_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
+        ends = {"bos_token_id": begin_token(tokenizer), "eos_token_id": tokenizer.end_of_text}
     model = ARCHITECTURES[config.architecture].write_config(config)
     return {
         "config.json": model | {"torch_dtype": str(dtype).removeprefix("torch.")} | ends,

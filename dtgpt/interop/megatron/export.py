@@ -14,7 +14,8 @@ from dtgpt.interop.foreign import cast, check_architecture, check_dtype
 from dtgpt.interop.megatron.architecture import Architecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
-from dtgpt.interop.megatron.tree import FILE_NAMES, TRACKER, rank_folder
+from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
+from dtgpt.interop.open import TRACKER
 from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig, Shape
 from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
@@ -59,18 +60,16 @@ def save_megatron(
     check_dtype(dtype)
     architecture.check_export(config)
     target = Target(architecture, family or architecture.FAMILY, dtype, tensor_parallel_size, pipeline_parallel_size)
-    state = {
-        "args": _args(config, target, iteration, consumed_samples),
-        "checkpoint_version": VERSION,
-        "iteration": iteration or 0,
-    }
+    state = {"checkpoint_version": VERSION, "iteration": iteration or 0}
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     with new_folder(folder) as partial:
         for t in range(tensor_parallel_size):
             for p in range(pipeline_parallel_size):
                 path = partial / name / rank_folder(t, p, pipeline_parallel_size > 1) / FILE_NAMES[0]
                 path.parent.mkdir(parents=True)
-                _save({**state, "model": _stage(source, target, t, p)}, path)
+                args = _args(config, target, iteration, consumed_samples)
+                args.rank = t + p * tensor_parallel_size  # by which readers know files that changed places
+                _save({"args": args, **state, "model": _stage(source, target, t, p)}, path)
         (partial / TRACKER).write_text("release" if iteration is None else str(iteration))
 
 

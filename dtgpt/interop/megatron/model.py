@@ -13,7 +13,7 @@ from dtgpt.interop.foreign import as_parameter, check_tensors
 from dtgpt.interop.megatron.architecture import Facts, check_agreement
 from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
-from dtgpt.interop.megatron.tree import expected_path, open_ranks
+from dtgpt.interop.megatron.tree import check_places, expected_path, open_ranks
 from dtgpt.models.config import ModelConfig, Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
 from dtgpt.util.errors import UserError, shown
@@ -60,7 +60,8 @@ class Megatron(Source):
 
     def _tensor(self, tensor_rank: int, name: str) -> Tensor:
         stage, chunk, local = self._where[name]
-        return self._ranks[tensor_rank, stage].chunks[chunk][local].detach()
+        file = self._ranks[tensor_rank, stage]
+        return file.checksums.check(file.chunks[chunk][local]).detach()
 
     def _piece(self, tensor_rank: int, name: str) -> Tensor:
         """Return one tensor-parallel rank's part of a parameter, in dtgpt's order."""
@@ -93,6 +94,7 @@ class Megatron(Source):
                         f"{file.path} has {what}={shown(file.common[what])}, but {first.path} has {shown(expected)}; "
                         "give a folder with one checkpoint in it"
                     )
+        check_places(self._ranks)
 
     def _locate_layers(self) -> list[tuple[int, int, int]]:
         """Return stage, chunk and number there of every layer. In an interleaved pipeline, the second chunk of each
@@ -160,7 +162,8 @@ class Megatron(Source):
         for (tensor_rank, _), file in self._ranks.items():
             table = self._tensor(tensor_rank, table_name)
             step = max(1, table.shape[0] // COMPARED)
-            if not all(c.shape == table.shape and torch.equal(c[::step], table[::step]) for c in file.copies):
+            copies = map(file.checksums.check, file.copies)
+            if not all(c.shape == table.shape and torch.equal(c[::step], table[::step]) for c in copies):
                 return [
                     f"{file.path} has a copy of the token table that differs from the table of the first stage, with "
                     "which dtgpt computes logits; if the model's embeddings are not tied, its results will be wrong"

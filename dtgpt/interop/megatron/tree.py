@@ -10,7 +10,7 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from dtgpt.interop.foreign import DTYPES
 from dtgpt.interop.megatron.architecture import Architecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
 from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
+from dtgpt.interop.open import TRACKER
 from dtgpt.util.errors import UserError, shown, shown_name
-from dtgpt.util.pickles import open_pickle
+from dtgpt.util.pickles import Checksums, check_distinct, open_pickle
 from dtgpt.util.storage import read_regular
 from dtgpt.util.unpickler import StandIn
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 DEEPEST = 8  # dictionaries in dictionaries
@@ -52,6 +52,7 @@ class RankFile:
     untied: bool
     chunks: list[dict[str, Tensor]]
     copies: list[Tensor]
+    checksums: Checksums  # of what lies mapped
 
     @property
     def common(self) -> dict[str, Any]:
@@ -78,6 +79,28 @@ def open_ranks(folder: Path) -> dict[tuple[int, int], RankFile]:
             if (t, p) not in paths:
                 raise _missing(expected_path(paths[min(paths)], (t, p)))
     return {rank: open_rank(paths[rank]) for rank in sorted(paths)}
+
+
+def check_places(ranks: Mapping[tuple[int, int], RankFile]) -> None:
+    """Raise UserError where the files of two ranks changed places, or one stands in the place of another: they hold the
+    same tensors; or the process that wrote them, whose number grows with the tensor and then the pipeline rank, says
+    so. Tools that convert trees write all files in one process."""
+    seen: dict[frozenset[tuple[int, int]], Path] = {}
+    for file in ranks.values():
+        first = seen.setdefault(file.checksums.mark, file.path) if file.checksums.mark else file.path
+        if first != file.path:
+            raise UserError(f"{first} and {file.path} hold the same tensors; copy the file of each rank")
+    check_distinct(file.path for file in ranks.values())
+    said: dict[tuple[int, int], Any] = {(p, t): getattr(file.args, "rank", None) for (t, p), file in ranks.items()}
+    if len(said) == 1 or set(said.values()) == {0} or not all(type(rank) is int for rank in said.values()):
+        return
+    for before, place in pairwise(sorted(said)):
+        if said[place] <= said[before]:
+            one, other = (ranks[t, p].path for p, t in (before, place))
+            raise UserError(
+                f"{other} was written by rank {said[place]}, and {one} by rank {said[before]}; copy the file of each "
+                "rank into its own folder"
+            )
 
 
 def expected_path(first: Path, rank: tuple[int, int]) -> Path:
@@ -157,7 +180,8 @@ def _rank_paths(folder: Path) -> dict[tuple[int, int], Path]:
 def open_rank(path: Path) -> RankFile:
     """Open the file of one rank. Raise UserError where it is broken, holds no model, or has parameters that its
     architecture does not have."""
-    content = open_pickle(path)
+    checksums = Checksums(path)
+    content = open_pickle(path, checksums)
     args, version = read_args(content.get("args"), path), content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in QKV_ORDERS:
         raise UserError(f"{path} is of checkpoint_version={shown(version)}; dtgpt knows 0, 1.0, 2.0 and 3.0")
@@ -183,6 +207,7 @@ def open_rank(path: Path) -> RankFile:
         untied=untied,
         chunks=[_ours(chunk, () if untied else TIED_COPIES, architecture, path) for chunk in chunks],
         copies=copies,
+        checksums=checksums,
     )
 
 

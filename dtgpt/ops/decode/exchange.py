@@ -42,6 +42,9 @@ class Collective(ctypes.Structure):
     )
 
 
+STRUCTS = (("Exchange", Fields), ("Collective", Collective))  # that exchange.cu has, too
+
+
 def bytes_for(ranks: int) -> int:
     """Return the bytes of memory that each of `ranks` ranks needs for exchanges, all of them zero at first."""
     return 2 * ranks * CAPACITY * WORD
@@ -104,4 +107,4 @@ class Exchange:
 
 def exchange_library(device: torch.device) -> ctypes.CDLL | None:
     """Return the library of the kernels for a CUDA device; None, with a warning, where it cannot be built."""
-    return library(SOURCE, device, instead="NCCL")
+    return library(SOURCE, device, instead="NCCL", structs=STRUCTS)

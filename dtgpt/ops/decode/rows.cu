@@ -125,3 +125,8 @@ extern "C" const char* launch_out(const Product* p, cudaStream_t stream) {
 extern "C" const char* launch_join(const Product* p, cudaStream_t stream) {
     return launch_dependent(join_rows, 1, 0, *p, true, stream);
 }
+
+// Python compares these with its own structs when it loads the library.
+extern "C" size_t sizeof_Product() { return sizeof(Product); }
+extern "C" size_t sizeof_Attention() { return sizeof(Attention); }
+extern "C" size_t sizeof_Exchange() { return sizeof(Exchange); }

@@ -76,6 +76,9 @@ class Attention(ctypes.Structure):
     )
 
 
+STRUCTS = (("Product", Product), ("Attention", Attention), ("Exchange", Fields))  # that rows.cu has, too
+
+
 def most_rows(sizes: Sizes, ctas: int) -> int:
     """Return the number of rows up to which the kernels serve a model of these sizes, 0 where they do not. `ctas`: the
     multiprocessors over which rows of a weight are spread."""
@@ -130,7 +133,7 @@ def kernels_for(sizes: Sizes, device: torch.device) -> "RowKernels | None":
     gpu = Gpu(multiprocessors(device), per_multiprocessor // 3)
     if not has_hopper(device) or gpu.room < 76_000 or not most_rows(sizes, gpu.multiprocessors):
         return None
-    built = library(SOURCE, device, flags(sizes, gpu), "Triton")
+    built = library(SOURCE, device, flags(sizes, gpu), "Triton", STRUCTS)
     return None if built is None else RowKernels(built, sizes, most_rows(sizes, gpu.multiprocessors))
 
 

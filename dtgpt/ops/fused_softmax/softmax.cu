@@ -38,3 +38,6 @@ extern "C" const char* launch_softmax(const Problem* p, int gradient, cudaStream
     const cudaError_t error = cudaLaunchKernel(function, grid, block, arguments, 0, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+
+// Python compares these with its own structs when it loads the library.
+extern "C" size_t sizeof_Problem() { return sizeof(Problem); }

@@ -44,9 +44,12 @@ class Problem(ctypes.Structure):
     )
 
 
+STRUCTS = (("Problem", Problem),)  # that softmax.cu has, too
+
+
 def built(device: torch.device) -> ctypes.CDLL | None:
     """Return the library of the kernels, or None where it cannot be built."""
-    return library(SOURCE, device, FLAGS)
+    return library(SOURCE, device, FLAGS, structs=STRUCTS)
 
 
 def serves(scores: Tensor, scale: float, start: Sequence[int]) -> bool:

@@ -1,0 +1,127 @@
+"""What a Hugging Face folder says in addition to weights and tokens, such as its chat template: kept with a model that
+is trained further, so that it can be written as such a folder again."""
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dtgpt.checkpoint.load import FREE
+from dtgpt.checkpoint.manifest import STATE
+from dtgpt.data.tokenizers.export import CLASS
+from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.interop.hf.model import ARCHITECTURES
+from dtgpt.interop.open import run_of
+from dtgpt.interop.tokenizer import tokenizer_beside
+from dtgpt.models.config import ModelConfig
+from dtgpt.util.errors import UserError
+from dtgpt.util.storage import read_json, read_regular, write_json
+
+FILE = "hugging_face.json"  # in a run, or a checkpoint of weights
+JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+        "chat_template.json")  # fmt: skip
+TEMPLATE = "chat_template.jinja"
+OF_MODEL = ("config.json", "generation_config.json")
+LARGEST = 1 << 24  # bytes of one of these files
+DTYPES = ("torch_dtype", "dtype")  # of weights, for transformers 4 and 5
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+REMEDY = "remove it to write a Hugging Face folder with dtgpt's own settings"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`files`: contents by name, of JSON files or as text. `positions`: of the model, at least; a run may take shorter
+    samples. `own_tokenizer`: whether the model still has the tokenizer of the folder, of which `tokenizer_json` says
+    whether it came from that file."""
+
+    files: dict[str, Any] = field(default_factory=dict)
+    positions: int = 0
+    own_tokenizer: bool = True
+    tokenizer_json: bool = False
+
+    def whole(self, config: ModelConfig) -> ModelConfig:
+        """Return `config` with the positions of the model, which a run may have cut only where they are learned."""
+        return config if config.learns_positions else replace(config, seq_length=max(config.seq_length, self.positions))
+
+    def settings(self, config: ModelConfig, made: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json, and generation_config.json where there was one, of the folder, for a model of this shape;
+        those that dtgpt has `made` where it is another model by now."""
+        theirs, own = self.files.get("config.json"), made["config.json"]
+        if not isinstance(theirs, dict) or not _describes(theirs, config):
+            return made
+        model: dict[str, Any] = theirs | {name: own["torch_dtype"] for name in DTYPES if name in theirs}
+        model |= {name: self.whole(config).seq_length for name in POSITIONS if name in theirs}
+        if not self.own_tokenizer:
+            return made | {"config.json": model | {name: own.get(name) for name in model if name.endswith("_token_id")}}
+        generation = self.files.get("generation_config.json")
+        if not isinstance(generation, dict):
+            return {"config.json": model}
+        if generation.get("_from_model_config"):  # which transformers did not find, but made
+            ids = {name: i for name, i in generation.items() if name.endswith("_token_id") and i is not None}
+            generation = made["generation_config.json"] | ids
+        return {"config.json": model, "generation_config.json": generation}
+
+    def tokenizer_files(self, made: dict[str, Any], positions: int) -> dict[str, Any]:
+        """Return the tokenizer's files `made` by dtgpt, with the settings of the folder."""
+        theirs = {name: content for name, content in self.files.items() if name not in OF_MODEL}
+        if not self.own_tokenizer or not theirs:
+            return made
+        name = "tokenizer_config.json"
+        if isinstance(theirs.get(name), dict):
+            own: dict[str, Any] = (
+                {} if self.tokenizer_json else {"tokenizer_class": CLASS}
+            )  # others do not read tokenizer.json
+            longest = theirs[name].get("model_max_length", positions)
+            if self.positions > positions:  # which were cut off
+                own["model_max_length"] = positions
+            theirs[name] = {**theirs[name], "model_max_length": longest} | own
+        return made | theirs
+
+    def save(self, folder: Path) -> None:
+        if self != Origin():
+            write_json(folder / FILE, asdict(self))
+
+
+def _describes(settings: dict[str, Any], config: ModelConfig) -> bool:
+    """Return whether a config.json is of a model of this shape, but for the number of positions."""
+    try:
+        held = ARCHITECTURES[settings["model_type"]].read_config(settings, Path("config.json"))
+    except (UserError, KeyError, TypeError):
+        return False
+    return type(held) is type(config) and _shape(held) == _shape(config)
+
+
+def _shape(config: ModelConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name not in {*FREE, "seq_length"}}
+
+
+def read_origin(path: Path) -> Origin:
+    """Return what is known of the folder from which the model at `path`, of any format, came. Raises UserError where
+    what a run or a checkpoint holds of it is damaged."""
+    run = run_of(path)
+    kept = (run or path) / FILE
+    if kept.is_file() and (run or (path / STATE).is_file()):
+        saved = read_json(kept, REMEDY, LARGEST)
+        try:
+            found = Origin(**saved)
+            if type(found.positions) is int and isinstance(found.files, dict):
+                return found
+        except TypeError:
+            pass
+        raise UserError(f"{kept} is not what dtgpt wrote; {REMEDY}")
+    if run or not (path / "config.json").is_file():
+        return Origin()
+    files: dict[str, Any] = {name: read_json(path / name, REMEDY, LARGEST) for name in JSON if (path / name).is_file()}
+    if (path / TEMPLATE).is_file():
+        try:
+            files[TEMPLATE] = read_regular(path / TEMPLATE, LARGEST).decode()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path / TEMPLATE} cannot be read ({error}); copy it again") from None
+    return Origin(files, tokenizer_json=(path / "tokenizer.json").is_file())
+
+
+def origin_of(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> Origin:
+    """Return what a model with this `tokenizer` keeps of the one at `path`, whose shape is `config`."""
+    origin, theirs = read_origin(path), tokenizer_beside(path)
+    same = theirs is None or tokenizer is None or theirs.is_same(tokenizer)
+    positions = max(config.seq_length, origin.positions)
+    return replace(origin, positions=positions, own_tokenizer=origin.own_tokenizer and same)
