@@ -90,7 +90,7 @@ class Session:
         return [update for event in self._engine.step() if (update := self._take(event)) is not None]
 
     def ping(self) -> None:
-        """Raise UserError where another rank has ended. For times without steps."""
+        """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         self._engine.ping()
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class Step:
         drawn = None
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
-            drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant)
+            drawn = sample(columns, self.state.sequences, slots, self.vocab_size, variant, self._config.vocab_size)
         drawn = self._from_last_stage(Sampled, drawn, len(slots), variant.alternatives)
         self.state.record(slots, drawn.tokens)
         return drawn
@@ -129,7 +129,7 @@ class Step:
         for first in range(0, len(targets), SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
             columns = gather_columns(logits[rows], self.mesh, self._config.padded_vocab_size)
-            pieces.append(token_scores(columns, targets[rows], self.vocab_size, alternatives))
+            pieces.append(token_scores(columns, targets[rows], self._config.vocab_size, alternatives))
         return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
     def _from_last_stage(self, kind: type[R], results: R | None, rows: int, alternatives: int) -> R:

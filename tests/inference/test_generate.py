@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import dtgpt
 from dtgpt.cli import main
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
+from dtgpt.evaluation.batches import Sample
+from dtgpt.evaluation.scoring import scorer_of
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
@@ -55,6 +57,19 @@ def test_greedy_text_follows_the_model_token_by_token(model):
         assert token == int(logits.argmax())
         ids.append(token)
     assert len(ids) == 15
+
+
+def test_score_generation_beams_and_evaluation_have_one_rule_of_log_probabilities(model):
+    """Over the 300 tokens of the model, of which its tokenizer has 257."""
+    prompt = list(b"hello")
+    (scored,) = scorer_of(model).score([Sample(prompt)])
+    score = model.score(prompt)
+    assert score.logprobs == pytest.approx(scored.logprobs.tolist(), abs=1e-5)
+    assert score.greedy == scored.greedy.tolist()
+    for options in ({}, {"num_beams": 3}):
+        found = model.generate(prompt, max_new_tokens=5, ends=False, details=True, **options)
+        (again,) = scorer_of(model).score([Sample([*prompt, *found.ids], len(prompt))])
+        assert found.logprobs == pytest.approx(again.logprobs.tolist(), abs=1e-5)
 
 
 def test_results_have_the_form_of_the_prompts(model):
@@ -117,7 +132,7 @@ def test_details_tell_ids_scores_and_reasons(model):
     found = model.generate("hi", max_new_tokens=6, details=True, top_logprobs=3, prompt_logprobs=True, ends=False)
     assert isinstance(found, Completion) and found.text == model.generate("hi", max_new_tokens=6, ends=False)
     assert found.finish_reason == "length" and len(found.ids) == len(found.logprobs) == len(found.alternatives) == 6
-    rows = whole_model()(torch.tensor([[*b"hi", *found.ids]]))[0, :, :257].log_softmax(-1)
+    rows = whole_model()(torch.tensor([[*b"hi", *found.ids]]))[0, :, : CONFIG.vocab_size].log_softmax(-1)
     expected = [rows[1 + i, token].item() for i, token in enumerate(found.ids)]
     assert found.logprobs == pytest.approx(expected, abs=1e-4)
     assert found.prompt_logprobs == pytest.approx([rows[0, 105].item()], abs=1e-4)
@@ -129,8 +144,9 @@ def test_details_tell_ids_scores_and_reasons(model):
 
 
 def test_scores_are_those_of_the_model(model):
+    """Of all of its 300 tokens, as those of transformers and of `dtgpt eval`; its tokenizer has 257."""
     score = model.score("hello", top_logprobs=2)
-    rows = whole_model()(torch.tensor([list(b"hello")]))[0, :-1, :257].log_softmax(-1)
+    rows = whole_model()(torch.tensor([list(b"hello")]))[0, :-1, : CONFIG.vocab_size].log_softmax(-1)
     assert score.ids == list(b"hello")
     expected = [row[token].item() for row, token in zip(rows, b"ello", strict=True)]
     assert score.logprobs == pytest.approx(expected, abs=1e-4)

@@ -20,6 +20,7 @@ from dtgpt.ops.sampling.scores import token_scores
 from dtgpt.ops.sampling.sequences import SIZES, Sampled, Sequences, Variant
 from tests.support.bodies_sampling import (
     Row,
+    check_broken_rows,
     distribution,
     log_probabilities,
     measured,
@@ -145,6 +146,26 @@ def test_dtypes_and_no_alternatives():
         assert found.tokens.dtype == torch.int64 and found.top_ids.dtype == torch.int64
         assert found.top_ids.shape == found.top_logprobs.shape == (4, 0)
         assert found.logprobs.dtype == found.top_logprobs.dtype == torch.float32
+
+
+def test_rows_that_are_not_finite_have_no_log_probability():
+    check_broken_rows("cpu")
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_log_probabilities_are_over_all_columns_and_draws_over_fewer(beams):
+    """As where a model has more tokens than its tokenizer."""
+    torch.manual_seed(0)
+    rows = [Row(torch.randn(12), Sampling(seed=i, no_repeat_ngram_size=1), [i % 5]) for i in range(40)]
+    logits, expected = torch.stack([row.logits for row in rows]), torch.stack([row.logits for row in rows])
+    expected = expected[:, :10].log_softmax(-1)
+    variant = variant_for(rows, 10)._replace(beams=beams)
+    found = sample(logits, state_of(rows, POSITIONS).sequences, torch.arange(40), 5, variant, 10)
+    assert set(found.tokens.tolist()) == set(range(5))
+    torch.testing.assert_close(found.logprobs, expected.gather(1, found.tokens[:, None])[:, 0])
+    places = found.top_logprobs > -math.inf  # those that are not banned
+    torch.testing.assert_close(found.top_logprobs[places], expected.gather(1, found.top_ids)[places])
+    assert found.top_ids.max() == (4 if beams else 9)
 
 
 def test_extreme_logits_give_a_token():

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from dtgpt.ops.sampling.sample import sample
-from tests.support.bodies_sampling import check_record, compare_with_reference, random_rows, state_of, variant_for
+from tests.support.bodies_sampling import (
+    check_broken_rows,
+    check_record,
+    compare_with_reference,
+    random_rows,
+    state_of,
+    variant_for,
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -28,15 +35,20 @@ def test_the_kernels_in_the_interpreter():
 def test_the_kernels_on_a_gpu(size, padding, dtype):
     for seed, (edits, filters) in enumerate([(False, True), (True, True), (False, False), (True, False)]):
         rows = random_rows(size, seed, edits, filters)
-        whole = compare_with_reference(rows, dtype, "cuda", 3 * seed, padding)
+        whole = compare_with_reference(rows, dtype, "cuda", 3 * seed, padding, padding // 2)
         for i in (0, len(rows) // 2, len(rows) - 1):  # bit for bit alone and in company
-            alone = compare_with_reference(rows[i : i + 1], dtype, "cuda", 3 * seed, padding)
+            alone = compare_with_reference(rows[i : i + 1], dtype, "cuda", 3 * seed, padding, padding // 2)
             assert all(torch.equal(one[0], many[i]) for one, many in zip(alone, whole, strict=True))
 
 
 @pytest.mark.cuda
 def test_a_step_is_recorded_on_a_gpu():
     check_record("cuda")
+
+
+@pytest.mark.cuda
+def test_rows_that_are_not_finite_have_no_log_probability_on_a_gpu():
+    check_broken_rows("cuda")
 
 
 @pytest.mark.cuda

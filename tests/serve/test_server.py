@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtgpt.serve import http as http_module
 from dtgpt.serve.app import make_app
@@ -60,6 +61,16 @@ def metrics_of(http):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
+@pytest.mark.parametrize("path", ["/v1/completion", "/v1/chat/completions", "/api/", "/health%0A"])
+def test_an_unknown_path_is_answered_with_those_that_there_are(http, path):
+    answer = http.post(path)
+    sentence = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and "is not a path of this server; use one of /, /api" in sentence
+    listed = sentence.rpartition("use one of ")[2].split(", ")
+    assert {"/api", "/completions", "/health", "/metrics", "/tokenize", "/v1/completions", "/v1/models"} < set(listed)
+    assert all(http.get(one).status_code in (200, 405) for one in listed) and not any("." in one for one in listed)
+
+
 def test_labels_of_metrics_are_escaped_and_numbers_keep_their_digits():
     metrics = Metrics()
     metrics.requests.add(1, 'a"\\\nb', "200")
@@ -84,6 +95,21 @@ def test_prompts_are_written_down_where_that_is_asked_for(capsys):
         http.put("/api", json={"prompts": ["not this"], "tokens_to_generate": 1, "no_log": True})
     log = capsys.readouterr().out
     assert "a line\\nand one" in log and "of Megatron's" in log and "not this" not in log
+
+
+def test_log_probabilities_are_over_all_tokens_of_the_model():
+    """Which has 300, its tokenizer 257: echoed, new, in both forms of answers."""
+    model = tiny_model(vocab_size=300)
+    with served(model) as service, client(make_app(service)) as http:
+        asked = {"prompt": "hello", "max_tokens": 3, "logprobs": 2, "echo": True, "return_token_ids": True}
+        (choice,) = http.post("/v1/completions", json=asked).json()["choices"]
+        api = http.put("/api", json={"prompts": ["hello"], "tokens_to_generate": 0, "logprobs": True}).json()
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    with torch.no_grad():
+        rows = model(torch.tensor([ids]))[0, :-1, :300].log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert api["logprobs"][0] == pytest.approx(expected[: len("ello")], abs=1e-4)
 
 
 def test_a_fault_inside_is_an_answer_without_its_text(service, http, capsys, monkeypatch):

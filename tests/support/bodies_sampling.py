@@ -200,15 +200,17 @@ def watched() -> Iterator[dict[str, Tensor]]:
 
 
 def compare_with_reference(
-    rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int
+    rows: list[Row], dtype: torch.dtype, device: str, alternatives: int, padding: int, more: int = 0
 ) -> Sampled:
-    """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU."""
+    """What `sample` makes of the rows on the device, after a comparison with the reference on the CPU. `more`: of the
+    columns that pad the logits, those that log-probabilities are over, too."""
     size, variant = len(rows[0].logits), variant_for(rows, alternatives)
     logits = torch.nn.functional.pad(torch.stack([row.logits for row in rows]), (0, padding), value=90.0).to(dtype)
     slots, expected_state, state = torch.arange(len(rows)), state_of(rows, 16), state_of(rows, 16, device)
-    expected = sample_reference(logits, expected_state.sequences, slots, size, variant)
+    logits[:, size : size + more] = logits[:, :1]
+    expected = sample_reference(logits, expected_state.sequences, slots, size, variant, size + more)
     with watched() as seen:
-        found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant)
+        found = op.sample(logits.to(device), state.sequences, slots.to(device), size, variant, size + more)
     parameters = unpack(expected_state.parameters[: len(rows)])
     values = logits[:, :size].float()
     _, edited = edit(values, expected_state.sequences, slots, parameters, variant)
@@ -234,6 +236,22 @@ def compare_with_reference(
     return found
 
 
+def check_broken_rows(device: str) -> None:
+    """A row with NaN, of either sign, or plus infinity in any chunk has no log-probability; its neighbours do."""
+    size, columns = 150, 170
+    negative = torch.tensor([-4194304], dtype=torch.int32).view(torch.float32)[0]  # 0xFFC00000
+    for options in ({}, {"temperature": 0}, {"top_k": 7, "top_p": 0.9}, {"presence_penalty": 1.0}):
+        for place, value in ((3, math.nan), (140, negative), (149, math.inf), (columns - 1, math.nan)):
+            rows = [Row(torch.randn(size + 30), Sampling(**options)) for _ in range(3)]
+            logits = torch.stack([row.logits for row in rows])
+            logits[1, place], logits[:, columns:] = value, math.nan  # padding is never looked at
+            state, slots = state_of(rows, 16, device), torch.arange(3, device=device)
+            found = op.sample(logits.to(device), state.sequences, slots, size, variant_for(rows, 2), columns)
+            assert found.logprobs.isnan().tolist() == [False, True, False]
+            assert found.top_logprobs.isnan().any(1).tolist() == [False, True, False]
+            assert all(0 <= token < size for token in found.tokens.tolist())
+
+
 def check_record(device: str) -> None:
     """The fast path of `record` changes what the reference changes, also at the last position."""
     rows = [Row(torch.zeros(9), Sampling(), [1] * length) for length in (3, 15, 16, 1)]
@@ -257,5 +275,6 @@ def interpret() -> None:
     for seed, (size, padding) in enumerate([(1, 0), (63, 2), (150, 10), (64, 0), (20, 3)]):
         dtype = torch.float16 if seed == 1 else torch.float32
         compare_with_reference(
-            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding
+            random_rows(size, seed, edits=seed in (2, 4), filters=seed != 3), dtype, "cpu", seed, padding, padding // 2
         )
+    check_broken_rows("cpu")

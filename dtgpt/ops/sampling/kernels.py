@@ -133,15 +133,16 @@ def store_best(pairs, out, count):
         pairs = tl.where(pairs == best, LAST, pairs)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "alternatives"])
+@triton.jit(do_not_specialize=["vocab_size", "columns", "alternatives"])
 def chunk_kernel(
     measured, edited, measured_stride, edited_stride, measured_width, edited_width,
-    parameters, positions, tokens, slots, terms, best, top, vocab_size, alternatives,
+    parameters, positions, tokens, slots, terms, best, top, vocab_size, columns, alternatives,
     EDITED: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Reduce a chunk of a row.
 
-    terms: fp32 `[B, 3, C]`: largest measured logit, sum of exponentials relative to it, largest edited logit;
+    terms: fp32 `[B, 3, C]`: largest measured logit; sum of exponentials relative to it, NaN where a logit is NaN or
+    plus infinity; largest edited logit;
     best: int64 `[B, C]`, the pair of the best score, LAST for a row that is filtered;
     top: int64 `[B, C, alternatives]`, the pairs of the largest measured logits.
     """
@@ -150,7 +151,8 @@ def chunk_kernel(
     first = chunk * CHUNK
     ids = first + tl.arange(0, CHUNK)
     token = ids < vocab_size
-    values = load_chunk(measured + row * measured_stride, ids, measured_width, vocab_size)
+    values = load_chunk(measured + row * measured_stride, ids, measured_width, columns)
+    broken = tl.max(((values != values) | (values == float("inf"))).to(tl.int32), 0)
     line = parameters + slot * ROW
     if EDITED:
         colon = tl.load(line + COLON)
@@ -160,9 +162,11 @@ def chunk_kernel(
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(terms + (row * 3) * chunks + chunk, largest)
     total = tl.sum(weight_of(values, base), 0)
-    tl.store(terms + (row * 3 + 1) * chunks + chunk, (total.to(tl.float64) / WEIGHT).to(tl.float32))
-    pairs = tl.where(token, paired(values, ids), LAST)
+    total = tl.where(broken == 1, float("nan"), (total.to(tl.float64) / WEIGHT).to(tl.float32))
+    tl.store(terms + (row * 3 + 1) * chunks + chunk, total)
+    pairs = tl.where(ids < columns, paired(values, ids), LAST)
     store_best(pairs, top + (row * chunks + chunk) * alternatives, alternatives)
+    values = tl.where(token, values, float("-inf"))
     if EDITED:
         values = load_chunk(edited + row * edited_stride, ids, edited_width, vocab_size)
     tl.store(terms + (row * 3 + 2) * chunks + chunk, tl.max(values, 0))
@@ -191,6 +195,7 @@ def join_kernel(
     largest = tl.max(peaks, 0)
     total = tl.sum((sums * tl.exp(peaks - largest) * WEIGHT + 0.5).to(tl.int64), 0)
     normalizer = tl.log((total.to(tl.float64) / WEIGHT).to(tl.float32))
+    normalizer = tl.where(tl.max((sums != sums).to(tl.int32), 0) == 1, float("nan"), normalizer)
     pair = tl.max(tl.load(best + row * chunks + chunk, mask=inside, other=LAST), 0)
     token = tl.where(pair == LAST, 0, id_of(pair))
     tl.store(tokens + row, token)
@@ -207,21 +212,23 @@ def join_kernel(
 
 
 def launch_sample(
-    measured: Tensor, edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant
-) -> Sampled:
+    measured: Tensor, edited: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant,
+    columns: int,
+) -> Sampled:  # fmt: skip
     """Return the tokens chosen from `edited`, the logits after all rules, and their log-probabilities under `measured`,
-    the logits before; both `[B, V]` with adjacent columns, the same tensor where the variant has no rules."""
+    the logits before; both `[B, V]` with adjacent columns, the same tensor where the variant has no rules. columns: as
+    of `sample`."""
     from dtgpt.ops.sampling.filter_kernels import launch_filters
 
     rows, device = len(slots), measured.device
-    count = min(variant.alternatives, vocab_size)
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    count = min(variant.alternatives, columns)
+    chunks = triton.cdiv(columns, CHUNK)
     terms = torch.empty(rows, 3, chunks, device=device)
     best = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     top = torch.empty(rows, chunks, count, dtype=torch.int64, device=device)
     chunk_kernel[(chunks, rows)](
         measured, edited, measured.stride(0), edited.stride(0), measured.shape[1], edited.shape[1],
-        sequences.parameters, sequences.position, sequences.token, slots, terms, best, top, vocab_size, count,
+        sequences.parameters, sequences.position, sequences.token, slots, terms, best, top, vocab_size, columns, count,
         EDITED=edited is not measured, FILTERS=variant.filters, CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
     if variant.filters:

@@ -16,11 +16,14 @@ from dtgpt.ops.sampling.sequences import Parameters, Sampled, Sequences, Variant
 UNIT = 2.0**60  # of the fixed-point numbers that probabilities are added as: sums have no rounding, thus no order
 
 
-def sample_reference(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant) -> Sampled:
+def sample_reference(
+    logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant, columns: int | None = None
+) -> Sampled:
     """Return what `sample` does."""
     parameters = unpack(sequences.parameters[slots])
-    values = logits[:, :vocab_size].float()
+    values = logits[:, : columns or vocab_size].float()
     measured, edited = edit(values, sequences, slots, parameters, variant)
+    edited = edited[:, :vocab_size]
     if variant.beams:
         ids, logprobs = beam_candidates(measured, edited, variant.alternatives)
         return Sampled(ids[:, 0], logprobs[:, 0], ids, logprobs)
@@ -37,10 +40,10 @@ def log_probabilities(values: Tensor, tokens: Tensor, alternatives: int) -> tupl
 
 
 def beam_candidates(values: Tensor, edited: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities `[B, count]` of the likeliest tokens after the rules, which made `edited` of the
-    values fp32 `[B, V]`. Log-probabilities change as the values did and are not normalised again, as in transformers'
-    beam search."""
-    measured = torch.log_softmax(values, dim=-1)
+    """Return ids and log-probabilities `[B, count]` of the likeliest tokens after the rules, which made `edited`, for
+    the ids that may be drawn, of the values fp32 `[B, V]`. Log-probabilities change as the values did and are not
+    normalised again, as in transformers' beam search."""
+    measured, values = (whole[:, : edited.shape[1]] for whole in (torch.log_softmax(values, dim=-1), values))
     changed = torch.where(edited == values, measured, measured + (edited - values))
     top = likeliest(changed, count)
     return top, changed.gather(1, top)

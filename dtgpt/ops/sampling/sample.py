@@ -16,17 +16,21 @@ from dtgpt.ops.sampling.reference import sample_reference
 from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
 
 
-def sample(logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant) -> Sampled:
-    """Choose a token for each row of logits `[B, V]`, any float dtype, V >= vocab_size; ids stay below vocab_size.
+def sample(
+    logits: Tensor, sequences: Sequences, slots: Tensor, vocab_size: int, variant: Variant, columns: int | None = None
+) -> Sampled:
+    """Choose a token for each row of logits `[B, V]`, any float dtype, V >= columns >= vocab_size; ids stay below
+    vocab_size. Log-probabilities are those of the softmax over the first `columns`, the tokens of the model; None: over
+    vocab_size. They are NaN for a row where one of these logits is NaN or plus infinity.
 
     slots: int64 `[B]`, the row of `sequences` that each row of logits belongs to. Nothing is synchronised with the
     host, and all shapes follow from those of the arguments: a CUDA graph can capture the call.
     """
     if variant.beams or not has_triton(logits):  # a beam search draws nothing
-        return sample_reference(logits, sequences, slots, vocab_size, variant)
+        return sample_reference(logits, sequences, slots, vocab_size, variant, columns)
     from dtgpt.ops.sampling.edit_kernels import launch_edits
     from dtgpt.ops.sampling.kernels import launch_sample
 
     measured = logits if logits.stride(1) == 1 else logits.contiguous()
     edited = launch_edits(measured, sequences, slots, variant) if variant.edits or variant.ngram else measured
-    return launch_sample(measured, edited, sequences, slots, vocab_size, variant)
+    return launch_sample(measured, edited, sequences, slots, vocab_size, variant, columns or vocab_size)
