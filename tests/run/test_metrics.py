@@ -171,7 +171,7 @@ def test_odd_values_are_left_out_of_the_picture(tmp_path):
         plot_runs([tmp_path], tmp_path / "none.png")
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_it_is_drawn(tmp_path):
+def test_output_that_cannot_be_written_is_refused_before_work_is_spent(tmp_path, capsys):
     run = tmp_path / "a-001"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 4}\n')
@@ -183,6 +183,10 @@ def test_a_picture_that_cannot_be_written_is_refused_before_it_is_drawn(tmp_path
     for words in (["compare", str(run), str(run), "--output"], ["plot", str(run), "--output"]):
         with pytest.raises(SystemExit, match="2"):
             main([*words, "/proc/x.png"])
+    for words in (["eval", str(run), "--task", "lambada", "--data", str(run)], ["tokenizer", "train", str(run)]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words, "--output", "/proc/x.json"])
+        assert "/proc/x.json cannot be written" in capsys.readouterr().err
     check_picture(tmp_path / "loss.png")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a-001", "dangling.png"]
 
