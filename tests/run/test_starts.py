@@ -48,7 +48,7 @@ def test_lines_that_hold_no_start_are_passed_over_and_left_out(recipe):
     assert len(lines) == 2 and lines[0] + "\n" == kept and json.loads(lines[1])["before"]["steps"] == 2
 
 
-def test_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
+def test_odd_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
     """Lines that hold no start are left out; none of them ends the resume."""
     recipe = change(recipe, steps=2, log={"sample_tokens": 0})
     train(recipe)
