@@ -47,3 +47,11 @@ def test_every_command_names_the_run_that_was_meant(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         main([word.replace("RUN", "runs/mine-01") for word in words])
     assert "runs/mine-01 does not exist; did you mean runs/mine-001?" in capsys.readouterr().err
+
+
+def test_a_recipe_file_that_was_meant_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2_tiny.py").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "gpt_tiny.py"])
+    assert "there is no recipe file gpt_tiny.py; did you mean gpt2_tiny.py?" in capsys.readouterr().err
