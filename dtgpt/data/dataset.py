@@ -36,6 +36,7 @@ PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
 FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together
+FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text is there for a first look at any model
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
@@ -113,7 +114,7 @@ class TextDataset(Dataset):
                     "(0 for none)"
                 )
         check_vocabulary(self.tokenizer, vocab_size)
-        if self.source != EMBEDDED:  # which is there for a first look at any model
+        if self.source != EMBEDDED or self.tokenizer.name not in FIRST_LOOK:
             warn_of_unused_rows(self.tokenizer, vocab_size)
 
 

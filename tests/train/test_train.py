@@ -15,6 +15,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
@@ -230,3 +231,8 @@ def test_a_vocabulary_much_larger_than_its_tokenizers_gets_one_line_of_caution(r
     train(change(recipe, steps=1, optimizer=constant(1e-3), model={"vocab_size": 1024}, data=data))
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "model.vocab_size=1024, but the tokenizer char has 28 tokens: 996 rows" in err
+    model = {"vocab_size": 1024}
+    read_dataset(change(recipe, model=model, data={"path": None, "tokenizer": "char"}))
+    assert "model.vocab_size=1024, but the tokenizer char has " in capsys.readouterr().err
+    read_dataset(change(recipe, model=model, data={"path": None, "tokenizer": "bpe", "bpe_vocab_size": 300}))
+    assert capsys.readouterr().err == ""  # a first look at a model
