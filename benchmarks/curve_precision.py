@@ -23,8 +23,8 @@ LAST = 100  # steps whose mean loss is compared
 
 
 def train(args: argparse.Namespace, overrides: list[str]) -> dict:
-    """Return the loss of every step, and the held-out losses after the last: as the run computes, and in 16 bits, as a
-    checkpoint of it does."""
+    """Return the loss of every step, and the validation losses after the last: as the run computes, and in 16
+    bits, as a checkpoint of it does."""
     with open_trainer(make_recipe(args, overrides, "single")[0]) as training:
         results = [training.train_step() for _ in range(args.steps)]
         held_out = training.held_out_loss()
@@ -57,7 +57,7 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> dict[str, dict]:
 def say_run(name: str, mine: dict, first: dict, steps: int) -> None:
     """Print the losses of a run, and how far they are above those of the first setting's run of the same rounding."""
     loss, loaded = (f"{mine[key]:.4f} ({mine[key] - first[key]:+.4f})" for key in ("held_out", "held_out_loaded"))
-    print(f"\n{name}: held-out loss {loss}, in 16 bits {loaded}")
+    print(f"\n{name}: validation loss {loss}, in 16 bits {loaded}")
     for end in range(steps // 5, steps + 1, steps // 5):
         window = slice(max(end - LAST, 0), end)
         mean, other = (statistics.mean(run["losses"][window]) for run in (mine, first))
@@ -65,7 +65,7 @@ def say_run(name: str, mine: dict, first: dict, steps: int) -> None:
 
 
 def figure(run: dict, key: str) -> float:
-    """Return a held-out loss of a run, or for `losses` the mean of the last steps."""
+    """Return a validation loss of a run, or for `losses` the mean of the last steps."""
     return statistics.mean(run[key][-LAST:]) if key == "losses" else run[key]
 
 

@@ -2,8 +2,8 @@
 
 hardware   2 CPU cores
 command    python recipes/gpt2_tiny.py
-expect     80 seconds, loss 7.0 -> 2.5, 1.63 bits/byte on held-out text (text of Python 3.11), and a sample that reads
-           like documentation
+expect     80 seconds, loss 7.0 -> 2.5, validation loss 1.63 bits/byte (text of Python 3.11), and a sample that
+           reads like documentation
 """
 
 from dtgpt.cli import run_recipe
@@ -21,7 +21,7 @@ def recipe() -> Recipe:
         steps=1000,
         micro_batch_size=32,
         global_batch_size=32,
-        log=LogConfig(interval=50, eval_interval=250),
+        log=LogConfig(interval=50, eval_interval=250, sample_interval=250),
         checkpoint=CheckpointConfig(interval=500),
     )
 

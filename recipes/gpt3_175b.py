@@ -6,10 +6,10 @@ command    sbatch --nodes 16 recipes/slurm.sbatch recipes/gpt3_175b.py --data.pa
 expect     16 stages of 6 blocks and less than 60 GiB on each rank, as planned. Neither the full run nor a step of this
            size was tried.
 
-Dropout is 0.1, Megatron-LM's default, which the script uses. As in the script, the batch grows from 16 to 1536 samples
-over the first 5,859,375 samples. With more than one replica, the pipeline needs 16 samples per replica at the start: on
-32 nodes use --rampup_batch_size '32 16 5859375'. Two settings differ from the script: bf16 with fp32 master weights
-instead of fp16 with a loss scale (--precision fp16), and sequence parallelism, which does not change the results.
+Dropout is 0.1, Megatron-LM's default. The batch grows from 16 to 1536 samples over the first 5,859,375, as in versions
+of the script with --rampup-batch-size; newer ones have a schedule of steps instead. With more than one replica, the
+pipeline needs 16 samples per replica at the start: on 32 nodes use --rampup_batch_size '32 16 5859375'. Also other than
+in the script: bf16 with fp32 master weights, not fp16 (--precision fp16), and sequence parallelism (the same results).
 """
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """`dtgpt eval`: measure a model on LAMBADA, WikiText-103 and HellaSwag."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from dtgpt.util.console import counted, duration, say
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
-from dtgpt.util.storage import write_json
+from dtgpt.util.storage import check_can_write, write_json
 from dtgpt.util.threads import Threads
 
 LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
@@ -159,8 +158,7 @@ def check_output(path: Path, data: Sequence[Path]) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"--output {path} is in {folder}, which is not a folder; make it, or give another path")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output {path} cannot be written in {folder}; give a path in a folder of your own")
+    check_can_write(path)
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from dtgpt.util.console import say
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """Draw the training and held-out losses of one or more run folders into one picture."""
+    """Draw the training and validation losses of one or more run folders into one picture."""
 
     output: Annotated[str, "PNG file to write"] = "loss.png"
 

@@ -7,8 +7,12 @@ import math
 from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.schedule import Schedule
 from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.config import ModelConfig
+from dtgpt.util.console import duration, parameters
 from dtgpt.util.errors import UserError, shown
 
+LARGE_FOR_A_CPU = 50_000_000  # parameters
+CPU_FLOPS = 1e11  # a second, of which a CPU of some cores is capable in fp32
 MOST_STEPS = 10_000_000  # the learning rate of each is held on the device
 
 
@@ -69,7 +73,10 @@ def check_schedule(schedule: Schedule, ends_with_run: bool) -> None:
     if schedule.shape == "constant":  # which has no end
         return
     if schedule.min_lr > schedule.lr:
-        raise UserError(f"optimizer.min_lr={schedule.min_lr} is above optimizer.lr={schedule.lr}; lower min_lr")
+        raise UserError(
+            f"optimizer.min_lr={schedule.min_lr} is above optimizer.lr={schedule.lr}; give a "
+            f"lower --optimizer.min_lr, such as {schedule.lr / 10:.3g} (a tenth of lr is usual), or a higher lr"
+        )
     unit, warmup, decay = schedule.unit, schedule.warmup, schedule.end
     if warmup >= decay and not ends_with_run:
         raise UserError(
@@ -88,3 +95,15 @@ def check_schedule(schedule: Schedule, ends_with_run: bool) -> None:
 def one_replica(level: int) -> str:
     """Return the note on a plan whose ZeRO has nothing to shard over."""
     return f"ZeRO-{level} shards over replicas, and there is only one: the plan is the same as without it"
+
+
+def large_for_a_cpu(model: ModelConfig, global_batch_size: int) -> str | None:
+    """Return a caution where a model is so large that a CPU takes minutes for a step."""
+    if model.num_parameters < LARGE_FOR_A_CPU:
+        return None
+    tokens = global_batch_size * model.seq_length
+    time = duration(model.flops_per_token * tokens / CPU_FLOPS)
+    return (
+        f"a model of {parameters(model.num_parameters)} on a CPU: a step of {tokens:,} tokens takes about {time} at "
+        "0.1 TFLOP/s; use a GPU, or a small model such as recipes/gpt2_tiny.py"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dtgpt.config.recipe import Recipe
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.field_types import check_fields
 
 
@@ -33,7 +33,8 @@ def recipe_module(words: list[str], command: str) -> ModuleType:
 
 def load_module(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"there is no recipe file {path}; give one such as recipes/gpt2_tiny.py")
+        advice = did_you_mean(path, "give one such as recipes/gpt2_tiny.py")
+        raise UserError(f"there is no recipe file {path}; {advice}")
     loader = SourceFileLoader(path.stem, str(path))
     module = ModuleType(path.stem)
     module.__file__ = str(path)

@@ -77,8 +77,8 @@ class LossScaleConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
-    eval_interval: Annotated[int, "number of steps between held-out evaluations; 0: at the end only", Bounds(0)] = 250
-    eval_samples: Annotated[int, "largest number of held-out samples per evaluation", Bounds(1)] = 512
+    eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
+    eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512
     eval_tasks: Annotated[
         str | None, "tasks to measure as dtgpt eval does, each with its file, as in 'hellaswag:FILE lambada:FILE'"
     ] = None

@@ -1,7 +1,7 @@
 """Text -> token arrays (cached) -> batches, which are pure functions of (data, key, sample id).
 
 Sample i of a run is a window of T + 1 tokens whose place is drawn from (key, i) alone: the same sample under any
-number of devices, any micro-batch size and after a resume. Held-out windows lie side by side and never change.
+number of devices, any micro-batch size and after a resume. Validation windows lie side by side and never change.
 """
 
 import hashlib
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from dtgpt.config.sections import DataConfig
 
 Part = Literal["valid", "test"]
+PART_NAMES: dict[Part, str] = {"valid": "validation", "test": "test"}
 CACHE_FORMAT = 2  # raise when the same settings would give other tokens
 FORMER_FORMAT = 1  # with which the digest of a text was that of its settings and documents
 BLOCK = 1 << 22  # tokens read together
+FIRST_LOOK = ("bpe", "gpt2")  # tokenizers that `auto` means; the embedded text is there for a first look at any model
 ROUNDING = 128  # vocabularies are often padded to a multiple of it, for speed
 
 
@@ -107,7 +109,7 @@ class TextDataset(Dataset):
         return float(counts @ self.tokenizer.token_bytes()) / len(self.train)
 
     def check(self, seq_length: int, vocab_size: int) -> None:
-        for name, tokens in (("training", self.train), ("held-out", self.valid)):
+        for name, tokens in (("training", self.train), ("validation", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 raise UserError(
                     f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
@@ -115,7 +117,7 @@ class TextDataset(Dataset):
                     "(0 for none)"
                 )
         check_vocabulary(self.tokenizer, vocab_size)
-        if self.source != EMBEDDED:  # which is there for a first look at any model
+        if self.source != EMBEDDED or self.tokenizer.name not in FIRST_LOOK:
             warn_of_unused_rows(self.tokenizer, vocab_size)
 
 

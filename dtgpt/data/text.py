@@ -21,7 +21,7 @@ def read_documents(path: str | None, json_key: str) -> list[str]:
 
 
 def _embedded() -> Iterator[str]:
-    """Yield English reference text of 0.4 MB. Paragraphs that several topics have are kept once, so that the held-out
+    """Yield English reference text of 0.4 MB. Paragraphs that several topics have are kept once, so that the validation
     part does not repeat the training part."""
     from pydoc_data.topics import topics
 

@@ -70,7 +70,7 @@ def judge(
         *problems(found, limits, rounded),
         _samples(first, reference),
         _samples(ranks, reference, len(first[0].samples) if first else 0),
-        "" if held_out <= limits.loss + ROUNDINGS * rounding else f"held-out loss differs by {held_out:.1e}",
+        "" if held_out <= limits.loss + ROUNDINGS * rounding else f"validation loss differs by {held_out:.1e}",
         _texts(first, ranks, reference, moved),
         _copies(first),
         _copies(ranks),
@@ -130,7 +130,7 @@ def _held_out_losses(seen: Seen) -> list[float | None]:
 
 
 def _held_out(losses: Sequence[float | None], reference: Seen) -> float:
-    """Return the largest relative difference of held-out losses, infinity for one that is missing."""
+    """Return the largest relative difference of validation losses, infinity for one that is missing."""
     expected = _held_out_losses(reference)
     return max(map(_relative, losses, expected)) if len(losses) == len(expected) else math.inf
 

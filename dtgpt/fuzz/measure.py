@@ -34,7 +34,7 @@ class Seen(NamedTuple):
     dp: int  # the coordinate of this rank
     samples: list[list[tuple[int, str]]]  # (sample, digest of its tokens) of each step
     copies: list[tuple[str, str]]  # (name and region, digest) of each tensor that this rank holds
-    between: tuple[float | None, ...] = ()  # mean held-out losses after earlier steps
+    between: tuple[float | None, ...] = ()  # mean validation losses after earlier steps
     texts: tuple[str | None, ...] = ()  # generated after earlier steps and the last
     begin: str = ""  # digest of weights and moments, on rank 0, before the first step
     end: str = ""  # after the last
@@ -69,7 +69,7 @@ def measure(setting: Setting, case: Case, run: Run) -> Seen | None:
 
 
 class _Notes:
-    """Held-out losses and generated texts of a trainer: after its last step, and in between as its recipe wants."""
+    """Validation losses and generated texts of a trainer: after its last step, and in between as its recipe wants."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer

@@ -46,7 +46,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     bad = sum(outcome.is_bad for outcome in outcomes)
     lines = ["", f"{'largest relative differences':<29}{'cases':>6}{'refused':>8}{'empty':>6}{'wrong':>6}"
-             f"{'loss':>9}{'grad 1':>9}{'grad N':>9}{'weight':>9}{'held-out':>10}"]  # fmt: skip
+             f"{'loss':>9}{'grad 1':>9}{'grad N':>9}{'weight':>9}{'validation':>12}"]  # fmt: skip
     rows: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         narrow = outcome.case.values.get("precision", "fp32") != "fp32"
@@ -69,4 +69,4 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _largest(figures: Sequence[Figures]) -> str:
     """Return a column for each figure: the largest of each difference, or dashes where nothing was compared."""
     cells = [f"{max(values):.0e}" for values in zip(*figures, strict=True)] or ["-"] * len(Figures._fields)
-    return "".join(cell.rjust(width) for cell, width in zip(cells, (9, 9, 9, 9, 10), strict=True))
+    return "".join(cell.rjust(width) for cell, width in zip(cells, (9, 9, 9, 9, 12), strict=True))

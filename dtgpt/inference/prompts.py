@@ -93,7 +93,7 @@ def tokenizer_of(path: Path, config: ModelConfig) -> Tokenizer:
         return make_tokenizer("gpt2", [], 0)
     raise UserError(
         f"no tokenizer is saved with {path}, whose {config.vocab_size} tokens are not GPT-2's; give a run folder, "
-        f"or {FILES}"
+        f"or --tokenizer (in Python: tokenizer) with {FILES}"
     )
 
 

@@ -13,7 +13,7 @@ from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source, TrainingSource
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, did_you_mean
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM
 KNOWN = (
@@ -27,8 +27,9 @@ def open_source(path: Path, mesh: Mesh | None = None, true_vocab_size: int | Non
     checkpoint. `true_vocab_size`: of a Megatron-LM tree. Raise UserError where no format is recognized, or the model is
     damaged."""
     if not path.exists():
-        where = f"leads to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
-        raise UserError(f"{path} {where}; give {KNOWN}")
+        if path.is_symlink():
+            raise UserError(f"{path} leads to {os.readlink(path)}, which does not exist; give {KNOWN}")
+        raise UserError(f"{path} does not exist; {did_you_mean(path, f'give {KNOWN}')}")
     own = (path / STATE).is_file()
     if own or (path / "recipe.json").is_file():
         mesh = mesh or Mesh(ResolvedPlan(), torch.device("cpu"))

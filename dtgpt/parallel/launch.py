@@ -30,7 +30,7 @@ from dtgpt.util.errors import UserError
 NCCL_REPORTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # of held-out losses, which pass stages in turn
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # of validation losses, which pass stages in turn
 }
 
 was_in_group = False  # this process, at any time

@@ -9,7 +9,7 @@ from typing import Any
 from dtgpt.run.sinks import metric_lines, parse_record
 
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
-HELD_OUT = ("valid_loss", "test_loss")
+HELD_OUT = ("validation_loss", "test_loss")
 OTHERS = ("grad_norm", "lr", "samples", "tokens")
 Curve = dict[int, float]  # value by step, in the order of steps; NaN where no number was recorded
 

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.config.overrides import value_text
 from dtgpt.run.curves import Curves, read_curves
-from dtgpt.run.folder import read_recipe
+from dtgpt.run.folder import EXAMPLE, read_recipe
 from dtgpt.run.starts import flat, read_starts
 from dtgpt.util.console import counted
-from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.errors import UserError, did_you_mean, shown_name
 from dtgpt.util.storage import read_json
 
-EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
 SHOWN_DIGEST = 12  # digits of the digest of data, as many as those of code have
 Facts = dict[str, str]  # text by name
 
@@ -112,7 +111,7 @@ def open_run_or_metrics(path: Path) -> Run:
     without a loss."""
     folder, metrics = _places(path)
     run = Run(path, metrics, read_curves(metrics))
-    if not (run.curves.losses() or run.curves.of.get("valid_loss")):
+    if not (run.curves.losses() or run.curves.of.get("validation_loss")):
         unread = run.curves.unread
         has = f"{counted(unread, 'line')} that hold no record" if unread else "no losses yet"
         raise UserError(f"{path} has {has}, so that there is nothing to compare; {EXAMPLE}")
@@ -159,5 +158,6 @@ def _places(path: Path) -> tuple[Path | None, Path]:
     if path.is_file():
         is_in_run = path.name == "metrics.jsonl" and (path.parent / "recipe.json").is_file()
         return path.parent if is_in_run else None, path
-    problem = "is neither a folder nor a file" if path.exists() else "does not exist"
-    raise UserError(f"{path} {problem}; {EXAMPLE}")
+    if path.exists():
+        raise UserError(f"{path} is neither a folder nor a file; {EXAMPLE}")
+    raise UserError(f"{path} does not exist; {did_you_mean(path, EXAMPLE)}")

@@ -15,10 +15,11 @@ from dtgpt.checkpoint.manifest import STATE, list_checkpoints
 from dtgpt.config.overrides import leaves, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError, remedy, shown_name
+from dtgpt.util.errors import UserError, did_you_mean, remedy, shown_name
 from dtgpt.util.storage import FileLock, Held, read_json, remove_leftovers
 
 ABSENT = object()
+EXAMPLE = "give a run folder such as runs/gpt2_tiny-001"
 LOOK = 1.0  # s between two looks at whether the folder is still there
 LARGEST_RECIPE = 1 << 20  # bytes of a recipe.json
 OF_ONE_START = ("resume", "runs", "init_from", "exit_after", "exit_interval")  # fields that a resume does not keep
@@ -46,8 +47,9 @@ def create_run(runs: Path, name: str) -> Path:
 def open_run(folder: Path) -> Path:
     """Return the folder. Raise UserError where it is not a run folder."""
     if not (folder / "recipe.json").is_file():
-        problem = "is not a run folder (it has no recipe.json)" if os.path.lexists(folder) else "does not exist"
-        raise UserError(f"{folder} {problem}; give a run folder such as runs/gpt2_tiny-001")
+        if os.path.lexists(folder):
+            raise UserError(f"{folder} is not a run folder (it has no recipe.json); {EXAMPLE}")
+        raise UserError(f"{folder} does not exist; {did_you_mean(folder, EXAMPLE)}")
     return folder
 
 
@@ -175,7 +177,7 @@ def values_of(recipe: Any) -> dict[str, Any]:
 
 
 def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
-    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps 10 ->
+    """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps: 10 ->
     20`. A recipe.json that cannot be read differs in nothing."""
     try:
         saved = read_recipe(folder)
@@ -187,5 +189,15 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
         if name == "optimizer.decay_steps" and before is None and not saved_value(saved, "optimizer.decay_samples"):
             before = saved_value(saved, "steps")
         if before not in (value, ABSENT) and name not in OF_ONE_START:  # an older run lacks newer fields
-            changes.append(f"{name} {shown_name(value_text(before))} -> {value_text(value)}")
-    return changes
+            changes.append(f"{name}: {shown_name(value_text(before))} -> {value_text(value)}")
+    return changes + _note_on_min_lr(saved, values)
+
+
+def _note_on_min_lr(saved: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Return what to do where the run goes on with a lower learning rate, but with the same one at the end."""
+    before, former_least = saved_value(saved, "optimizer.lr"), saved_value(saved, "optimizer.min_lr")
+    rate, least = values.get("optimizer.lr", 0.0), values.get("optimizer.min_lr", 0.0)
+    if type(before) is not float or rate >= before or not least or least != former_least:
+        return []
+    scaled = f"{least * rate / before:.3g}"
+    return [f"optimizer.min_lr stays {least:g}; to lower it like optimizer.lr, give --optimizer.min_lr {scaled}"]

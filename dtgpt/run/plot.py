@@ -4,24 +4,27 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dtgpt.run.folder import EXAMPLE
 from dtgpt.run.sinks import LARGEST_SHOWN, read_records
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, did_you_mean
 from dtgpt.util.storage import atomic_file, cannot_write, check_can_write
 
-CURVES = (("loss", "training", "-"), ("valid_loss", "held out", "o--"))  # metric, name and style
+CURVES = (("loss", "training", "-"), ("validation_loss", "validation", "o--"))  # metric, name and style
 MOST_TASKS = 12  # whose figures are drawn
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Draw training and held-out loss of each run folder over its steps into `output` (.png), and below them the main
+    """Draw training and validation loss of each run folder over its steps into `output` (.png), and below them the main
     figure of each task that a run has measured. Raises UserError if a run has no losses, or `output` cannot be
     written."""
     check_picture(output)
     pyplot = import_pyplot()
     records = {run: read_records(run / "metrics.jsonl") for run in runs}
     for run, own in records.items():
+        if not run.exists():
+            raise UserError(f"{run} does not exist; {did_you_mean(run, EXAMPLE)}")
         if not any(_drawable(record, name) for record in own for name, _, _ in CURVES):
-            raise UserError(f"{run} has no losses to draw; give run folders such as runs/gpt2_tiny-001")
+            raise UserError(f"{run} has no losses to draw; {EXAMPLE}")
     figures = sorted({name for own in records.values() for record in own for name in main_figures(record)})[:MOST_TASKS]
     ratios = [2] + [1] * len(figures)
     options = {"squeeze": False, "sharex": True, "height_ratios": ratios, "figsize": (8, 5 + 2.5 * len(figures))}

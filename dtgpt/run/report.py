@@ -1,6 +1,7 @@
 """Reports of a run: the console, metrics.jsonl, wandb, TensorBoard, samples and the loss plot."""
 
 import errno
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,16 +12,17 @@ from typing import Any
 import torch
 
 from dtgpt.config.batch_size import parse_rampup
+from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Dataset, Part, bits_per_byte
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, bits_per_byte
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
 from dtgpt.run.plot import plot_runs
 from dtgpt.run.sinks import JsonLines, Sink, Wandb, progress_line, read_records, sparkline, timer_line
 from dtgpt.run.starts import describe_run
 from dtgpt.run.tensorboard import TensorBoard
-from dtgpt.util.console import counted, hanging, parameters, say
+from dtgpt.util.console import counted, duration, hanging, parameters, say
 from dtgpt.util.hardware import device_name, peak_flops, total_memory
 from dtgpt.util.storage import write_text
 
@@ -39,7 +41,8 @@ class Report:
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
         self.samples_before, self.ramps = samples_before, recipe.rampup_batch_size is not None
         self.peak = peak_flops(self.device, settings.dtype)
-        self.bytes_per_token = data.bytes_per_token()
+        self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
+        self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
         tokenizer = data.tokenizer
         described = {"source": data.source, "digest": data.digest, "tokenizer": tokenizer.name}
@@ -62,7 +65,7 @@ class Report:
             f"model   {parameters(model.num_parameters)}; "
             f"{counted(self.steps, 'step')} of {batch} x {model.seq_length} tokens",
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
-            f"{data.num_valid_tokens:,} held out, {per_token}({tokenizer.name}, "
+            f"{data.num_valid_tokens:,} for validation, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})",
             f"plan    {self.mesh.plan.name}",
             f"device  {f'{self.mesh.world} x ' if self.mesh.world > 1 else ''}{device_name(self.device)}, "
@@ -70,6 +73,8 @@ class Report:
             f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
+        if self.device.type == "cpu" and (caution := large_for_a_cpu(model, batch_size)):
+            say(caution, warning=True)
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
         """Print a progress line after optimizer step `step`, and record it unless it is for the console alone. Of the
@@ -92,9 +97,10 @@ class Report:
         say(f"step {step}: training waited {seconds:.2f} s for the checkpoint")
 
     def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
-        self._write({"step": step, f"{part}_loss": loss, **_known({f"{part}_bits_per_byte": bits})})
+        name = PART_NAMES[part]
+        self._write({"step": step, f"{name}_loss": loss, **_known({f"{name}_bits_per_byte": bits})})
         suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
-        say(f"step {step}: {'held out' if part == 'valid' else part}: loss {loss:.4f}{suffix}")
+        say(f"step {step}: {name} loss {loss:.4f}{suffix}")
 
     def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
         """Print and record the figures of tasks, by task and name, the main one of each first."""
@@ -122,14 +128,21 @@ class Report:
         for sink in self.sinks:
             sink.close(failed=failure is not None)
 
-    def finish(self) -> None:
-        """Draw the loss plot and say where everything is."""
-        losses = [r["loss"] for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
+    def finish(self, is_done: bool) -> None:
+        """Draw the loss plot and say how long the run took, where everything is and, where it is done, what to do next
+        with it."""
+        losses = [r.get("loss") for r in read_records(self.run / "metrics.jsonl")]
         try:
             plot_runs([self.run], self.run / "loss.png")
         except Exception as reason:  # a picture is never worth a run
             say(f"no loss.png: {reason}")
-        say(f"loss    {sparkline(losses)}\nrun     {self.run}")
+        since = f" since step {self.first}" if self.first else ""
+        say(f"loss    {sparkline(losses)}\ntime    {duration(time.perf_counter() - self._begin)}{since}")
+        say(f"run     {self.run}")
+        if is_done:
+            name = shlex.quote(str(self.run))
+            commands = [f"dtgpt generate {name} --interactive"] * self.spells + [f"dtgpt serve {name}"]
+            say("\n".join(f"{'      ' if i else 'next: '}{command}" for i, command in enumerate(commands)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -190,7 +203,7 @@ class NullReport:
 
     def sample(self, *_) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self, *_) -> None: ...
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ LONGEST_LINE = 1 << 20  # bytes of a record
 LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
 
 
+FORMER = {"valid_loss": "validation_loss", "valid_bits_per_byte": "validation_bits_per_byte"}  # names of older versions
 LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
 LEAST_RANGE = 0.02  # of a sparkline
 
@@ -70,7 +71,8 @@ def metric_lines(path: Path) -> Iterator[bytes]:
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line, None where it holds none: a JSON object whose `step` is an integer from 0 on. Its
-    values are finite numbers, and None for all else: a file may have been written by others, too."""
+    values are finite numbers, and None for all else: a file may have been written by others, too. Names that older
+    versions wrote are those of today."""
     try:
         record = parse_json(line.decode(errors="replace"))
     except ValueError:
@@ -78,7 +80,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or not 0 <= step <= LARGEST_INT:
         return None
-    return {name: _number(value) for name, value in record.items() if name.isprintable()}
+    return {FORMER.get(name, name): _number(value) for name, value in record.items() if name.isprintable()}
 
 
 def _number(value: Any) -> float | None:
@@ -195,15 +197,15 @@ def _rounded(number: float) -> str:
     return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
 
 
-def sparkline(values: list[float], width: int = 60) -> str:
+def sparkline(values: Sequence[float | None], width: int = 60) -> str:
     """Return a curve in one line of text, `width` characters at most, each the mean of its part of the values. The
     height is the range of the values, and at least `LEAST_RANGE` of the largest: noise shall not look like a rise."""
-    values = [v for v in values if v is not None and abs(v) < LARGEST_SHOWN]
-    if not values:
+    known = [v for v in values if v is not None and abs(v) < LARGEST_SHOWN]
+    if not known:
         return ""
-    width = min(width, len(values))
-    cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    width = min(width, len(known))
+    cuts = [round(i * len(known) / width) for i in range(width + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, high = min(means), max(means)
     height = max(high - low, LEAST_RANGE * max(abs(low), abs(high)))
     return "".join("▁▂▃▄▅▆▇█"[round((m - low) / height * 7) if height else 0] for m in means)

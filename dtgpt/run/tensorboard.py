@@ -33,7 +33,7 @@ TAGS = {
     "batch_size": Tag("batch-size", by_samples=True),
     "grad_norm": Tag("grad-norm", by_samples=True),
     "loss_scale": Tag("loss-scale", by_samples=True),
-    "valid_loss": Tag("lm loss validation", by_samples=True),
+    "validation_loss": Tag("lm loss validation", by_samples=True),
     "test_loss": Tag("lm loss test", by_samples=True),
     "seconds_per_step": Tag("iteration-time"),
     "tflops_per_device": Tag("throughput"),
@@ -138,7 +138,7 @@ def scalars(record: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
             continue
         tag = TAGS.get(name, Tag(name))
         shown = {tag.name: value * tag.factor}
-        if name in ("valid_loss", "test_loss"):
+        if name in ("validation_loss", "test_loss"):
             shown[f"{tag.name} ppl"] = math.exp(min(LARGEST_EXPONENT, value))
         by_step |= shown
         if tag.by_samples:

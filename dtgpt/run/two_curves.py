@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dtgpt.run.curves import HELD_OUT, TRAINING, Curve, Curves
 
 NAMES = {
-    "step_loss": "loss of the step", "loss": "mean loss of an interval", "valid_loss": "held-out loss",
+    "step_loss": "loss of the step", "loss": "mean loss of an interval", "validation_loss": "validation loss",
     "test_loss": "test loss", "grad_norm": "gradient norm", "lr": "learning rate",
 }  # fmt: skip
 

@@ -86,8 +86,8 @@ def compare_runs(a: Path, b: Path, tolerance: float | None, by_precision: Mappin
 
 def _recorded(run: Run) -> str:
     training = run.curves.losses()
-    curve = training or run.curves.of["valid_loss"]
-    return f"{'losses' if training else 'held-out losses'} of steps {next(iter(curve))} to {next(reversed(curve))}"
+    curve = training or run.curves.of["validation_loss"]
+    return f"{'losses' if training else 'validation losses'} of steps {next(iter(curve))} to {next(reversed(curve))}"
 
 
 def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tolerance:

@@ -8,21 +8,21 @@ from dtgpt.run.plot import import_pyplot, plain, save_picture
 from dtgpt.run.sinks import LARGEST_SHOWN
 from dtgpt.run.two_runs import TwoRuns
 
-STYLES = {"step_loss": "training", "loss": "training", "valid_loss": "held out", "test_loss": "test"}
+STYLES = {"step_loss": "training", "loss": "training", "validation_loss": "validation", "test_loss": "test"}
 LEAST = 1e-17  # below the distance of any two floats
-LINES = {"training": "-", "held out": "o--", "test": "s"}
+LINES = {"training": "-", "validation": "o--", "test": "s"}
 
 
 def plot_two_runs(two: TwoRuns, output: Path) -> None:
-    """Draw training, held-out and test losses of both runs over their steps into `output` (.png), and below them, on a
-    log axis, how far they are apart, with the tolerance. Raises UserError if matplotlib is not installed."""
+    """Draw training, validation and test losses of both runs over their steps into `output` (.png), and below them, on
+    a log axis, how far they are apart, with the tolerance. Raises UserError if matplotlib is not installed."""
     pyplot = import_pyplot()
     options = {"sharex": True, "height_ratios": [3, 2], "figsize": (8, 7), "layout": "constrained"}
     picture, (losses, distances) = pyplot.subplots(2, **options)
     names = [plain(str(run.path)) for run in (two.a, two.b)]
     for run, letter, name, color, width in zip((two.a, two.b), "AB", names, ("C0", "C1"), (3, 1.2), strict=True):
         training = "step_loss" if run.curves.of.get("step_loss") else "loss"
-        for loss in (training, "valid_loss", "test_loss"):
+        for loss in (training, "validation_loss", "test_loss"):
             curve, kind = run.curves.of.get(loss, {}), STYLES[loss]
             if points := [(step, value) for step, value in curve.items() if abs(value) < LARGEST_SHOWN]:
                 style = {"color": color, "lw": width, "ms": 4, "label": f"{letter} {name}, {kind}"}

@@ -44,7 +44,7 @@ def _heads(two: TwoRuns) -> Iterator[str]:
 
 def _extent(run: Run) -> str:
     """Return `steps 1 to 60 of 100, log.interval 5; it ended early or is still being trained`."""
-    curve = run.curves.losses() or run.curves.of["valid_loss"]
+    curve = run.curves.losses() or run.curves.of["validation_loss"]
     steps = f"steps {next(iter(curve))} to {run.curves.last}"
     interval = "" if run.interval is None else f", log.interval {run.interval}"
     if run.steps is None:
@@ -70,7 +70,7 @@ def _what_is_compared(two: TwoRuns) -> Iterator[str]:
 
 def _curves(two: TwoRuns) -> Iterator[str]:
     width = min(WIDEST, shutil.get_terminal_size().columns)
-    curves = [run.curves.losses() or run.curves.of["valid_loss"] for run in (two.a, two.b)]
+    curves = [run.curves.losses() or run.curves.of["validation_loss"] for run in (two.a, two.b)]
     if lines := plot_losses([list(curve.items()) for curve in curves], width):
         yield "loss (nats per token): o A, x B, * both"
         yield from lines

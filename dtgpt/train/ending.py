@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import Checkpoint
-from dtgpt.data.dataset import Dataset, Part
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import AUTO
 from dtgpt.run.report import sample_path
@@ -16,7 +16,7 @@ from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
 HELD_OUT: tuple[Part, ...] = ("valid", "test")
-LEFT = {"valid": "held-out loss", "tasks": "tasks", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
+LEFT = {"valid": "validation loss", "tasks": "tasks", "test": "test loss", "sample": "last sample", "plot": "loss plot"}
 OVER = "{} has done its {}; nothing is left to do"
 
 
@@ -43,7 +43,7 @@ def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, tasks: Sequ
     left: list[str] = []
     for part in HELD_OUT:
         wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
-        if wanted and not any(record.get(f"{part}_loss") is not None for record in records):
+        if wanted and not any(record.get(f"{PART_NAMES[part]}_loss") is not None for record in records):
             left.append(part)
     measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
     if not measured.issuperset(tasks):

@@ -1,4 +1,4 @@
-"""The loss on held-out text, and generated texts."""
+"""The loss on validation and test text, and generated texts."""
 
 from collections.abc import Callable
 

@@ -13,7 +13,7 @@ from dtgpt.checkpoint.load import check_same_model
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import Part
+from dtgpt.data.dataset import PART_NAMES, Part
 from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.watch import Watch
@@ -81,7 +81,7 @@ def _train(begun: startup.Started, stop: StopRequest) -> int:
             return loop.stopped("before the first step")
         if checkpoint:
             changes = mesh.on_rank_0(lambda: changes_since(run, values_of(recipe.resolved())))
-            say("; ".join(["resuming", *changes]))
+            say("\n  ".join(["resuming, with other options than before:" if changes else "resuming", *changes]))
             mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
         else:
             run = startup.new_run(recipe.runs, recipe.name, mesh, lock, recipe.init_from, dataset.tokenizer)
@@ -143,7 +143,7 @@ class Loop:
             trainer.before_update = self.saver.before_update
             early = self.report_left(left) if left else self.take_steps()
             self._check_folder()
-            self.report.finish()
+            self.report.finish(not early)
         hint = f"; to go on, add --resume {run}" if trainer.step else ""
         return self.stopped(f"at step {trainer.step}/{trainer.steps}", hint) if early else 0
 
@@ -234,7 +234,7 @@ class Loop:
     def _report_held_out(self, part: Part) -> None:
         if losses := self.trainer.held_out_loss(part, self.interrupted):
             known = [value for value in losses if value is not None]
-            names = f"{'held-out' if part == 'valid' else part} loss{' and bits/byte' * (len(known) - 1)}"
+            names = f"{PART_NAMES[part]} loss{' and bits/byte' * (len(known) - 1)}"
             check_finite(self.trainer.step, names, *known)
             self.report.held_out(self.trainer.step, part, *losses)
 

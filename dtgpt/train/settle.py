@@ -23,7 +23,7 @@ from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
 from dtgpt.train.own_tokenizer import model_to_begin_with, named_by_option, with_own_tokenizer
 from dtgpt.util import console
-from dtgpt.util.console import say
+from dtgpt.util.console import hanging, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import check_value, kinds_of, misfit
 
@@ -152,8 +152,10 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
     check_run(recipe)
     other = {n: v for n, v in run.values.items() if n not in given and attrgetter(n)(recipe) != v}
     if other:
+        changes = [f"  {name}: {value_text(attrgetter(name)(recipe))} -> {value_text(v)}" for name, v in other.items()]
         options = " ".join(f"--{name} {shlex.quote(value_text(value))}" for name, value in other.items())
-        say(f"{run.path} was trained with other values than the recipe has; give {options} to keep them")
+        lines = [f"{run.path} was trained with other values than the recipe has (recipe -> run):", *changes]
+        say("\n".join([*lines, hanging(f"to keep them, give {options}", 2)]))
     step, seen = run.state["step"], run.state["consumed_samples"]
     if recipe.train_samples is not None and seen > recipe.train_samples:
         raise UserError(f"{run.path} has already seen {console.counted(seen, 'sample')}; raise --train_samples")
@@ -170,16 +172,18 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
 
 
 def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Say in one line which values the recipe file `asked` for that the run has not `kept`."""
+    """Say, in a line for each, which values the recipe file `asked` for that the run has not `kept`."""
     differing = [n for n, value in asked.items() if kept[n] != value and (n, value) not in TAKEN]
     if not differing:
         return
-    texts = {name: value_text(asked[name]) for name in differing}
-    says = ", ".join(f"{name}={text}" for name, text in texts.items())
-    keeps = ", ".join(value_text(kept[name]) for name in differing)
-    options = [f"--{name} {shlex.quote(text)}" for name, text in texts.items() if _can_change(name)]
-    remedy = f": give {' '.join(options)} to change {'them' if options[1:] else 'it'}" if options else ""
-    say(f"the recipe file says {says}; the run keeps {keeps}{remedy}")
+    lines = ["the recipe file says otherwise than the run, which keeps its values (recipe -> run):"]
+    for name in differing:
+        fixed = "" if _can_change(name) else " (cannot change)"
+        lines.append(f"  {name}: {value_text(asked[name])} -> {value_text(kept[name])}{fixed}")
+    options = [f"--{name} {shlex.quote(value_text(asked[name]))}" for name in differing if _can_change(name)]
+    if options:
+        lines.append(hanging(f"to change {'them' if options[1:] else 'it'}, give {' '.join(options)}", 2))
+    say("\n".join(lines))
 
 
 def _can_change(name: str) -> bool:
@@ -241,6 +245,6 @@ def _dimensions(
         raise UserError(f"{path} cannot be begun with {told}; leave {' and '.join(f'--{n}' for n in wrong)} out")
     taken = {n: v for n, v in held.items() if n not in given and v != wanted[n]}
     if taken:
-        changes = ", ".join(f"{name} {wanted[name]} -> {value}" for name, value in taken.items())
-        say(f"the model has the dimensions of {path}: {changes}")
+        changes = [f"  {name}: {wanted[name]} -> {value}" for name, value in taken.items()]
+        say("\n".join([f"the model has the dimensions of {path} (recipe -> model):", *changes]))
     return taken

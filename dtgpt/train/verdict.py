@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
     first_loss: float
     first_gradient: float  # of a tensor, or of the norm
-    loss: float  # of later steps, and held out
+    loss: float  # of later steps, and on validation text
     tensors: float  # of the last gradient, of weights, and of the norms of later steps
 
 

@@ -117,12 +117,17 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink()
 
 
+def try_to_write(path: Path) -> None:
+    """Raise OSError where no file can be made beside `path`, as `atomic_file` makes one."""
+    temporary = temporary_path(path, secrets.token_hex(4))
+    create_file(temporary).close()
+    temporary.unlink()
+
+
 def check_can_write(path: Path) -> None:
     """Raise UserError, before work is spent, where `atomic_file` could not write `path`."""
-    temporary = temporary_path(path, secrets.token_hex(4))
     try:
-        create_file(temporary).close()
-        temporary.unlink()
+        try_to_write(path)
     except OSError as error:
         raise cannot_write(path, error) from None
 

@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
 def test_torchrun_trains_on_the_embedded_text_and_prints_a_sample(tmp_path):
     done = run([sys.executable, *TORCHRUN, TINY, *SMALL, "--steps", "3", "--log.sample_tokens", "8"], tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("pydoc_data.topics", "step 3/3", "held out", "sample at step 3", "runs/gpt2_tiny-001"):
+    for words in ("pydoc_data.topics", "step 3/3", "validation loss", "sample at step 3", "runs/gpt2_tiny-001"):
         assert words in done.stdout
 
 
@@ -121,7 +121,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(here, capsys, monk
         (["train", "nothing.py"], ["no recipe file nothing.py"]),
         (["train", str(ROOT / "dtgpt" / "util" / "errors.py")], ["defines no function recipe()"]),
         (["plot"], ["dtgpt plot needs RUN ..., such as"]),
-        (["plot", "nothing"], ["nothing has no losses to draw"]),
+        (["plot", "nothing"], ["nothing does not exist; give a run folder"]),
         (["plot", "nothing", "--output"], ["--output needs a value"]),
         (["plot", "nothing", "--output=no/dir/x.png"], ["no/dir/x.png is not a file name for the picture"]),
         (["plot", "nothing", "--output", "x.jpg"], ["x.jpg is not a file name for the picture"]),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.commands.help import help_text
+from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
@@ -140,7 +141,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--data.held_out", "1"], ["data.held_out=1.0", "less than 1"]),
         (["--global_batch_size", "6"], ["global_batch_size=6", "micro_batch_size=4", "--global_batch_size 4"]),
         (["--global_batch_size", "3"], ["global_batch_size=3", "--global_batch_size 4"]),
-        (["--optimizer.min_lr", "1"], ["optimizer.min_lr=1.0", "lower"]),
+        (["--optimizer.min_lr", "1"], ["optimizer.min_lr=1.0", "lower --optimizer.min_lr, such as 0.0003 "]),
         (["--name", "../x"], ["name='../x'", "A-Z"]),
         (["--name", "**"], ["name='**'"]),
         (["--name", "x" * 101], ["up to 100"]),
@@ -202,6 +203,13 @@ def test_a_resolved_recipe_names_the_end_of_its_schedule(recipe):
 
 def test_a_constant_schedule_has_no_end(recipe):
     apply_overrides(recipe, ["--optimizer.schedule", "constant", "--optimizer.min_lr", "1"]).validate()
+
+
+def test_a_model_that_is_large_for_a_cpu_is_told(recipe):
+    large = load(Path(__file__).parents[2] / "recipes" / "gpt2_124m.py").recipe()
+    caution = large_for_a_cpu(large.model, large.global_batch_size)
+    assert caution.startswith("a model of 124.5 M parameters on a CPU: a step of 524,288 tokens takes about 1h 14m ")
+    assert large_for_a_cpu(recipe.model, recipe.global_batch_size) is None
 
 
 @pytest.mark.parametrize(

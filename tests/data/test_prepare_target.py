@@ -1,5 +1,6 @@
 """A dataset's name belongs to one preparation at a time, and what a killed one leaves is mended by the next."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -129,7 +130,12 @@ def test_folders_made_for_a_run_that_fails_are_removed_and_others_kept(tmp_path)
 
 
 def test_a_folder_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtgpt.data.prepare.target.os.access", lambda *_: False)  # root may write everywhere
+    def refuse(path):  # root may write everywhere
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with pytest.raises(UserError, match=r"/proc/out_text_document cannot be written"):
+        run(tmp_path, [{"text": "a"}], output_prefix="/proc/out")
+    monkeypatch.setattr("dtgpt.data.prepare.target.try_to_write", refuse)
     with pytest.raises(UserError, match=r"out_text_document cannot be written \(Permission denied\)"):
         run(tmp_path, [{"text": "a"}], output_prefix=str(tmp_path / "deep" / "out"))
     assert not (tmp_path / "deep").exists()

@@ -77,9 +77,9 @@ def test_every_plan_evaluates_each_window_once(recipe):
     for plan, world in (("dp2", 2), ("pp2", 2)):
         parted = replace(recipe, plan=plan, micro_batch_size=4, runs=f"{recipe.runs}-{plan}")
         assert pool().run(world, train, parted) == [0] * world
-        found[plan] = read_records(newest_run(parted) / "metrics.jsonl")[-1]["valid_loss"]
+        found[plan] = read_records(newest_run(parted) / "metrics.jsonl")[-1]["validation_loss"]
     train(recipe)
-    alone = read_records(newest_run(recipe) / "metrics.jsonl")[-1]["valid_loss"]
+    alone = read_records(newest_run(recipe) / "metrics.jsonl")[-1]["validation_loss"]
     assert list(found.values()) == pytest.approx([alone] * 2, rel=1e-5)
 
 
@@ -174,7 +174,7 @@ def test_a_run_longer_than_its_order_begins_it_again(recipe):
 def test_a_run_ends_with_the_loss_of_the_test_part(recipe):
     assert train(change(recipe, steps=4, data={"split": "90,5,5"}, log={"eval_interval": 2})) == 0
     records = read_records(newest_run(recipe) / "metrics.jsonl")
-    assert [r["step"] for r in records if "valid_loss" in r] == [2, 4]
+    assert [r["step"] for r in records if "validation_loss" in r] == [2, 4]
     assert [r["step"] for r in records if "test_loss" in r] == [4]
     run = training(change(recipe, data={"split": "90,5,5"}, log={"eval_samples": 8}))
     test, valid = (torch.cat(list(run.dataset.held_out(part, 16, 8, 8))) for part in ("test", "valid"))
@@ -212,7 +212,7 @@ def test_a_run_is_saved_before_its_test_loss_is_looked_at(recipe, monkeypatch):
 
 def test_without_a_validation_part_there_is_no_held_out_loss(recipe):
     assert train(change(recipe, steps=2, data={"split": "1"})) == 0
-    assert "valid_loss" not in (newest_run(recipe) / "metrics.jsonl").read_text()
+    assert "validation_loss" not in (newest_run(recipe) / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def test_nanogpts_characters_are_trained_sampled_and_generated(chars, kind):
     run = newest_run(chars)
     kept = read_saved(run / "tokenizer.json", "")
     assert isinstance(kept, Char) and kept.decode(kept.encode("jumps Grüße 🎈")) == "jumps Grüße 🎈"
-    per_byte = [r for r in read_records(run / "metrics.jsonl") if "valid_loss" in r][-1]
+    per_byte = [r for r in read_records(run / "metrics.jsonl") if "validation_loss" in r][-1]
     per_token = len(TEXT.encode()) / len(TEXT) * np.log(2)
-    assert per_byte["valid_bits_per_byte"] == pytest.approx(per_byte["valid_loss"] / per_token, rel=0.1)
+    assert per_byte["validation_bits_per_byte"] == pytest.approx(per_byte["validation_loss"] / per_token, rel=0.1)
     assert set((run / "samples" / "step_00000002.txt").read_text()) <= {*TEXT, "\ufffd"}
     model = load(run)
     assert {len(model.generate(prompt, max_new_tokens=4)) for prompt in ("the q", "")} == {4}
@@ -69,7 +69,7 @@ def test_ids_need_no_tokenizer(chars):
     run = newest_run(chars)
     assert isinstance(read_saved(run / "tokenizer.json", ""), Ids) and not (run / "samples").exists()
     records = read_records(run / "metrics.jsonl")
-    assert any("valid_loss" in r for r in records) and "bits_per_byte" not in (run / "metrics.jsonl").read_text()
+    assert any("validation_loss" in r for r in records) and "bits_per_byte" not in (run / "metrics.jsonl").read_text()
     for prompt in ("", "the"):
         with pytest.raises(UserError, match=r"trained on token ids alone \(data.tokenizer=ids\)"):
             load(run).generate(prompt, max_new_tokens=4)

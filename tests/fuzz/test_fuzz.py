@@ -216,8 +216,8 @@ def test_what_is_not_equal_is_said(setting):
     assert judge(case, [first, second], alone).verdict == "right"
     assert "step 1 has other samples" in sentence([second._replace(dp=0), first._replace(dp=1)])
     assert "copies of a [(0, 3)] differ" in sentence([first, second._replace(copies=[("a [(0, 3)]", "y")])])
-    assert "held-out" in sentence([first, second._replace(held_out=5.001)])
-    assert "held-out" in sentence([first, second._replace(held_out=None)])
+    assert "validation loss" in sentence([first, second._replace(held_out=5.001)])
+    assert "validation loss" in sentence([first, second._replace(held_out=None)])
     assert "initial weights differ" in sentence([first._replace(record=replace(record, initial="other")), second])
     assert "learning rate of step 1" in sentence([first._replace(record=replace(record, rates=[2e-3])), second])
     broken = replace(record, tensors={"weight/a": torch.tensor([1.0, 1.0, math.nan])})
@@ -229,8 +229,8 @@ def test_what_is_not_equal_is_said(setting):
     assert "ranks have different texts" in sentence([texts[0], second], Alone(one._replace(texts=("a",))))
     earlier = [seen._replace(between=(5.0,)) for seen in (first, second)]
     assert judge(case, earlier, Alone(one._replace(between=(5.0,)))).verdict == "right"
-    assert "held-out" in sentence(earlier, Alone(one._replace(between=(5.1,))))
-    assert "held-out" in sentence(earlier)
+    assert "validation loss" in sentence(earlier, Alone(one._replace(between=(5.1,))))
+    assert "validation loss" in sentence(earlier)
 
 
 def test_two_plans_are_judged_as_one_run():

@@ -369,7 +369,7 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "vocab.json and merges.txt"]),
+    ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "or --tokenizer ", "merges.txt"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "vocab.json"]),
     (["--vocab_file", "v"], ["the vocab file and the merge file belong together"]),
     (["--tokenizer", "bytes", "--vocab_file", "v", "--merge_file", "m"], ["bytes and the vocab file v are both given"]),

@@ -237,7 +237,7 @@ def test_the_recipe_and_the_run(state, tmp_path, recipe, capsys):
     settled = settle(smaller, ["--resume", tree, "--seed", "9"])
     assert {**asdict(settled.model), "dropout": 0.0} == asdict(GPT2) and settled.seed == 9
     out = capsys.readouterr().out
-    assert "hidden_size 16 -> 32" in out and "give --optimizer.lr 0.0001 to keep" in out
+    assert "hidden_size: 16 -> 32\n" in out and "to keep them, give --optimizer.lr 0.0001" in out
     by_samples = ["--steps", "none", "--optimizer.warmup", "0.1", "--train_samples"]
     samples = settle(recipe, ["--resume", tree, *by_samples, "72"])
     assert samples.steps == 9 and samples.train_samples is None  # 40 samples took 5 steps

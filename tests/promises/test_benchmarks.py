@@ -201,7 +201,7 @@ def test_the_curve_of_fp8_is_held_against_that_of_bf16(small, tmp_path, monkeypa
     found = json.loads((tmp_path / "curves.json").read_text())
     losses = [run["losses"] for run in found.values()]
     assert len(losses) == 2 and all(len(run) == 5 for run in losses) and losses[0] != losses[1]
-    assert "--precision fp8: held-out loss" in capsys.readouterr().out
+    assert "--precision fp8: validation loss" in capsys.readouterr().out
 
 
 def test_runs_that_differ_in_rounding_or_seed_are_compared_by_their_means(capsys):

@@ -88,7 +88,7 @@ def test_a_resume_says_what_has_changed(recipe, capsys):
     capsys.readouterr()
     train(change(recipe, steps=6, seed=7, resume=str(newest_run(recipe))))
     out = capsys.readouterr().out
-    assert "resuming; optimizer.decay_steps 5 -> 6; steps 5 -> 6; seed 1234 -> 7\n" in out
+    assert "\n  optimizer.decay_steps: 5 -> 6\n  steps: 5 -> 6\n  seed: 1234 -> 7\n" in out
 
 
 @pytest.mark.parametrize("held_out, told", [(0.05, False), (0.06, True)])

@@ -61,7 +61,10 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, who
     assert pool().run(world_of(after), train, replace(recipe, plan=after, resume=str(run))) == [0] * world_of(after)
     assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
     assert list(losses(run).values()) == pytest.approx(list(losses(whole).values()), rel=1e-5)
-    held_out = [[r["valid_loss"] for r in read_records(r / "metrics.jsonl") if "valid_loss" in r] for r in (run, whole)]
+    held_out = [
+        [r["validation_loss"] for r in read_records(r / "metrics.jsonl") if "validation_loss" in r]
+        for r in (run, whole)
+    ]
     assert len(held_out[0]) == 1 and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     samples = [(r / "samples" / "step_00000006.txt").read_bytes() for r in (run, whole)]
     assert samples[0] == samples[1]

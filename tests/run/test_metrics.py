@@ -120,6 +120,12 @@ def test_a_record_cut_by_a_full_disk_costs_no_other(tmp_path, cut):
     assert kept[0] == 1 and kept[-1] == 3  # a record without its line end is whole
 
 
+def test_names_of_older_versions_are_read_as_those_of_today(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "valid_loss": 2, "valid_bits_per_byte": 1.5}\n')
+    assert read_records(tmp_path / "m.jsonl") == [{"step": 1, "validation_loss": 2, "validation_bits_per_byte": 1.5}]
+    assert read_curves(tmp_path / "m.jsonl").of["validation_loss"] == {1: 2.0}
+
+
 def test_lines_that_are_no_records_are_passed_over(tmp_path):
     (tmp_path / "m.jsonl").write_bytes(b'5\n{"loss": 1}\n\xff\n{"step": 2}\n[1]\nnull\n{"step": null}\n')
     assert read_records(tmp_path / "m.jsonl") == [{"step": 2}]
@@ -129,7 +135,7 @@ ODD = ['"x"', "[1]", '{"a": [{}]}', "true", "null", "NaN", "-Infinity", "1e400",
 ODD += ["-1", "1.5", '"\\ud800"', "[" * 900 + "]" * 900, '"' + "y" * 100_000 + '"', "9" * 5000, "\xff", '{"st']
 
 
-ODD_NAMES = ("loss", "valid_loss", "step", "samples", "hella/acc$_$", "test_loss", "\\ud800/a")
+ODD_NAMES = ("loss", "validation_loss", "step", "samples", "hella/acc$_$", "test_loss", "\\ud800/a")
 GOOD = [b'{"step": 1, "loss": 4, "step_loss": 4}', b'{"step": 3, "loss": 2, "step_loss": 2}']
 
 
@@ -165,7 +171,7 @@ def test_odd_values_are_left_out_of_the_picture(tmp_path):
         plot_runs([tmp_path], tmp_path / "none.png")
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_it_is_drawn(tmp_path):
+def test_output_that_cannot_be_written_is_refused_before_work_is_spent(tmp_path, capsys):
     run = tmp_path / "a-001"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 4}\n')
@@ -177,6 +183,10 @@ def test_a_picture_that_cannot_be_written_is_refused_before_it_is_drawn(tmp_path
     for words in (["compare", str(run), str(run), "--output"], ["plot", str(run), "--output"]):
         with pytest.raises(SystemExit, match="2"):
             main([*words, "/proc/x.png"])
+    for words in (["eval", str(run), "--task", "lambada", "--data", str(run)], ["tokenizer", "train", str(run)]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words, "--output", "/proc/x.json"])
+        assert "/proc/x.json cannot be written" in capsys.readouterr().err
     check_picture(tmp_path / "loss.png")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a-001", "dangling.png"]
 
@@ -188,7 +198,7 @@ def test_runs_are_overlaid_in_one_png(tmp_path):
         sink = JsonLines(run / "metrics.jsonl")
         for step in range(1, 6):
             sink.write({"step": step, "loss": 5 / step})
-            sink.write({"step": step, "valid_loss": 6 / step})
+            sink.write({"step": step, "validation_loss": 6 / step})
         sink.close(failed=False)
     plot_runs(runs, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

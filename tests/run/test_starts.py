@@ -1,10 +1,12 @@
 """What a run records of each of its starts."""
 
 import json
+from unittest import mock
 
 import torch
 
 from dtgpt.parallel.launch import code_digests
+from dtgpt.run.plot import plot_runs
 from dtgpt.run.starts import code_digest, read_starts
 from dtgpt.run.two_runs import compare_runs
 from dtgpt.train.loop import train
@@ -46,7 +48,7 @@ def test_lines_that_hold_no_start_are_passed_over_and_left_out(recipe):
     assert len(lines) == 2 and lines[0] + "\n" == kept and json.loads(lines[1])["before"]["steps"] == 2
 
 
-def test_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
+def test_odd_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
     """Lines that hold no start are left out; none of them ends the resume."""
     recipe = change(recipe, steps=2, log={"sample_tokens": 0})
     train(recipe)
@@ -60,3 +62,17 @@ def test_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
     starts.write_bytes(b"\n".join([first, *odd, *none]))
     train(change(recipe, steps=3, seed=recipe.seed, resume=str(newest_run(recipe))))
     assert starts.read_bytes().splitlines()[:-1] == [first, *odd] and read_starts(newest_run(recipe))[-1]["step"] == 2
+
+
+def test_a_run_with_odd_metrics_goes_on_to_its_end(recipe):
+    """The picture and the line of losses at the end are of what can be drawn."""
+    recipe = change(recipe, steps=2, log={"sample_tokens": 0, "tensorboard": True})
+    train(recipe)
+    metrics = newest_run(recipe) / "metrics.jsonl"
+    odd = [
+        f'{{"step": {step}, "loss": {value}}}\n' for step in (1, 2) for value in ('"x"', "[1]", "NaN", "1" * 999, "{}")
+    ]
+    metrics.write_text(metrics.read_text() + "".join(odd))
+    with mock.patch("dtgpt.run.report.plot_runs", plot_runs):  # not the short form of the tests
+        assert train(change(recipe, steps=3, resume=str(newest_run(recipe)))) == 0
+    assert metrics.read_text().count('"loss": "x"') == 2 and (newest_run(recipe) / "loss.png").stat().st_size > 1000

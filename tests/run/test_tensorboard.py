@@ -49,7 +49,7 @@ def test_values_have_the_tags_of_megatron_and_others_their_own_names():
 
 @pytest.mark.parametrize("loss, perplexity", [(2.0, math.exp(2)), (30.0, math.exp(20))])
 def test_held_out_losses_have_a_perplexity(loss, perplexity):
-    by_step, by_samples = scalars({"step": 5, "valid_loss": loss, "test_loss": None, "note": "x"})
+    by_step, by_samples = scalars({"step": 5, "validation_loss": loss, "test_loss": None, "note": "x"})
     assert by_step == {"lm loss validation": loss, "lm loss validation ppl": pytest.approx(perplexity)}
     assert {f"{tag} vs samples": value for tag, value in by_step.items()} == by_samples
 
@@ -134,7 +134,7 @@ def test_a_run_writes_the_curves_of_its_metrics(recipe):
     assert found["lm loss"] == [(step, pytest.approx(loss)) for step, loss in losses]
     size = recipe.global_batch_size
     assert found["lm loss vs samples"] == [(step * size, pytest.approx(loss)) for step, loss in losses]
-    held_out = [(r["step"] * size, pytest.approx(r["valid_loss"])) for r in records if "valid_loss" in r]
+    held_out = [(r["step"] * size, pytest.approx(r["validation_loss"])) for r in records if "validation_loss" in r]
     assert found["lm loss validation vs samples"] == held_out and [x for x, _ in held_out] == [3 * size, 6 * size]
     assert found["batch-size"] == [(step, size) for step, _ in losses]
 

@@ -132,11 +132,11 @@ def test_a_gap_before_the_step_is_named(write, compare):
 
 
 def test_held_out_losses_decide_too(write, compare):
-    more = [{"step": 10, "valid_loss": 4.0}, {"step": 20, "valid_loss": 3.0}]
+    more = [{"step": 10, "validation_loss": 4.0}, {"step": 20, "validation_loss": 3.0}]
     a = write("a", losses(range(1, 31)) + more)
-    b = write("b", [*losses(range(1, 31)), more[0], {"step": 20, "valid_loss": 3.1}])
+    b = write("b", [*losses(range(1, 31)), more[0], {"step": 20, "validation_loss": 3.1}])
     code, out = compare(a, b)
-    assert code == 1 and "part at step 20: held-out loss 3 and 3.1, 3.2e-02 apart" in out
+    assert code == 1 and "part at step 20: validation loss 3 and 3.1, 3.2e-02 apart" in out
     assert compare(write("c", more), write("d", more))[0] == 0  # no training loss at all
 
 
@@ -154,11 +154,11 @@ def test_what_is_not_a_number_is_not_equal(write, compare):
 def test_steps_that_were_taken_again_count_once(write, compare):
     """As where a run went on from step 10, twice, and its metrics kept what came before."""
     wrong = lambda n, x: x + 1  # noqa: E731
-    twice = [*losses(range(1, 13)), {"step": 12, "valid_loss": 1.0}, *losses(range(11, 16), wrong)]
+    twice = [*losses(range(1, 13)), {"step": 12, "validation_loss": 1.0}, *losses(range(11, 16), wrong)]
     a, b = write("a", twice + losses(range(11, 31))), write("b", losses(range(1, 31)))
     code, out = compare(a, b)
     assert code == 0 and "equal bit for bit" in out and "7 records of steps that were taken again later" in out
-    assert "held-out" not in out
+    assert "validation" not in out
 
 
 def test_a_resumed_run_names_what_changed(write, compare):

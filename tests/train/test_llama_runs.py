@@ -46,7 +46,10 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(llama, tmp_
     run = newest_run(recipe)
     assert pool().run(2, train, replace(recipe, plan="pp2_zbv", resume=str(run))) == [0] * 2
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    held_out = [[r["valid_loss"] for r in read_records(r / "metrics.jsonl") if "valid_loss" in r] for r in (run, whole)]
+    held_out = [
+        [r["validation_loss"] for r in read_records(r / "metrics.jsonl") if "validation_loss" in r]
+        for r in (run, whole)
+    ]
     assert len(held_out[0]) == 1 and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     samples = [(r / "samples" / "step_00000004.txt").read_bytes() for r in (run, whole)]
     assert samples[0] == samples[1]

@@ -68,14 +68,17 @@ def test_a_resume_has_every_value_of_its_run(recipe, capsys):
     )
     assert settle(file, ["--resume", str(run)]) == replace(recipe, resume=str(run))
     out, _ = capsys.readouterr()
-    assert out.count("\n") == 1 and "the recipe file says model.num_layers=9, optimizer.lr=1.0," in out
-    assert "--model.num_layers" not in out and "--plan tp2" in out and "--log.prompt x to change them" in out
+    assert "\n  model.num_layers: 9 -> 2 (cannot change)\n  optimizer.lr: 1.0 -> 0.003\n" in out
+    assert all(len(line) <= 90 for line in out.splitlines())
+    advice = " ".join(out.partition("to change them, give ")[2].split())
+    assert "--model.num_layers" not in advice and "--plan tp2" in advice and advice.endswith("--log.prompt x")
 
 
 def test_one_value_of_the_file_that_the_run_does_not_take_is_told(recipe, capsys):
     run = saved(recipe)
     assert settle(replace(recipe, steps=20), ["--resume", str(run)]).steps == 10
-    assert capsys.readouterr().out == "the recipe file says steps=20; the run keeps 10: give --steps 20 to change it\n"
+    said = "the recipe file says otherwise than the run, which keeps its values (recipe -> run):\n  steps: 20 -> 10\n"
+    assert capsys.readouterr().out == said + "to change it, give --steps 20\n"
     settle(replace(recipe, steps=20), ["--resume", str(run), "--steps", "30"])
     assert capsys.readouterr().out == ""
 
@@ -135,7 +138,7 @@ def test_an_older_run_has_on_and_off_where_bools_are_now(recipe, capsys):
     found = settle(recipe, ["--resume", str(run)])
     expected = change(recipe, data={"reset_position_ids": True}, checkpoint={"background": False}, resume=str(run))
     assert found == expected and found.data.reset_position_ids is True
-    assert "give --data.reset_position_ids off --checkpoint.background on to change them" in capsys.readouterr().out
+    assert "to change them, give --data.reset_position_ids off --checkpoint.background on\n" in capsys.readouterr().out
     assert changes_since(run, values_of(found.resolved())) == []
 
 
@@ -213,7 +216,7 @@ def mine(here, text, capsys):
 def test_a_run_is_resumed_by_its_name_alone_and_keeps_its_history(mine, capsys):
     code, out, err = command(capsys, "train", "mine.py", "--resume", mine, "--steps", 6)
     assert code == 0, err
-    assert "the recipe file says " in out and "resuming; optimizer.decay_steps 4 -> 6; steps 4 -> 6\n" in out
+    assert "the recipe file says " in out and "\n  optimizer.decay_steps: 4 -> 6\n  steps: 4 -> 6\n" in out
     assert [r["step"] for r in read_records(mine / "metrics.jsonl") if "loss" in r] == [1, 2, 3, 4, 5, 6]
     old, new = (json.loads((mine / n).read_text()) for n in ("recipe-step-00000004.json", "recipe.json"))
     assert (old["steps"], new["steps"]) == (4, 6) and old["model"] == new["model"]
@@ -232,7 +235,7 @@ def test_a_plan_of_the_run_that_does_not_fit_is_told_with_the_way_out(mine, caps
     code, _, err = command(capsys, "train", "mine.py", "--resume", mine, "--steps", 6)
     assert code == 2 and err.count("\n") == 1 and "tp=2" in err and "plan=tp2 is that of the run: give --plan" in err
     code, out, err = command(capsys, "train", "mine.py", "--resume", mine, "--steps", 6, "--plan", "dp")
-    assert code == 0 and "plan tp2 -> dp" in out, err
+    assert code == 0 and "plan: tp2 -> dp" in out, err
 
 
 def test_a_plan_can_be_shown_for_a_run(mine, capsys):
@@ -248,7 +251,7 @@ def test_a_new_run_has_the_dimensions_of_the_model_that_it_begins_with(mine, cap
     options = ["--data.path", text, "--data.tokenizer", "bytes", "--steps", 1, "--init_from", path]
     code, out, err = command(capsys, "train", "mine.py", *options, "--model.dropout", "0.1")
     assert code == 0, err
-    assert f"the model has the dimensions of {path}: model.num_layers 4 -> 2, model.hidden_size 64 -> 32\n" in out
+    assert f"the model has the dimensions of {path} (recipe -> model):\n  model.num_layers: 4 -> 2\n  model.hid" in out
     model = json.loads(Path("runs/mine-002/recipe.json").read_text())["model"]
     assert (model["num_layers"], model["hidden_size"], model["dropout"]) == (2, 32, 0.1)
     for wrong, words in (
@@ -278,13 +281,27 @@ def test_a_value_that_a_resume_cannot_change_is_not_offered(recipe, capsys):
     run = saved(recipe)
     file = change(recipe, name="other", steps=99, model={"num_layers": 9, "dropout": 0.5}, data={"bpe_vocab_size": 280})
     settle(file, ["--resume", str(run)])
-    told, advice = capsys.readouterr().out.split(": give ")
-    assert all(f"{name}=" in told for name in ("name", "model.num_layers", "data.bpe_vocab_size"))
-    assert advice == "--model.dropout 0.5 --steps 99 to change them\n"
+    told, advice = capsys.readouterr().out.split("to change them, give ")
+    for name in ("name: other -> test", "model.num_layers: 9 -> 2", "data.bpe_vocab_size: 280 -> 1024"):
+        assert f"  {name} (cannot change)\n" in told
+    assert advice == "--model.dropout 0.5 --steps 99\n"
     settle(change(recipe, model={"num_layers": 9}), ["--resume", str(run)])
-    assert (
-        capsys.readouterr().out == f"the recipe file says model.num_layers=9; the run keeps {recipe.model.num_layers}\n"
-    )
+    assert capsys.readouterr().out.endswith("\n  model.num_layers: 9 -> 2 (cannot change)\n")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"lr": 3e-4}, "give --optimizer.min_lr 2e-05\n"), ({"lr": 3e-4, "min_lr": 1e-4}, ""), ({"lr": 6e-3}, ""),
+    ],
+)  # fmt: skip
+def test_a_lower_learning_rate_says_what_to_do_about_the_last_one(recipe, options, words):
+    run = saved(change(recipe, optimizer={"min_lr": 2e-4}))
+    now = change(recipe, optimizer={"min_lr": 2e-4, **options})
+    said = "\n".join([*changes_since(run, values_of(now)), ""])
+    assert ("optimizer.min_lr stays 0.0002; " in said and words in said) if words else "stays" not in said
+    with pytest.raises(UserError, match=r"give a lower --optimizer\.min_lr, such as 1e-05 "):
+        settle(now, ["--resume", str(run), "--optimizer.lr", "1e-4"]).validate()
 
 
 def test_train_samples_of_a_run_that_goes_on_count_what_it_has_seen(recipe, capsys):
@@ -303,7 +320,9 @@ def test_train_samples_of_a_run_that_goes_on_count_what_it_has_seen(recipe, caps
     assert json.loads((newest / "state.json").read_text())["consumed_samples"] == 3 * size
     assert "-> None" not in capsys.readouterr().out
     train(settle(recipe, ["--resume", str(run), "--steps", "5"]))
-    assert "resuming; steps 4 -> 5\n" in capsys.readouterr().out  # the schedule, in samples, is the same
+    assert (
+        "resuming, with other options than before:\n  steps: 4 -> 5\n" in capsys.readouterr().out
+    )  # the schedule, in samples, is the same
 
 
 def test_a_run_to_resume_that_does_not_exist_is_told_so(recipe, tmp_path):

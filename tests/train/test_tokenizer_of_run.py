@@ -57,7 +57,9 @@ def test_a_run_on_any_prepared_data_goes_on_and_is_sampled_without_the_tokenizer
         assert kept.encode(TEXTS[0]) == known.encode(TEXTS[0])
         assert (kept.end_of_text, kept.vocab_size) == (known.end_of_text, known.vocab_size)
     json.loads((run / "tokenizer.json").read_text())
-    bits = [r["valid_bits_per_byte"] for r in read_records(run / "metrics.jsonl") if "valid_bits_per_byte" in r]
+    bits = [
+        r["validation_bits_per_byte"] for r in read_records(run / "metrics.jsonl") if "validation_bits_per_byte" in r
+    ]
     assert bits and all(0 < value < 20 for value in bits)
     convert(run, tmp_path / "exported", ConvertOptions())
     for model in (run, tmp_path / "exported"):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 
 import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
+from dtgpt.config import checks
 from dtgpt.inference.session import Session
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
+from dtgpt.train.startup import read_dataset
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
@@ -30,7 +33,7 @@ def test_a_run_folder_holds_all_that_happened(recipe):
     assert [p.name for p in (run / "samples").iterdir()] == ["step_00000010.txt"]
     records = read_records(run / "metrics.jsonl")
     assert list(losses(run)) == list(range(1, 11))
-    assert [r["step"] for r in records if "valid_loss" in r] == [5, 10]
+    assert [r["step"] for r in records if "validation_loss" in r] == [5, 10]
     assert {"bits_per_byte", "grad_norm", "lr", "tokens", "memory_gib", "tokens_per_second", "eta_seconds"} <= set(
         [r for r in records if "loss" in r][-1]
     )
@@ -48,7 +51,7 @@ def test_the_loss_falls(recipe):
     run = newest_run(recipe)
     curve = losses(run)
     assert curve[60] < 0.6 * curve[1]
-    held_out = [r["valid_loss"] for r in read_records(run / "metrics.jsonl") if "valid_loss" in r]
+    held_out = [r["validation_loss"] for r in read_records(run / "metrics.jsonl") if "validation_loss" in r]
     assert held_out[-1] < 0.7 * held_out[0]
 
 
@@ -94,7 +97,7 @@ def test_compiled_training_follows_eager_training(recipe):
 
 def test_a_held_out_loss_that_is_no_number_is_told_as_that(recipe, monkeypatch):
     monkeypatch.setattr(Trainer, "held_out_loss", lambda *_: (float("nan"), float("nan")))
-    with pytest.raises(UserError, match=r"has diverged: held-out loss and bits/byte at step 5 are nan and nan"):
+    with pytest.raises(UserError, match=r"has diverged: validation loss and bits/byte at step 5 are nan and nan"):
         train(recipe)
 
 
@@ -131,7 +134,7 @@ def test_a_diverged_run_says_so_and_keeps_its_checkpoint(recipe):
 def test_a_run_without_held_out_text_or_samples_works(recipe, held_out):
     train(change(recipe, steps=2, data={"held_out": held_out}, log={"sample_tokens": 0}))
     records = read_records(newest_run(recipe) / "metrics.jsonl")
-    assert any("valid_loss" in r for r in records) == (held_out > 0)
+    assert any("validation_loss" in r for r in records) == (held_out > 0)
     assert not (newest_run(recipe) / "samples").exists()
 
 
@@ -191,3 +194,45 @@ def test_wandb_that_cannot_start_is_one_sentence(recipe, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UserError, match=r"wandb cannot start \(no route\)"):
         train(change(recipe, log={"wandb": "offline"}))
+
+
+def test_samples_on_the_way_are_the_same_again_and_do_not_move_the_curve(recipe):
+    runs = []
+    for interval in (0, 2, 2):
+        train(change(recipe, steps=6, log={"sample_interval": interval}))
+        runs.append(newest_run(recipe))
+    assert losses(runs[0]) == losses(runs[1]) == losses(runs[2])
+    samples = [{path.name: path.read_bytes() for path in (run / "samples").iterdir()} for run in runs]
+    assert samples[1] == samples[2] and len(samples[1]) == 3 and samples[0].items() <= samples[1].items()
+
+
+def test_the_end_of_a_run_says_how_long_it_took_and_what_to_do_next(recipe, capsys):
+    train(change(recipe, steps=2, runs=f"{recipe.runs} of mine"))
+    run = newest_run(change(recipe, runs=f"{recipe.runs} of mine"))
+    *_, time, where, generate, serve = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"time    \d+s", time) and where == f"run     {run}"
+    assert generate == f"next: dtgpt generate '{run}' --interactive" and serve == f"      dtgpt serve '{run}'"
+    train(change(recipe, steps=3, resume=str(run)))
+    assert re.search(r"\ntime    \d+s since step 2\n", capsys.readouterr().out)
+    train(change(recipe, steps=6, resume=str(run), exit_interval=5))
+    assert "next: " not in capsys.readouterr().out  # it says how to go on
+
+
+def test_a_large_model_on_a_cpu_gets_one_line_of_caution(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "LARGE_FOR_A_CPU", 30_000)
+    train(change(recipe, steps=1, optimizer=constant(1e-3)))
+    caution = r"warning: a model of [\d,]+ parameters on a CPU: .* takes about 0s at .*\n"
+    assert re.fullmatch(caution, capsys.readouterr().err)
+
+
+def test_a_vocabulary_much_larger_than_its_tokenizers_gets_one_line_of_caution(recipe, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("the quick brown fox jumps over lazy dogs. " * 40)
+    data = {"path": str(tmp_path / "few.txt"), "tokenizer": "char"}
+    train(change(recipe, steps=1, optimizer=constant(1e-3), model={"vocab_size": 1024}, data=data))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "model.vocab_size=1024, but the tokenizer char has 28 tokens: 996 rows" in err
+    model = {"vocab_size": 1024}
+    read_dataset(change(recipe, model=model, data={"path": None, "tokenizer": "char"}))
+    assert "model.vocab_size=1024, but the tokenizer char has " in capsys.readouterr().err
+    read_dataset(change(recipe, model=model, data={"path": None, "tokenizer": "bpe", "bpe_vocab_size": 300}))
+    assert capsys.readouterr().err == ""  # a first look at a model

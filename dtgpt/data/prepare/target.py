@@ -1,7 +1,5 @@
 """Names that a preparation writes to: they belong to one process at a time, and to the next after a kill -9."""
 
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
@@ -11,7 +9,7 @@ from typing import IO
 from dtgpt.data.megatron.indexed import IndexedDataset, bin_path, idx_path, tokenizer_path
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path
+from dtgpt.util.storage import FileLock, Held, atomic_file, leftovers_of, temporary_path, try_to_write
 
 
 @contextmanager
@@ -60,8 +58,7 @@ def folder_of(path: Path, option: str) -> Iterator[None]:
         try:
             made += [folder for folder in path.parents if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(path.parent, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            try_to_write(path)
         except OSError as error:
             raise _unwritable(path, option, error) from None
         yield
