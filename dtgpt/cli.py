@@ -3,11 +3,13 @@
 import difflib
 import getpass
 import importlib
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import dtgpt
 from dtgpt.commands.help import HELP
@@ -29,8 +31,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       encode text into Megatron-LM's PREFIX_text_document.bin and .idx
   dtgpt tokenizer train INPUT ...
       train a byte-level BPE on your own text
-  dtgpt train RECIPE.py [--option value ...]
-      train a model; `torchrun RECIPE.py` does the same in several processes
+  dtgpt train RECIPE.py [--nproc N] [--option value ...]
+      train a model; with --nproc N, in N processes of this machine
   dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]
       show memory, messages and pipeline bubble of a plan; no GPU is needed
   dtgpt compare RECIPE.py --plans NAME [NAME ...] [--steps N]
@@ -140,6 +142,15 @@ def _say_once(sentence: str) -> None:
         time.sleep(RANK_0_FIRST)
         sentence = f"rank {rank}: {sentence}"
     say_error(f"dtgpt: {sentence}")
+    _hand_to_torchrun(f"dtgpt: {sentence}")
+
+
+def _hand_to_torchrun(sentence: str) -> None:
+    """Let torchrun's report of the process that failed first end with `sentence`, in place of advice on tracebacks."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

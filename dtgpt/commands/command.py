@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dtgpt.commands.help import help_text, wants_help
+from dtgpt.commands.help import help_text, usage_of, wants_help
 from dtgpt.config.overrides import read_words, take
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
@@ -43,7 +43,7 @@ class Command:
     def __call__(self, words: list[str]) -> int:
         """Run the command. Raises UserError."""
         if wants_help(words):
-            say(with_dashes(help_text(self.help_doc(), f"dtgpt {self.usage}", self.options)))
+            say(with_dashes(help_text(self.help_doc(), usage_of(self.usage), self.options)))
             return 0
         paths, options = self.read(words)
         return self.work(*paths, options=options) or 0

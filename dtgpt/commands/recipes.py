@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtgpt.commands.command import Command
-from dtgpt.commands.help import help_text, wants_help
+from dtgpt.commands.help import recipe_help, usage_of, wants_help
 from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import read_words, take
 from dtgpt.config.recipe import Recipe
@@ -29,7 +29,7 @@ class RecipeCommand(Command):
         if wants_help(words):
             files = [word for word in words if word.endswith(".py")]
             recipe = call_recipe(recipe_module(files, self.name).recipe) if files else Recipe
-            say(help_text(self.help_doc(), f"dtgpt {self.usage}", self.options, recipe, without=self.refused))
+            say(recipe_help(words, self.help_doc(), usage_of(self.usage), self.options, recipe, self.refused))
             return 0
         recipe = call_recipe(recipe_module(words, self.name).recipe)
         _, given = read_words(words[1:], self.options, recipe, explain=explain_for(recipe.model.architecture))

@@ -1,43 +1,92 @@
 """`dtgpt train`: train the model of a recipe; what a recipe file run as a script does too."""
 
+import io
+import os
+import shlex
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Annotated
 
-from dtgpt.commands.help import HELP, help_text, wants_help
+from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, wants_help
+from dtgpt.commands.launcher import launch
+from dtgpt.config.megatron_options import explain_for
+from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.parallel.process import Process
-from dtgpt.train.settle import check_run, override, plan_error, run_of
+from dtgpt.parallel.process import VARIABLES, Process
+from dtgpt.train.settle import check_run, plan_error, run_of, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
+from dtgpt.util.field_types import Bounds, check_fields
 
-DOC = """Train the model of a recipe file. `python RECIPE.py` does the same, and `torchrun --nproc-per-node N RECIPE.py`
-trains in N processes.
+DOC = """Train the model of a recipe file. `python RECIPE.py` does the same. With --nproc N, or started by `torchrun
+--nproc-per-node N RECIPE.py`, it trains in N processes.
 
-Every option replaces a value of the recipe."""
+Every other option replaces a value of the recipe."""
+MOST = 1024  # processes on a machine
 
 
-def train_recipe(recipe_function: Callable, doc: str, words: list[str]) -> int:
-    """Train `recipe_function()` with the options in `words`, or print them if help is asked for. Raises UserError."""
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    nproc: Annotated[
+        int | None, "number of processes to start on this machine; none: one, or those of torchrun", Bounds(1, MOST)
+    ] = None  # fmt: skip
+
+
+def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: str | None = None) -> int:
+    """Train `recipe_function()` with the options in `words`, or print them if help is asked for. file: that of the
+    recipe if `dtgpt train` was given it; None where the file runs as a script. Raises UserError."""
     recipe = call_recipe(recipe_function)
+    usage = usage_of(f"train {file}") if file else usage_of_file(recipe.name)
     if wants_help(words):
-        say(help_text(doc, f"torchrun recipes/{recipe.name}.py", recipe))
+        say(recipe_help(words, doc, usage, TrainOptions, recipe))
         return 0
-    recipe = override(recipe, words)
-    # Check recipe and plan before spending seconds on importing the rest.
-    check_run(recipe)
-    try:
-        recipe.plan_for(Process.from_environment().world)
-    except UserError as error:
-        raise plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)[0]) from None
+    explain = explain_for(recipe.model.architecture)
+    _, given = read_words(words, TrainOptions, recipe, aliases={"nproc_per_node": "nproc"}, explain=explain)
+    own = take(TrainOptions(), given)
+    check_fields(own, "--")
+    options = {name: value for name, value in given.items() if name != "nproc"}
+    process = Process.from_environment()
+    started = any(name in os.environ for name in VARIABLES.values())
+    if own.nproc and started and own.nproc != process.local_world:
+        raise UserError(
+            f"--nproc is {own.nproc}, but another launcher, such as torchrun, started {process.local_world} processes "
+            "on this machine; leave --nproc out"
+        )
+    if own.nproc and not started and own.nproc > 1:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the processes say it again
+            prepare(recipe, options, own.nproc)
+        program = ["-m", "dtgpt", "train", file] if file else [sys.argv[0]]
+        return launch([*program, *words], own.nproc)
+    retry = None if started or own.nproc else f"{usage} {shlex.join([*words, '--nproc'])}"
+    recipe = prepare(recipe, options, process.world, retry)
     from dtgpt.train.loop import train
 
     return train(recipe)
 
 
+def prepare(recipe: Recipe, options: Options, world: int, retry: str | None = None) -> Recipe:
+    """Return the recipe to train with the values of `options`, checked together with its plan for `world` processes
+    before seconds are spent on importing the rest. retry: a command that starts as many processes as are written after
+    it. Raises UserError."""
+    recipe = settle(recipe, options)
+    check_run(recipe)
+    needed = 0
+    try:
+        needed = next(iter(recipe.alternatives().values())).world
+        recipe.plan_for(world)
+    except UserError as error:
+        found = plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)[0])
+        raise UserError(f"{found}; such as: {retry} {needed}") if retry and needed > 1 else found from None
+    return recipe
+
+
 def command(words: list[str]) -> int:
     """Run `dtgpt train RECIPE.py [--option value ...]`. Raises UserError."""
     if words and words[0] in HELP:
-        say(help_text(DOC, "dtgpt train RECIPE.py", Recipe))
+        say(recipe_help(words, DOC, usage_of("train RECIPE.py"), TrainOptions, Recipe))
         return 0
     module = recipe_module(words, "train")
-    return train_recipe(module.recipe, module.__doc__ or "", words[1:])
+    return train_recipe(module.recipe, module.__doc__ or "", words[1:], words[0])

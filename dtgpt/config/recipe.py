@@ -31,6 +31,12 @@ class Recipe:
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "name": "experiment", "plan": "execution", "runs": "run folder",
     }  # fmt: skip
+    common: ClassVar[frozenset[str]] = frozenset({  # options on the first screen of `--help`
+        "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "optimizer.lr",
+        "optimizer.min_lr", "optimizer.warmup", "optimizer.weight_decay", "micro_batch_size", "global_batch_size",
+        "steps", "seed", "plan", "device", "precision", "runs", "resume", "init_from", "data.path", "data.valid_path",
+        "data.tokenizer", "log.interval", "log.eval_interval", "checkpoint.interval",
+    })  # fmt: skip
 
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig

@@ -108,5 +108,6 @@ def _notice_loss() -> bool:
     if os.getppid() == LAUNCHER or not _followed.acquire(blocking=False):
         return False
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say_error(f"dtgpt: torchrun (process {LAUNCHER}) is gone, and the processes that it started end too")
+        name = "dtgpt" if os.environ["TORCHELASTIC_RUN_ID"] == "dtgpt" else "torchrun"  # `dtgpt train --nproc`
+        say_error(f"dtgpt: {name} (process {LAUNCHER}) is gone, and the processes that it started end too")
     return True

@@ -1,5 +1,6 @@
 """The program from outside: commands, exit codes, sentences, signals."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 
 import dtgpt
 from dtgpt.cli import main
+from dtgpt.config.overrides import leaves
+from dtgpt.config.recipe import Recipe
+from dtgpt.config.recipe_file import recipe_module
 from tests.support.programs import TORCHRUN, Program, run_program
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +181,44 @@ def test_help_of_a_command_is_its_own_and_fits_80_columns(capsys, monkeypatch, c
 def test_help_with_a_recipe_shows_its_values(capsys, command):
     code, out, _ = in_process([command, TINY, "--help"], capsys)
     assert code == 0 and "peak learning rate [0.003]" in out and "\nmodel:\n" in out
+
+
+@pytest.mark.parametrize(
+    "words, usage",
+    [
+        (["recipe.py"], "python recipe.py [--option"),
+        (["-m", "dtgpt", "train", "recipe.py"], "python -m dtgpt train recipe.py [--option"),
+        (["-m", "dtgpt", "plot"], "python -m dtgpt plot RUN"),
+        ([*TORCHRUN, "recipe.py"], "torchrun --nproc-per-node N recipe.py [--option"),
+        ([*TORCHRUN, "-m", "dtgpt", "train", "recipe.py"], "torchrun --nproc-per-node N -m dtgpt train recipe.py"),
+        ([*TORCHRUN, "-m", "dtgpt", "generate"], "torchrun --nproc-per-node N -m dtgpt generate MODEL"),
+    ],
+)
+def test_the_usage_is_how_the_program_was_started(tmp_path, words, usage):
+    (tmp_path / "recipe.py").write_text(TINY.read_text())
+    done = run_program([*words, "--help"], tmp_path, {**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {usage}"), done.stdout[:200] + done.stderr
+
+
+def test_the_first_screen_has_the_options_that_are_used_most_and_help_all_the_rest(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    every = {name for name, *_ in leaves(recipe_module([str(TINY)], "train").recipe())}
+
+    def listed(*words):
+        code, out, _ = in_process(words, capsys)
+        assert code == 0
+        return [line.split()[0][2:] for line in out.splitlines() if line.startswith("  --")], out
+
+    first, out = listed("train", TINY, "--help")
+    assert len(first) == 25 and {"nproc", *Recipe.common} == set(first) and len(out.splitlines()) <= 72
+    assert out.endswith(f"\n{len(every) - 24} more options: --help-all\n") and "\noptimizer:\n" in out
+    both, out = listed("train", TINY, "--help-all")
+    assert len(both) == len(every) + 1 and {*every, "nproc"} == set(both) and "more options" not in out
+    for command in ("plan", "compare"):
+        few, all_of_them = listed(command, TINY, "--help")[0], listed(command, TINY, "--help-all")[0]
+        assert set(few) < set(all_of_them) and "optimizer.beta1" not in few and "optimizer.beta1" in all_of_them
+        assert f"{len(all_of_them) - len(few)} more options" in listed(command, TINY, "--help")[1]
+    assert listed("plot", "--help-all") == listed("plot", "--help")
 
 
 def test_the_general_usage_fits_80_columns(capsys):

@@ -1,10 +1,14 @@
 """What is wrong with a recipe file is one sentence that names file and line, whoever runs it."""
 
+import gzip
+import re
+from pathlib import Path
+
 import pytest
 
 from dtgpt.cli import main, run_recipe
-from dtgpt.config.recipe_file import call_recipe
-from dtgpt.train.settle import load_recipe
+from dtgpt.config.recipe_file import call_recipe, recipe_module
+from dtgpt.train.settle import check_run, load_recipe
 from dtgpt.util.errors import UserError
 from tests.support.programs import run_program
 from tests.support.runs import change
@@ -122,3 +126,28 @@ def test_types_are_checked_in_a_recipe_made_by_a_program_too(recipe):
         with pytest.raises(UserError, match="is not valid; use"):
             change(recipe, **changes).validate()
     assert call_recipe(lambda: change(recipe, timeout=60, optimizer={"lr": 1})).timeout == 60
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_recipe_of_readme_trains_as_it_is_written(tmp_path, monkeypatch):
+    """On a smaller model, and with GPT-2's tokenizer from files: tests fetch nothing."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "run_recipe" in block)
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "my.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    for name in ("vocab.json", "merges.txt"):
+        packed = README.parent / "tests" / "fixtures" / "gpt2" / f"{name}.gz"
+        (tmp_path / name).write_bytes(gzip.decompress(packed.read_bytes()))
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_module(["mine.py"], "train").recipe()
+    check_run(recipe)
+    assert recipe.data.path == "my.txt" and recipe.plan_for(1).world == 1
+    options = (
+        "--model.num_layers 1 --model.hidden_size 16 --model.num_heads 2 --model.seq_length 8 --device cpu --steps 2"
+    )
+    options += " --data.vocab_file vocab.json --data.merge_file merges.txt --log.sample_tokens 4 --log.eval_samples 8"
+    done = run_program(["mine.py", *options.split()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "my.txt" in done.stdout and (tmp_path / "runs/mine-001/checkpoints/step_00000002").is_dir()

@@ -25,6 +25,7 @@ from tests.support.pictures import no_pictures
 from tests.support.ranks import PRELOADED
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+OWN_POPEN = "dtgpt.commands.launcher.Popen"
 POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
 
 
@@ -134,7 +135,7 @@ def become(words: list[str], environment: dict[str, str], new_session: bool) -> 
         sys.stdout = sys.__stdout__ = stream_to(1, "strict", not environment.get("PYTHONUNBUFFERED"))
         sys.stderr = sys.__stderr__ = stream_to(2, "backslashreplace", buffered=False)
         signals.LAUNCHER = os.getppid()  # which the program finds when it imports this module
-        with no_pictures(), mock.patch(POPEN, Fork):
+        with no_pictures(), mock.patch(POPEN, Fork), mock.patch(OWN_POPEN, Fork):
             code = run(words)
     except BaseException:
         traceback.print_exc()
@@ -188,11 +189,12 @@ def forget_launcher() -> None:
 
 
 class Fork:
-    """Stands in for the Popen by which torchrun starts `python WORDS`."""
+    """Stands in for the Popen by which torchrun and `dtgpt train --nproc` start `python WORDS`."""
 
     def __init__(
-        self, args: Sequence[str], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
-    ) -> None:
+        self, args: Sequence[str], env: dict[str, str], stdout: Any = None, stderr: Any = None,
+        start_new_session: bool = False,
+    ) -> None:  # fmt: skip
         self.args = args
         self.returncode: int | None = None
         self.pid = os.fork()

@@ -1,0 +1,134 @@
+"""The processes of a run on this machine, started by `dtgpt train RECIPE.py --nproc N` in place of torchrun."""
+
+import math
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from subprocess import Popen
+from types import FrameType
+
+import dtgpt
+from dtgpt.util.console import say_error
+from dtgpt.util.errors import UserError
+
+POLL = 0.05  # seconds between two looks at the processes
+SAID = 1.0  # seconds after rank 0 said why the run ends until the others get SIGTERM
+GRACE = 10.0  # the same after another failure: the others notice and name it
+PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REFUSED = 2  # exit code of a process that said in one sentence why it ends
+SIGNALLED = 128  # exit codes from here on: of a process that heard a signal, and said so
+
+
+def launch(words: list[str], number: int) -> int:
+    """Run `python WORDS` in `number` processes that form one run, and return the exit code: 0, or that of the first
+    that failed. SIGINT, SIGTERM and SIGHUP are passed on. Raises UserError where the processes cannot be started."""
+    import torch.distributed as dist
+
+    # The store is in this process, as torchrun's is: its port is free for certain, and it outlives each rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return Children(words, number, store.port).run()
+
+
+def environment(rank: int, number: int, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank, by torchrun's names."""
+    path = [os.environ.get("PYTHONPATH", ""), str(Path(dtgpt.__file__).parents[1])]
+    own = {
+        "RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "dtgpt",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }  # fmt: skip
+    return {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in own.items()}}
+
+
+class Children:
+    """The processes of a run, by rank."""
+
+    def __init__(self, words: list[str], number: int, port: int):
+        self.words, self.number, self.port = words, number, port
+        self.started: list[Popen] = []
+        self.heard: int | None = None  # the first signal that arrived
+
+    def run(self) -> int:
+        """Start all and wait for them; return the exit code."""
+        heard = [one for one in PASSED_ON if signal.getsignal(one) is not signal.SIG_IGN]
+        previous = {one: signal.signal(one, self._pass_on) for one in heard}
+        try:
+            self._start()
+            failure = self._first_failure()
+            if failure is not None:
+                self._end(self._grace(failure))
+        except BaseException:
+            self._end(0)
+            raise
+        finally:
+            for one, handler in previous.items():
+                signal.signal(one, handler)
+        return 0 if failure is None else self._tell(*failure)
+
+    def _start(self) -> None:
+        for rank in range(self.number):
+            try:
+                words = [sys.executable, *self.words]
+                child = Popen(words, env=environment(rank, self.number, self.port))
+            except OSError as error:
+                raise UserError(
+                    f"process {rank + 1} of {self.number} cannot be started ({error.strerror}); use a smaller --nproc"
+                ) from None
+            self.started.append(child)
+            if self.heard is not None:  # before this one could hear it
+                child.send_signal(self.heard)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.heard = self.heard or number
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for child in self.started:
+            child.send_signal(number)  # nothing where it has ended
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        """Wait until all have ended, or one has failed. Return its rank and exit code, of several one that a signal
+        ended; else None."""
+        while True:
+            codes = {rank: child.poll() for rank, child in enumerate(self.started)}
+            if failures := [(code > 0, rank, code) for rank, code in codes.items() if code]:
+                return min(failures)[1:]
+            if None not in codes.values():
+                return None
+            time.sleep(POLL)
+
+    def _grace(self, failure: tuple[int, int]) -> float:
+        if (
+            self.heard is not None or failure[1] >= SIGNALLED
+        ):  # all end by themselves, each after its part of the checkpoint
+            return math.inf
+        return SAID if failure == (0, REFUSED) else GRACE
+
+    def _end(self, grace: float) -> None:
+        """Wait until all have ended, after `grace` seconds with SIGTERM, and at last with SIGKILL."""
+        for seconds, number in ((grace, signal.SIGTERM), (PATIENCE, signal.SIGKILL), (PATIENCE, None)):
+            end = time.monotonic() + seconds
+            while any(child.poll() is None for child in self.started) and time.monotonic() < end:
+                time.sleep(POLL)
+            if number is not None:
+                self._send(number)
+
+    def _tell(self, rank: int, code: int) -> int:
+        """Say how a rank has failed, unless it said so itself, and return the exit code."""
+        if code == REFUSED or code >= SIGNALLED or self.heard is not None:
+            return code if code > 0 else 128 - code
+        name = f"rank {rank} of {self.number} (process {self.started[rank].pid})"
+        if code > 0:
+            say_error(
+                f"dtgpt: {name} has failed with exit code {code}, and the others have ended; see its output above"
+            )
+            return code
+        say_error(
+            f"dtgpt: {name} was ended by {signal.Signals(-code).name}, and the others have ended; start again with "
+            "--resume auto to go on from the newest checkpoint"
+        )
+        return 128 - code
