@@ -5,6 +5,9 @@ import os
 # Waiting OpenMP threads that spin can make two threads ten times slower than one on a busy CPU. To be set before
 # torch is loaded, hence here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Where a process is lost, torch warns with 30 lines of C++ frames before dtgpt's own sentence. Its errors, such as
+# those of NCCL's watchdog, are still printed. To be set before torch is loaded, too.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 __version__ = "0.1.0"
 

@@ -38,7 +38,7 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
   dtgpt compare RUN_A RUN_B [--output FILE.png]
       show where the curves of two runs part, and in what the runs differ
   dtgpt generate MODEL [--prompt TEXT | --prompts-file FILE | --interactive]
-      continue texts with a run's newest checkpoint, another model, or a server
+      continue texts with a run's newest checkpoint or another model
   dtgpt serve MODEL [--host ADDRESS] [--port N]
       answer Megatron-LM's and OpenAI's clients over HTTP, and a web page
   dtgpt eval MODEL --task lambada|wikitext103|hellaswag --data FILE

@@ -15,11 +15,13 @@ import torch
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
 from tests.support.pictures import no_pictures
 from tests.support.week import VARIABLE, seed_of_the_week
 
 torch.set_num_threads(1)
+os.environ.update(child_environment())  # processes that tests start, in any folder, import the code under test
 
 # Under nohup, or in the background of a script, this process ignores a signal, and so would the programs that it
 # starts. What handles a signal is not inherited by them.

@@ -1,21 +1,15 @@
 """`dtgpt generate`: continue texts with a model."""
 
+import json
 import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from dtgpt.commands.ask import (
-    RemoteModel,
-    address_of,
-    check_options,
-    converse_remotely,
-    show_remote,
-    write_remote_results,
-)
 from dtgpt.commands.command import Command
 from dtgpt.commands.generated import Keyboard, ResultFile, converse, show
-from dtgpt.commands.http_client import HttpClient
 from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.commands.prompts import Line, read_prompts_file
 from dtgpt.commands.serve import KEY
@@ -31,14 +25,12 @@ from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
 NEW_TOKENS = 200  # where nothing is said of it
-OF_SERVER = ("plan", "device", "precision", "slots", "max_length", "tokenizer", "vocab_file", "merge_file")  # options
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
-    convert` reads. Under torchrun, the processes share the model by a plan. Or it is the address of a server that
-    `dtgpt serve` runs, such as http://127.0.0.1:5000: without --prompt, each line that is typed is then continued.
+    convert` reads. Under torchrun, the processes share the model by a plan.
 
     A text depends on the prompt, its number in the file, the options and the seed, and not on other prompts or the
     plan.
@@ -46,7 +38,7 @@ class GenerateOptions:
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "prompt": "prompts and results", "max_new_tokens": "sampling", "num_beams": "beam search",
-        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer", "api_key": "server",
+        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer",
     }  # fmt: skip
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
@@ -88,17 +80,14 @@ class GenerateOptions:
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
-    api_key: Annotated[str | None, f"key that the server wants; none: that in ${KEY}, if set"] = None
 
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
 def generate(path: Path, options: GenerateOptions) -> None:
     check_modes(options)
     base = sampling_of(options)
-    if (address := address_of(path)) is not None:
-        return ask_server(address, base, options)
-    if options.api_key is not None:
-        raise UserError(f"--api-key is for a server, and {path} is a model; leave it out")
+    if error := server_error(path, options):
+        raise error
     source, settings, mesh = open_model(path, options.plan, options.device, options.precision, options.max_length)
     named = named_tokenizer(source.config, options.tokenizer, options.vocab_file, options.merge_file)
     tokenizer = named or tokenizer_of(path, source.config)
@@ -121,26 +110,30 @@ def check_modes(options: GenerateOptions) -> None:
         raise UserError("--interactive writes to the terminal; leave --output out")
 
 
-def ask_server(address: str, base: dict[str, Any], options: GenerateOptions) -> None:
-    """Continue texts with the model of a server. Raise UserError for options that belong to the server."""
-    for name in OF_SERVER:
-        if getattr(options, name) != getattr(GenerateOptions, name):
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{option} is an option of the server at {address}; leave it out, or give it to dtgpt serve"
-            )
-    model = RemoteModel(HttpClient(address, options.api_key or os.environ.get(KEY)), NEW_TOKENS)
-    given = check_options(base)
-    if options.prompts_file or options.output:
-        results, path = _result_file(options), options.prompts_file
-        results.check()
-        write_remote_results(
-            model, _lines(options), results, base, lambda line: f"{path}, line {line.number}: " if path else ""
-        )
-    elif options.prompt:
-        show_remote(model, options.prompt, given)
-    else:
-        converse_remotely(model, given)
+def server_error(path: Path, options: GenerateOptions) -> UserError | None:
+    """Return the error for the address of a server in place of a model, with the command to ask it; None for a path."""
+    text = str(path)
+    if not (found := re.fullmatch(r"(https?):/*([!-~]+)", text)):  # `Path` makes one slash of two
+        found = None if path.exists() else re.fullmatch(r"()([\w.-]+:\d{1,5})", text)
+    if not found:
+        return None
+    address = f"{found[1] or 'http'}://{found[2].rstrip('/')}"
+    body: dict[str, Any] = {"prompt": options.prompt or "Once upon a time", "max_tokens": options.max_new_tokens}
+    body |= {"temperature": options.temperature, "top_k": options.top_k}
+    given = json.dumps({name: value for name, value in body.items() if value is not None})
+    headers = '-H "Content-Type: application/json"' + f' -H "Authorization: Bearer ${KEY}"' * (KEY in os.environ)
+    return UserError(
+        f"{address} is a server, and dtgpt generate takes a model; ask the server with OpenAI's client "
+        f"(base_url={address}/v1) or with: curl {shlex.quote(f'{address}/v1/completions')} {headers} "
+        f"-d {shlex.quote(given)}"
+    )
+
+
+def explain(name: str, value: str) -> str | None:
+    """Return the sentence about an option that this command had when it asked servers."""
+    if name.replace("-", "_") != "api_key":
+        return None
+    return "--api-key belongs to dtgpt serve; dtgpt generate asks no server: use OpenAI's client, or curl"
 
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
@@ -232,5 +225,5 @@ def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions)
 
 command = Command(
     "generate MODEL", GenerateOptions, generate, "runs/gpt2_tiny-001 --prompt Hello",
-    aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"},
+    aliases={"tokens": "max_new_tokens", "num_return_sequences": "num_samples"}, explain=explain,
 )  # fmt: skip

@@ -127,7 +127,7 @@ class Engine:
             return events if before is None else events + self._collect(before)
 
     def ping(self) -> None:
-        """Raise UserError where another rank has ended. For times without steps."""
+        """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         with failures_shared(self.mesh, self._channel, self.timeout):
             self.commands.ping()
 

@@ -101,12 +101,15 @@ def parts_of(stage: Decoder) -> list[Any]:
 
 def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | None:
     """Return the stages for decode steps, or None where kernels cannot run them: on CPUs, in fp32, with parameters that
-    are cut for training, or with blocks of another kind. All ranks of the mesh take part."""
+    are cut for training, or with blocks or an activation that they do not know. All ranks of the mesh take part."""
     modules = [module for stage in stages for module in parts_of(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     usable = all(type(p.data) is Tensor and p.dtype.itemsize == 2 and has_triton(p) for p in parameters)
     sizes = {layer.keys.shape[-1] for layer in cache.layers}
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
+        return None
+    blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
+    if not all(block.decode_weights().activation for block in blocks):
         return None
     layers = iter(cache.layers)
     fused = [FusedStage(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]

@@ -54,8 +54,10 @@ class Leader:
         return self._runner.decode(slots, steps, variant)
 
     def ping(self) -> None:
-        """Make sure that the other ranks still run: where one has ended, sending raises."""
+        """Wait until all other ranks have answered: sending alone tells nothing of a rank that hangs. Where one has
+        ended, raise."""
         self._channel.send(Kind.PING)
+        self._channel.meet()
 
     def release(self) -> None:
         """Let the other ranks return from `follow`, and leave the stages as they were until the next command."""
@@ -74,6 +76,8 @@ def follow(runner: Runner, channel: Channel) -> None:
         kind, payload = channel.receive()
         if kind is Kind.RELEASE:
             return runner.detach()
+        if kind is Kind.PING:
+            channel.meet()
         _execute(runner, kind, payload)
 
 

@@ -24,7 +24,7 @@ class Kind(IntEnum):
     ASSIGN = 6  # *slots, *tokens
     RELEASE = 7  # nothing
     PREFILL_BATCH = 8  # count, *slots, *lengths, *ids of all prompts
-    PING = 9  # nothing; there is nothing to do
+    PING = 9  # nothing; every rank meets the others
 
 
 class Channel:
@@ -56,6 +56,11 @@ class Channel:
             dist.broadcast(rest, 0, group=self._group)
             payload += rest.tolist()
         return Kind(kind), payload[:length]
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this. Does nothing in a single process."""
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1), group=self._group)
 
     def close(self) -> None:
         """Close the channel on this rank. Ranks that wait for a command fail at once."""

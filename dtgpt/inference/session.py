@@ -102,7 +102,7 @@ class Session:
         return self._engine.has_finite_weights()
 
     def ping(self) -> None:
-        """Raise UserError where another rank has ended. For times without steps."""
+        """Wait for an answer of all other ranks; raise UserError where one has ended. For times without steps."""
         self._engine.ping()
 
     def close(self) -> None:

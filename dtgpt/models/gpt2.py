@@ -30,6 +30,7 @@ from dtgpt.models.layers import (
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
+from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.gelu import bias_gelu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.field_types import Bounds
@@ -138,7 +139,7 @@ class Block(nn.Module):
             norm_1=self.ln_1.weight, norm_1_bias=self.ln_1.bias, qkv=attn.qkv.weight, qkv_bias=attn.qkv.bias,
             proj=attn.proj.weight, proj_bias=attn.proj.bias, norm_2=self.ln_2.weight, norm_2_bias=self.ln_2.bias,
             fc=mlp.fc.weight, fc_bias=mlp.fc.bias, out=mlp.proj.weight, out_bias=mlp.proj.bias,
-            eps=self.ln_1.eps, head_dim=attn.head_dim,
+            eps=self.ln_1.eps, head_dim=attn.head_dim, activation=fused_name(mlp.activation, has_bias=True),
         )  # fmt: skip
 
 
@@ -163,13 +164,15 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with a tanh-GELU between them, `[B, T, H]` -> `[B, T, 4 H]` -> `[B, T, H]`."""
 
+    activation = staticmethod(bias_gelu)
+
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.fc = DeferredBiasLinear(config.hidden_size, 4 * config.hidden_size)
         self.proj = DeferredBiasLinear(4 * config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Branch:
-        return Branch(mlp(x, self.fc, self.proj, bias_gelu), self.proj.bias)
+        return Branch(mlp(x, self.fc, self.proj, self.activation), self.proj.bias)
 
 
 class Head(nn.Module):

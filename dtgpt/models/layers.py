@@ -18,6 +18,7 @@ from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norm.layer_norm import layer_norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.norm.rms_norm import residual_rms_norm, rms_norm, rms_norm_and_pass
+from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site
 
@@ -74,13 +75,14 @@ def mlp(
     x: Tensor, first: Linear | DeferredBiasLinear, second: DeferredBiasLinear, activation: Callable[..., Tensor]
 ) -> Tensor:
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
-    argument. The activation is `swiglu` or, with a bias, `bias_gelu`. In a run in fp8 whose plan cuts neither matrix,
-    what lies between them is in 8 bits only."""
+    argument. In a run in fp8 whose plan cuts neither matrix, what lies between them is in 8 bits only, where fused
+    kernels know the activation."""
     one, two, cut = first.sites, second.sites, isinstance(first.weight, DTensor) or isinstance(second.weight, DTensor)
     bias = () if first.bias is None else (first.bias,)
-    if one is None or two is None or cut or not one.quantise or is_apart():
+    name = fused_name(activation, first.bias is not None)
+    if one is None or two is None or cut or not one.quantise or is_apart() or name is None:
         return second(activation(first(x), *bias))
-    return fp8_mlp(x, first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), one, two)
+    return fp8_mlp(x, first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), one, two, name)
 
 
 class LayerNorm(nn.LayerNorm):

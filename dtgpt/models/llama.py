@@ -29,6 +29,7 @@ from dtgpt.models.layers import (
 )
 from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
+from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.swiglu import swiglu
 from dtgpt.ops.random.dropout import Dropout
 from dtgpt.ops.rotary.rotary import rotary_qkv
@@ -194,8 +195,8 @@ class Block(nn.Module):
         return BlockWeights(
             norm_1=self.norm_1.weight, norm_1_bias=None, qkv=attn.qkv.weight, qkv_bias=None, proj=attn.proj.weight,
             proj_bias=None, norm_2=self.norm_2.weight, norm_2_bias=None, fc=mlp.gate_up.weight, fc_bias=None,
-            out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim, activation="swiglu",
-            rotary=attn.decode_rotary(),
+            out=mlp.down.weight, out_bias=None, eps=self.norm_1.eps, head_dim=attn.head_dim,
+            activation=fused_name(mlp.activation, has_bias=False), rotary=attn.decode_rotary(),
         )  # fmt: skip
 
 
@@ -240,13 +241,15 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU, `[B, T, H]` -> `[B, T, F]` -> `[B, T, H]`. Rows of the first matrix: gate 0, up 0, gate 1, up 1, ..."""
 
+    activation = staticmethod(swiglu)
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
         self.down = DeferredBiasLinear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Branch:
-        return Branch(mlp(x, self.gate_up, self.down, swiglu), None)
+        return Branch(mlp(x, self.gate_up, self.down, self.activation), None)
 
 
 class Head(nn.Module):

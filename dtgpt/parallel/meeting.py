@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,13 +20,36 @@ from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError
 
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
+AGAIN = 1.0  # seconds that a process which had a connection to the store waits for another one
 MOST_NAMED = 8  # ranks in a message
 
 
-def open_store(seconds: float) -> dist.Store:
+def open_store(seconds: float, patience: float | None = None) -> dist.Store:
     """Return a new connection to the store at `MASTER_ADDR` and `MASTER_PORT`: torchrun's, or one that rank 0 opens.
-    `seconds`: the longest wait for it, and for any key later. Raises torch's DistError and ValueError."""
+    `seconds`: the longest wait for it, and for any key later; `patience`: a shorter one for it, in seconds. Raises
+    torch's DistError and ValueError."""
+    if is_torchruns() or os.environ.get("RANK") != "0":
+        with suppress(KeyError, ValueError):  # no place, which torch says
+            _await_store(seconds if patience is None else patience)
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+
+
+def _await_store(seconds: float) -> None:
+    """Wait until the store can be connected to. Raise DistNetworkError after `seconds`: torch would print pages of C++
+    frames before it does the same."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(_place(), timeout=max(POLL, end - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise dist.DistNetworkError(f"timed out after {seconds:g} s: {error}") from None
+        time.sleep(POLL)
+
+
+def _place() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def is_torchruns() -> bool:
@@ -36,7 +60,7 @@ def is_torchruns() -> bool:
 def is_refused() -> bool:
     """Return whether the process that had the store has ended for certain: its host is there, but nobody answers."""
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=2).close()
+        socket.create_connection(_place(), timeout=2).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -52,7 +76,7 @@ class Meeting(NamedTuple):
 
     def connect(self, seconds: float) -> dist.Store:
         """Return the same keys by a connection of its own, for another thread; `seconds`, raises: as `open_store`."""
-        return dist.PrefixStore(prefix(self.name), open_store(seconds))
+        return dist.PrefixStore(prefix(self.name), open_store(seconds, AGAIN))
 
 
 def prefix(name: str) -> str:

@@ -11,7 +11,6 @@ from dtgpt.run.sinks import metric_lines, parse_record
 TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
 HELD_OUT = ("valid_loss", "test_loss")
 OTHERS = ("grad_norm", "lr", "samples", "tokens")
-LARGEST_STEP = 1 << 53
 Curve = dict[int, float]  # value by step, in the order of steps; NaN where no number was recorded
 
 
@@ -42,7 +41,7 @@ class Curves:
             if name in TRAINING + HELD_OUT + OTHERS or "/" in name:  # which the figures of tasks have
                 curve = self.of.setdefault(name, {})
                 _cut(curve, step)  # also a value of the same step, which was written twice
-                curve[step] = as_number(value)
+                curve[step] = math.nan if value is None else float(value)
 
 
 def read_curves(path: Path) -> Curves:
@@ -50,21 +49,11 @@ def read_curves(path: Path) -> Curves:
     curves = Curves()
     for line in metric_lines(path):
         record = parse_record(line)
-        if record is None or not 0 <= record["step"] <= LARGEST_STEP:
+        if record is None:
             curves.unread += bool(line.strip())
         else:
             curves.add(record)
     return curves
-
-
-def as_number(value: Any) -> float:
-    """Return a finite number of JSON; NaN for anything else, such as the null that stands for a NaN."""
-    if type(value) not in (int, float):
-        return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def _end(curves: dict[str, Curve], names: Iterable[str]) -> int:

@@ -1,13 +1,15 @@
 """Loss curves as a PNG. matplotlib (extra `plot`) is imported only here."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from dtgpt.run.sinks import read_records
+from dtgpt.run.sinks import LARGEST_SHOWN, read_records
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import atomic_file
+from dtgpt.util.storage import atomic_file, cannot_write, check_can_write
 
 CURVES = (("loss", "training", "-"), ("valid_loss", "held out", "o--"))  # metric, name and style
+MOST_TASKS = 12  # whose figures are drawn
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
@@ -18,18 +20,18 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     pyplot = import_pyplot()
     records = {run: read_records(run / "metrics.jsonl") for run in runs}
     for run, own in records.items():
-        if not any("loss" in record or "valid_loss" in record for record in own):
+        if not any(_drawable(record, name) for record in own for name, _, _ in CURVES):
             raise UserError(f"{run} has no losses to draw; give run folders such as runs/gpt2_tiny-001")
-    figures = sorted({name for own in records.values() for record in own for name in main_figures(record)})
+    figures = sorted({name for own in records.values() for record in own for name in main_figures(record)})[:MOST_TASKS]
     ratios = [2] + [1] * len(figures)
     options = {"squeeze": False, "sharex": True, "height_ratios": ratios, "figsize": (8, 5 + 2.5 * len(figures))}
     picture, panels = pyplot.subplots(len(ratios), layout="constrained", **options)
     losses, *below = panels[:, 0]
     losses.set(ylabel="loss (nats per token)")
     for panel, name in zip(below, figures, strict=True):
-        panel.set(ylabel=name)
+        panel.set(ylabel=plain(name))
     for run, own in records.items():
-        label, color = run.name.replace("$", r"\$").lstrip("_"), None
+        label, color = plain(run.name).lstrip("_"), None
         for name, kind, style in CURVES:
             color = _draw(losses, own, name, style, f"{label}, {kind}", color)
         for panel, name in zip(below, figures, strict=True):
@@ -42,16 +44,19 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 
 def check_picture(output: Path) -> None:
-    """Raise UserError where `output` cannot be the name of a picture."""
-    if output.suffix != ".png" or not output.parent.is_dir() or (output.exists() and not output.is_file()):
+    """Raise UserError where `output` cannot be the name of a picture, or its folder cannot hold it."""
+    if output.suffix != ".png" or not output.parent.is_dir() or (os.path.lexists(output) and not output.is_file()):
         raise UserError(f"{output} is not a file name for the picture; use a .png in an existing folder")
+    check_can_write(output)
 
 
 def save_picture(picture: Any, output: Path) -> None:
-    """Write a figure of pyplot as PNG and close it. Raises OSError."""
+    """Write a figure of pyplot as PNG and close it. Raises UserError where it cannot be written."""
     try:
         with atomic_file(output) as file:
             picture.savefig(file, format="png", dpi=120)
+    except OSError as error:
+        raise cannot_write(output, error) from None
     finally:
         import_pyplot().close(picture)
 
@@ -64,12 +69,24 @@ def main_figures(record: dict[str, Any]) -> list[str]:
 
 def _draw(panel: Any, records: list[dict[str, Any]], name: str, style: str, label: str, color: Any) -> Any:
     """Draw the values of a metric, in a color if one is given, and return the color; nothing where there are none."""
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    points = [(record["step"], record[name]) for record in records if _drawable(record, name)]
     if not points:
         return color
     (line,) = panel.plot(*zip(*points, strict=True), style, color=color, markersize=4)
     line.set_label(label)
     return line.get_color()
+
+
+def _drawable(record: dict[str, Any], name: str) -> bool:
+    """Return whether a record has a value of this name that an axis can hold: those of matplotlib overflow near the
+    limit of a float."""
+    value = record.get(name)
+    return value is not None and abs(value) < LARGEST_SHOWN
+
+
+def plain(text: str) -> str:
+    """Return a text that matplotlib shows as it is, where it would take a pair of $ for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def import_pyplot() -> Any:

@@ -13,9 +13,14 @@ from typing import Any, Protocol
 from dtgpt.config.sections import LogConfig
 from dtgpt.util.console import duration
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import open_regular, parse_json, write_text
+from dtgpt.util.storage import atomic_file, open_regular, parse_json, write_text
 
 LONGEST_LINE = 1 << 20  # bytes of a record
+LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
+
+
+LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
+LEAST_RANGE = 0.02  # of a sparkline
 
 
 class Sink(Protocol):
@@ -27,8 +32,10 @@ class JsonLines:
     """One JSON object a line, flushed at once. After a resume, records past `keep_until_step` are dropped first."""
 
     def __init__(self, path: Path, keep_until_step: int = 0):
-        kept = [r for r in read_records(path) if r["step"] <= keep_until_step]
-        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+        with_records = ((line, parse_record(line)) for line in metric_lines(path))
+        kept = [line for line, record in with_records if record and record["step"] <= keep_until_step]
+        with atomic_file(path) as file:
+            file.writelines(line.rstrip(b"\n") + b"\n" for line in kept)  # as they are, whoever wrote them
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         self._file = os.fdopen(descriptor, "ab", buffering=0)  # a record is in the file at once
         self._torn = False  # the file ends within a record, so the next one begins a new line
@@ -62,12 +69,26 @@ def metric_lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, None where it holds none."""
+    """Return the record of a line, None where it holds none: a JSON object whose `step` is an integer from 0 on. Its
+    values are finite numbers, and None for all else: a file may have been written by others, too."""
     try:
         record = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int or not 0 <= step <= LARGEST_INT:
+        return None
+    return {name: _number(value) for name, value in record.items() if name.isprintable()}
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of JSON, as a float where a float holds no integer of its size; None for anything else."""
+    if type(value) is int and abs(value) <= LARGEST_INT:
+        return value
+    try:
+        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 class Wandb:
@@ -175,12 +196,14 @@ def _rounded(number: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """Return a curve in one line of text, `width` characters at most, each the mean of its share of values."""
-    values = [v for v in values if v is not None and math.isfinite(v)]
+    """Return a curve in one line of text, `width` characters at most, each the mean of its part of the values. The
+    height is the range of the values, and at least `LEAST_RANGE` of the largest: noise shall not look like a rise."""
+    values = [v for v in values if v is not None and abs(v) < LARGEST_SHOWN]
     if not values:
         return ""
     width = min(width, len(values))
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round((m - low) / (high - low) * 7) if high > low else 0] for m in means)
+    height = max(high - low, LEAST_RANGE * max(abs(low), abs(high)))
+    return "".join("▁▂▃▄▅▆▇█"[round((m - low) / height * 7) if height else 0] for m in means)

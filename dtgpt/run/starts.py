@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.run.folder import read_recipe
+from dtgpt.run.sinks import LARGEST_INT
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
-from dtgpt.util.storage import parse_json, read_regular, write_json, write_text
+from dtgpt.util.storage import atomic_file, parse_json, read_regular, write_json
 
 STARTS = "starts.jsonl"
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a Python object of a plan's table
@@ -49,8 +51,9 @@ def describe_run(
     for name in ("recipe", "environment"):
         keep_old(folder / f"{name}.json", step)
     # First of all: a process that is killed in between leaves recipe.json as `before` of the next start needs it.
-    former = [json.dumps(known) for known in read_starts(folder)]
-    write_text(folder / STARTS, "\n".join([*former, json.dumps(start, default=repr)]) + "\n")
+    former = [line for line, _ in _start_lines(folder)]
+    with atomic_file(folder / STARTS) as file:
+        file.writelines(line + b"\n" for line in [*former, json.dumps(start, default=repr).encode()])
     write_json(folder / "recipe.json", recipe)
     waiting = max(0, Process.from_environment().world - mesh.world)
     where = {"world": mesh.world, "waiting": waiting, "plan": mesh.plan.name}
@@ -84,19 +87,23 @@ def _changed(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first; none for a folder of an older version. Lines that hold no start are
     passed over."""
+    return [start for _, start in _start_lines(folder)]
+
+
+def _start_lines(folder: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield (line, start) of the lines that hold a start."""
     try:
         lines = read_regular(folder / STARTS).splitlines()
     except OSError:
-        return []
-    found = []
+        return
     for line in lines:
         try:
             start = parse_json(line)
         except ValueError:
             continue
-        if isinstance(start, dict) and type(start.get("step")) is int and start["step"] >= 0:
-            found.append(start)
-    return found
+        step = start.get("step") if isinstance(start, dict) else None
+        if type(step) is int and 0 <= step <= LARGEST_INT:
+            yield line, start
 
 
 def code_digest(files: dict[str, Any]) -> str:

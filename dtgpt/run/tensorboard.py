@@ -124,7 +124,7 @@ def scalar_events(record: dict[str, Any]) -> Iterator[Any]:
 
     by_step, by_samples = scalars(record)
     for axis, values in ((record["step"], by_step), (record.get("samples"), by_samples)):
-        if values and axis is not None:
+        if values and type(axis) is int:
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
             yield Event(wall_time=time.time(), step=axis, summary=summary)
 

@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dtgpt.run.plot import import_pyplot, save_picture
+from dtgpt.run.plot import import_pyplot, plain, save_picture
+from dtgpt.run.sinks import LARGEST_SHOWN
 from dtgpt.run.two_runs import TwoRuns
 
 STYLES = {"step_loss": "training", "loss": "training", "valid_loss": "held out", "test_loss": "test"}
 LEAST = 1e-17  # below the distance of any two floats
-LARGEST = 1e30  # losses beyond it are not drawn: matplotlib's axes overflow near the limit of a float
 LINES = {"training": "-", "held out": "o--", "test": "s"}
 
 
@@ -19,12 +19,12 @@ def plot_two_runs(two: TwoRuns, output: Path) -> None:
     pyplot = import_pyplot()
     options = {"sharex": True, "height_ratios": [3, 2], "figsize": (8, 7), "layout": "constrained"}
     picture, (losses, distances) = pyplot.subplots(2, **options)
-    names = [str(run.path).replace("$", r"\$") for run in (two.a, two.b)]
+    names = [plain(str(run.path)) for run in (two.a, two.b)]
     for run, letter, name, color, width in zip((two.a, two.b), "AB", names, ("C0", "C1"), (3, 1.2), strict=True):
         training = "step_loss" if run.curves.of.get("step_loss") else "loss"
         for loss in (training, "valid_loss", "test_loss"):
             curve, kind = run.curves.of.get(loss, {}), STYLES[loss]
-            if points := [(step, value) for step, value in curve.items() if abs(value) < LARGEST]:
+            if points := [(step, value) for step, value in curve.items() if abs(value) < LARGEST_SHOWN]:
                 style = {"color": color, "lw": width, "ms": 4, "label": f"{letter} {name}, {kind}"}
                 losses.plot(*zip(*points, strict=True), LINES[kind], **style)
     losses.set(ylabel="loss (nats per token)")

@@ -74,7 +74,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], dict(error.headers or {})
     if error.status_code == 404:
-        return answer(path, unknown_path(path))
+        return answer(path, unknown_path(path, paths_of(request.app.routes)))
     if error.status_code == 405:
         allowed = headers.get("Allow", "another one")
         sentence = f"{shown_name(request.method)} is not a method of this path; use {allowed}"

@@ -3,6 +3,7 @@
 import hmac
 import ipaddress
 import json
+import re
 import socket
 import sys
 import time
@@ -20,6 +21,8 @@ from dtgpt.util.errors import shown
 
 GONE = 499  # in log and metrics: the client went away before it had an answer
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+HOST = re.compile(r"(\[(?P<ip6>[0-9a-f.]*:[0-9a-f:.]*)\]|(?P<name>[a-z0-9._-]+))(:(?P<port>[0-9]{0,9}))?")
+LAST_PORT = 65535
 LONGEST_PATH = 200  # characters in the log
 
 
@@ -75,7 +78,8 @@ class Guard:
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
             )  # fmt: skip
-        return unknown_path(path) if path.endswith("\n") else None  # which Starlette's routes take for the end
+        # Starlette's routes take a newline for the end.
+        return unknown_path(path, self._paths) if path.endswith("\n") else None
 
     def _note(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         """Count a request, and write its line of the log."""
@@ -87,12 +91,13 @@ class Guard:
             log(line_of(scope, status, sent, seconds))
 
 
-def host_name(header: str) -> str:
-    """Return the name or address in a Host header, without the port."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0].removesuffix(".")
+def host_name(header: str) -> str | None:
+    """Return the name or address in a Host header, without the port; None for anything but host[:port] of RFC 3986,
+    where an IPv6 address, and nothing else, is in brackets."""
+    found = HOST.fullmatch(header.lower())
+    if found is None or int(found["port"] or 0) > LAST_PORT:
+        return None
+    return found["ip6"] or found["name"].removesuffix(".")
 
 
 def has_key(request: Request, key: str) -> bool:

@@ -11,7 +11,7 @@ from dtgpt.serve.log import takes
 from dtgpt.serve.worker import Worker
 from dtgpt.util.console import say_error
 
-SILENT = 60.0  # seconds without a round, with work waiting, after which a rank counts as failed
+SILENT = 60.0  # seconds that a step or a ping may take before a rank counts as failed
 
 
 class EndBySignal:
@@ -48,9 +48,9 @@ class EndBySignal:
 
 
 def end_where_a_rank_is_silent(worker: Worker, seconds: float = SILENT) -> None:
-    """End the process where the engine has not finished a round for `seconds` while work was waiting: another rank
-    does not answer, and the thread of the engine cannot be interrupted."""
-    if worker.seconds_without_round() > seconds:
-        cause = f"no rank has finished a step for {seconds:g} s; start all of them again"
+    """End the process where a step or a ping of the engine takes more than `seconds`: another rank does not answer,
+    and the thread of the engine cannot be interrupted."""
+    if worker.seconds_under_way() > seconds:
+        cause = f"a rank has not answered for {seconds:g} s; start all of them again"
         say_error(f"dtgpt: {cause}")
         worker.abandon(cause)

@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -46,9 +46,11 @@ def bad_request(error: UserError, param: str | None = None) -> HttpProblem:
     return HttpProblem(400, str(error), param)
 
 
-def unknown_path(path: str) -> HttpProblem:
-    """Return the problem of a request of a path that does not exist."""
-    return HttpProblem(404, f"{shown_name(path)} is not a path of this server; see /v1/models, /api, /health")
+def unknown_path(path: str, known: Iterable[str]) -> HttpProblem:
+    """Return the problem of a request of a path that does not exist. `known`: the paths that do; the page's files are
+    not listed."""
+    listed = ", ".join(sorted(one for one in known if "." not in one))
+    return HttpProblem(404, f"{shown_name(path)} is not a path of this server; use one of {listed}")
 
 
 def answer(path: str, problem: HttpProblem) -> Response:

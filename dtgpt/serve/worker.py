@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from dtgpt.serve.ticket import Ticket
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
-HEARTBEAT = 5.0  # seconds without work after which the other ranks are asked whether they still run
+HEARTBEAT = 5.0  # seconds without work after which the other ranks must answer a ping
 
 Command = Callable[[Session], None]
 
@@ -88,7 +89,7 @@ class Worker:
         self._places: dict[int, _Place] = {}  # by number in the session
         self._numbers: dict[Ticket, list[int]] = {}
         self._deadline: float | None = None  # when what still runs ends with what it has
-        self._last_round = time.monotonic()
+        self._since: float | None = None  # when the step or ping began that is under way
         self._finite_weights: bool | None = None  # None: nothing has made them doubtful
 
     # For event loops
@@ -141,13 +142,14 @@ class Worker:
         """Return the state and the numbers of rows."""
         running = min(self._rows, self._slots())
         state = self._state
-        if state == "ready" and self.seconds_without_round() > self.limits.stalled:
+        if state == "ready" and self.seconds_under_way() > self.limits.stalled:
             state = "stalled"
         return Status(state, self._rows - running, running, self._slots())
 
-    def seconds_without_round(self) -> float:
-        """Return for how long work has been waiting without a round."""
-        return time.monotonic() - self._last_round if self._rows else 0.0
+    def seconds_under_way(self) -> float:
+        """Return for how long a step or a ping of the engine has been under way, whether a client waits or not."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def abandon(self, cause: str) -> None:
         """Answer all requests that the engine has failed, where its thread cannot, and end the process a second later
@@ -178,6 +180,7 @@ class Worker:
         try:
             while self._deadline is None or self._places:
                 self._work(session)
+            self._since = None
             self._fail_tickets(self._refusal())  # those that were submitted at the very end
         except BaseException as error:
             self._state, self._cause = "failed", str(error) or repr(error)
@@ -191,20 +194,21 @@ class Worker:
             for number in list(self._places):
                 session.cancel(number)
         if session.busy:
-            begin = time.monotonic()
+            begin = self._since = time.monotonic()
             updates = session.step()
-            self._last_round = time.monotonic()
-            self.metrics.round_seconds.observe(self._last_round - begin)
+            self._since = time.monotonic()
+            self.metrics.round_seconds.observe(self._since - begin)
             self._hand_over(session, updates)
 
     def _take_commands(self, session: Session) -> None:
         """Execute what was put into the queue. Wait for it where the engine has nothing to do."""
         if not session.busy and self._deadline is None:
-            try:
-                self._commands.get(timeout=HEARTBEAT)(session)
-            except Empty:
-                session.ping()
-            self._last_round = time.monotonic()
+            command: Command = Session.ping  # nobody else would notice a rank that hangs while nothing is asked
+            self._since = None
+            with suppress(Empty):
+                command = self._commands.get(timeout=HEARTBEAT)
+            self._since = time.monotonic()
+            command(session)
         while True:
             try:
                 self._commands.get_nowait()(session)

@@ -5,7 +5,6 @@ the first and of the last step; the final weights. `dtgpt.train.verdict` has the
 """
 
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from dtgpt.train.record import Record, read_record
 from dtgpt.train.settle import check_run
 from dtgpt.train.verdict import Difference, Limits, difference, limits_of, problems
 from dtgpt.util.console import counted, hanging, say, say_error
+from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
 
 REFERENCE = SINGLE
@@ -111,7 +111,7 @@ def run_plan(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     worker = ["-m", "dtgpt", "record", str(path), str(file), str(steps), str(int(moved)), *options]
     worker += ["--plan", name]
-    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES.values()}
+    environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(
         [sys.executable, *launcher, *worker], env=environment, capture_output=True, text=True, errors="replace"

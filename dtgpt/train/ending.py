@@ -43,7 +43,7 @@ def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, tasks: Sequ
     left: list[str] = []
     for part in HELD_OUT:
         wanted = next(data.held_out(part, seq_length, 1, 1), None) is not None
-        if wanted and not any(f"{part}_loss" in record for record in records):
+        if wanted and not any(record.get(f"{part}_loss") is not None for record in records):
             left.append(part)
     measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
     if not measured.issuperset(tasks):

@@ -62,14 +62,14 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people, as `45s`, `14m`, `3h05m` or `2d04h`."""
+    """Return a time for people in its two largest units: `45s`, `3m 20s`, `1h 02m` or `2d 04h`."""
     seconds = round(seconds)
-    if seconds < 100:
+    if seconds < 60:
         return f"{seconds}s"
     minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if minutes < 100:
-        return f"{minutes}m"
-    return f"{hours}h{minutes % 60:02d}m" if hours < 48 else f"{days}d{hours % 24:02d}h"
+    if hours < 1:
+        return f"{minutes}m {seconds % 60:02d}s"
+    return f"{hours}h {minutes % 60:02d}m" if days < 1 else f"{days}d {hours % 24:02d}h"
 
 
 def prepare_streams() -> None:

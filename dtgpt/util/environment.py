@@ -1,5 +1,6 @@
 """The environment of a run: versions, device, source revision, command."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "git": _git_revision(),
     }
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment variables for a Python process that it starts, which imports this dtgpt: where
+    the package is in no folder of installed packages, its folder comes first in PYTHONPATH."""
+    folder = Path(__file__).resolve().parents[2]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if folder.name not in ("site-packages", "dist-packages") and str(folder) not in path[:1]:
+        path.insert(0, str(folder))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else dict(os.environ)
 
 
 def _git_revision() -> str | None:

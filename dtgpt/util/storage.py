@@ -117,6 +117,20 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink()
 
 
+def check_can_write(path: Path) -> None:
+    """Raise UserError, before work is spent, where `atomic_file` could not write `path`."""
+    temporary = temporary_path(path, secrets.token_hex(4))
+    try:
+        create_file(temporary).close()
+        temporary.unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror or error}); {remedy(error, 'give another path')}")
+
+
 def _is_device(path: Path) -> bool:
     try:
         mode = path.lstat().st_mode

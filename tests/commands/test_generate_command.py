@@ -4,17 +4,20 @@ import errno
 import io
 import json
 import os
+import re
 import resource
+import shlex
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 import dtgpt
 from dtgpt.checkpoint.export import save_weights
 from dtgpt.cli import main
-from dtgpt.commands.generate import GenerateOptions
+from dtgpt.commands.generate import GenerateOptions, server_error
 from dtgpt.commands.prompts import NOT_OPTIONS, read_prompts_file
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.engine import Engine
@@ -25,6 +28,7 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.util.errors import UserError
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.programs import TORCHRUN, run_program
+from tests.support.server import live_server, served, tiny_model
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=64, vocab_size=257, init_std=0.5)
 ROOT = Path(__file__).parents[2]
@@ -282,3 +286,36 @@ def test_a_text_that_ends_because_no_token_is_left_is_told(tmp_path, capsys, mor
     out, err = capsys.readouterr()
     assert not stop.value.code and sorted(out.splitlines()[-1]) == ["a", "b", "c", "d"]
     assert err.count("left no token to draw") == 1
+
+
+@pytest.mark.parametrize("word", ["http://{}", "http://{}/", "{}"])
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_the_address_of_a_server_is_answered_with_a_command_that_asks_it(capsys, monkeypatch, word, key):
+    if key:
+        monkeypatch.setenv("DTGPT_API_KEY", key)
+    with served(tiny_model(), api_key=key, log_requests=False) as service, live_server(service) as address:
+        with pytest.raises(SystemExit) as stop:
+            main(["generate", word.format(address.removeprefix("http://")), "--prompt", "it's $5"])
+        err = capsys.readouterr().err
+        sentence, _, command = err.partition(" or with: ")
+        assert stop.value.code == 2 and err.count("\n") == 1 and "secret" not in err
+        assert sentence.startswith(f"dtgpt: {address} is a server, and dtgpt generate takes a model")
+        assert f"base_url={address}/v1" in sentence
+        name, url, *rest = shlex.split(command.replace("$DTGPT_API_KEY", key or ""))
+        headers = dict(re.split(": ", rest[i + 1]) for i in (0, 2) if rest[i] == "-H")
+        body = json.loads(rest[rest.index("-d") + 1])
+        assert name == "curl" and body == {"prompt": "it's $5", "temperature": 0.8, "top_k": 50}
+        answer = httpx.post(url, headers=headers, content=rest[-1])
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"]
+
+
+def test_a_folder_named_as_an_address_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:5000").mkdir()
+    assert server_error(Path("run:5000"), GenerateOptions()) is None
+    assert server_error(Path("runs/gpt2"), GenerateOptions()) is None
+    assert server_error(Path("run:5001"), GenerateOptions())
+
+
+def test_the_key_of_a_server_is_not_an_option_any_more(generate):
+    assert "--api-key belongs to dtgpt serve" in generate("--api-key", "x")[2]

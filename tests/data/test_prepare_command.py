@@ -205,7 +205,7 @@ def test_progress_tells_rates_and_what_is_left(monkeypatch, capsys):
     progress = Progress(total=100)
     progress.update(1000, 40_000_000, 25)
     told = capsys.readouterr().err
-    assert "25%" in told and "1,000 documents  50 documents/s  2.0 MB/s  eta 60s" in told
+    assert "25%" in told and "1,000 documents  50 documents/s  2.0 MB/s  eta 1m 00s" in told
     progress = Progress(total=None, every=1000)
     for documents in (999, 1000, 1001, 2500):
         progress.update(documents, 1, 0)

@@ -197,7 +197,7 @@ def on_two_gpus(path: Path, plans: list[tuple[str, str]], **environment: str) ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (path / "program.py").write_text(PROGRAM)
     words = [*torchrun, "program.py", str(path), json.dumps(plans)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONFAULTHANDLER": "1"} | environment
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"} | environment
     done = subprocess.run(words, cwd=path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("FOUND")[1].splitlines()[0])

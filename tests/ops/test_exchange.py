@@ -1,7 +1,6 @@
 """Tensor-parallel ranks that write to each other's memory, against NCCL, bit for bit. Needs two GPUs."""
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +35,7 @@ def run_on_two_gpus(folder: Path, program: str) -> None:
     """Run a program in two ranks under torchrun."""
     (folder / "program.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(torchrun, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

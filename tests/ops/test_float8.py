@@ -4,11 +4,26 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from dtgpt.models import layers
+from dtgpt.models.gpt2 import GPT2Config
+from dtgpt.models.llama import LlamaConfig
+from dtgpt.ops.decode.blocks import product as decode_product
 from dtgpt.ops.fp8 import quantize as module
+from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
+from dtgpt.ops.pointwise import swiglu
 from tests.ops.test_layer_norm import needs_triton
-from tests.support.bodies_float8 import E4M3, E5M2, assert_fused_mlp, check_activation, check_quantize, draw, interpret
+from tests.support.bodies_float8 import (
+    E4M3,
+    E5M2,
+    assert_fused_mlp,
+    check_activation,
+    check_quantize,
+    draw,
+    interpret,
+    make_sites,
+)
 
 CUDA = torch.device("cuda")
 ONE = torch.tensor(1.0)
@@ -78,6 +93,65 @@ def test_a_product_is_that_of_the_values(formats):
 @pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
 def test_a_fused_mlp_is_that_of_its_parts(gated):
     assert_fused_mlp(60, 16, 24, gated)
+
+
+def geglu(u: torch.Tensor) -> torch.Tensor:
+    gate, up = u.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def gelu_without_bias(u: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(u, approximate="tanh")
+
+
+def shifted_swiglu(u: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return swiglu.swiglu(u + bias.to(u.dtype))
+
+
+@pytest.mark.parametrize("function, width, bias", [
+    (geglu, 2, False), (gelu_without_bias, 1, False), (shifted_swiglu, 2, True)
+])  # fmt: skip
+def test_an_activation_that_no_kernel_knows_is_that_of_the_model(function, width, bias):
+    """Between two products in fp8, as of a plan that cuts the matrices."""
+    torch.manual_seed(0)
+    first, second = layers.DeferredBiasLinear(16, 24 * width, bias=bias), layers.DeferredBiasLinear(24, 16)
+    for part in (first, second):
+        part.to(torch.bfloat16)
+    x, dy = torch.randn(2, 5, 16).bfloat16(), torch.randn(2, 5, 16).bfloat16()
+
+    def run(forward) -> list[torch.Tensor]:
+        first.sites, second.sites = made = make_sites("cpu", False), make_sites("cpu", False)
+        inputs = [x.clone().requires_grad_(), *first.parameters(), second.weight]
+        y = forward(inputs[0])
+        cells = [site.amax for sites in made for site in (sites.input, sites.weight, sites.gradient)]
+        return [y, *torch.autograd.grad(y, inputs, dy), *cells]
+
+    found = run(lambda x: layers.mlp(x, first, second, function))
+    parts = run(lambda x: second(function(first(x), *([first.bias] if bias else []))))
+    assert all(map(torch.equal, found, parts)) and all(t.abs().max() > 0 for t in found)
+
+
+@pytest.mark.parametrize("name, bias", [("swiglu", True), ("gelu", False), ("geglu", False)])
+def test_an_activation_that_the_fused_mlp_does_not_have_is_refused(name, bias):
+    x, weight, sites = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), make_sites("cpu", False)
+    with pytest.raises(ValueError, match=f"no fused kernel computes the activation {name} with"):
+        fp8_mlp(x, weight, weight[0] if bias else None, weight, sites, sites, name)
+    with pytest.raises(ValueError, match="decode kernels do not know geglu; they have groups, "):
+        decode_product(x, weight, None, "geglu")
+
+
+def test_blocks_say_to_decode_kernels_which_activation_they_have(monkeypatch):
+    models = {
+        "gelu": GPT2Config(num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32),
+        "swiglu": LlamaConfig(
+            num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32, num_kv_heads=1, ffn_hidden_size=32
+        ),
+    }
+    for name, config in models.items():
+        block = config.make_block()
+        assert block.decode_weights().activation == name
+        monkeypatch.setattr(type(block.mlp), "activation", staticmethod(geglu))
+        assert block.decode_weights().activation is None
 
 
 @needs_triton

@@ -115,6 +115,7 @@ def test_the_death_of_a_rank_is_one_sentence_wherever_it_happens(tmp_path):
         seconds = line.pop("seconds")
         ((_, left),) = line.items()
         assert left["code"] == 2 and "Traceback" not in left["out"], name + left["out"]
+        assert "frame #" not in left["out"] and "[c10d]" not in left["out"], name + left["out"]
         last = left["out"].splitlines()[-1]
         if "starts" in name or "comes" in name or "join" in name:
             words = ["the processes did not find each other"]

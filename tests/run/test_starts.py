@@ -44,3 +44,19 @@ def test_lines_that_hold_no_start_are_passed_over_and_left_out(recipe):
     train(change(recipe, steps=3, resume=str(run)))
     lines = (run / "starts.jsonl").read_text().splitlines()
     assert len(lines) == 2 and lines[0] + "\n" == kept and json.loads(lines[1])["before"]["steps"] == 2
+
+
+def test_lines_of_starts_stay_as_they_are_whatever_they_hold(recipe):
+    """Lines that hold no start are left out; none of them ends the resume."""
+    recipe = change(recipe, steps=2, log={"sample_tokens": 0})
+    train(recipe)
+    starts = newest_run(recipe) / "starts.jsonl"
+    deep = b"[" * 900 + b"]" * 900
+    odd = [
+        b'{"step": 1, "plan": %s}' % value for value in (b"3", b'{"a": []}', b"NaN", b"9" * 4000, deep, b'"\\ud800"')
+    ]
+    none = [b'{"step": "x"}', b'{"step": -1}', b'{"step": 1%s}' % (b"0" * 30), b"\xff", b"[1]", b'{"st']
+    (first,) = starts.read_bytes().splitlines()
+    starts.write_bytes(b"\n".join([first, *odd, *none]))
+    train(change(recipe, steps=3, seed=recipe.seed, resume=str(newest_run(recipe))))
+    assert starts.read_bytes().splitlines()[:-1] == [first, *odd] and read_starts(newest_run(recipe))[-1]["step"] == 2

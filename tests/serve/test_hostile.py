@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dtgpt.serve import body as body_module
 from dtgpt.serve.app import make_app
+from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.openai_answer import Answer
@@ -182,11 +183,23 @@ def test_paths_and_methods_that_do_not_exist(near):
 
 
 def test_other_names_of_the_server_are_refused(near):
-    for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "127.0.0.1@evil.example"):
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "", "127.0.0.1@evil.example",
+                 "127.0.0.1:80@evil.example", "127.0.0.1:80:80", "127.0.0.1:+80", "127.0.0.1:65536", "127.0.0.1:x",
+                 "127.0.0.1 evil.example", "127.0.0.1:80 ", "127.0.0.1/", "127.0.0.1?", "127.0.0.1#",
+                 "127.0.0.1,evil", "[127.0.0.1]",
+                 "[127.0.0.1]evil.example", ":80", "user:pass@127.0.0.1", "http://127.0.0.1"):  # fmt: skip
         answer = near.post("/v1/completions", json=SMALL, headers={"Host": host})
         assert answer.status_code == 403, host
-    for host in ("127.0.0.1", "127.0.0.1:80"):
+    for host in ("127.0.0.1", "127.0.0.1:80", "127.0.0.1:", "127.0.0.1."):  # RFC 3986 allows an empty port
         assert near.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_a_host_header_is_a_name_and_a_port():
+    names = {"localhost": "localhost", "LocalHost:5000": "localhost", "[::1]": "::1", "[::1]:5000": "::1"}
+    assert {header: host_name(header) for header in names} == names
+    for header in ("::1", "[::1]evil", "[::1]:80@evil", "[localhost]", "[::1%25lo]", "localhost:80@evil", "local host",
+                   "localhost:80\n", "localhost\t", "localhost:\u0663", "[::1]]", "[]", "[::1]:99999"):  # fmt: skip
+        assert host_name(header) is None, header
 
 
 def test_a_key_is_needed_for_all_but_health_and_the_page():

@@ -2,13 +2,16 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
+from dtgpt.commands.generate import NEW_TOKENS, GenerateOptions
+from dtgpt.config.recipe_file import recipe_module
 from dtgpt.serve import openai_keys
 from tests.support.browser import chromium, contrast, rgb_of
 from tests.support.model_by_rules import model_by_rules
-from tests.support.server import live_server, served, wait_until
+from tests.support.server import live_server, served, tiny_model, wait_until
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright").expect
 
@@ -235,13 +238,15 @@ def test_an_error_is_a_sentence_beside_its_field(visit):
     for name, value, sentence in (
         ("temperature", "hot", "Temperature is hot, but must be a number from 0 to 100."),  # of the page
         ("logit_bias", "no", "Logit bias has no; write an id and a number, as in 50256: -100."),
-        ("top_k", "9" * 12, "top_k=999999999999 is not valid; use a whole number from"),  # of the server
-        ("stop_token_ids", "300", "300"),
-        ("max_tokens", "1020", "maximum context length is 1024 tokens"),
+        ("top_k", "9" * 12, "Top k 999999999999 is not valid; use a whole number from"),  # of the server
+        ("stop_token_ids", "300", "Stop at ids"),
+        ("min_tokens", "1000", "Length at least 1000"),
+        ("no_repeat_ngram_size", "9" * 12, "No n-gram twice 999999999999 is not valid"),
     ):
         ask(page, **{name: value})
         expect(page.locator("#problem")).to_contain_text(sentence)
         assert page.get_attribute(f"#field-{name}", "aria-invalid") == "true", name
+        assert "_" not in page.inner_text("#problem"), "a key in place of a label"
         page.fill(f"#field-{name}", "")
     ask(page, temperature=0, max_tokens=3)
     page.wait_for_selector(".t")
@@ -307,7 +312,7 @@ def test_settings_stay_and_go_into_a_link(visit):
     assert other.input_value("#prompt") == "Say: more" and other.input_value("#field-seed") == "7"
     assert other.input_value("#field-stop") == "\\n\\n"
     other.get_by_role("button", name="Reset settings").click()
-    assert other.input_value("#field-temperature") == "1"
+    assert other.input_value("#field-temperature") == "0.8"
 
 
 def test_every_sampling_option_is_on_the_page_and_is_sent(visit):
@@ -340,6 +345,101 @@ def test_every_sampling_option_is_on_the_page_and_is_sent(visit):
     page.wait_for_selector(".t, #problem:visible")
     ended(page)
     assert not page.is_visible("#problem")
+
+
+@pytest.fixture(scope="module")
+def short_address():
+    """The model of README's first command, of 64 positions; its weights are random."""
+    config = recipe_module([str(Path(__file__).parents[2] / "recipes/gpt2_tiny.py")], "train").recipe().model
+    with served(tiny_model(**vars(config)), log_requests=False) as service, live_server(service) as address:
+        yield address
+
+
+@pytest.mark.parametrize("device, mode", [({}, "sample"), ({}, "beams"), (PHONE, "sample")])
+def test_the_first_click_works_with_the_model_of_readme(visit, short_address, device, mode):
+    page = visit(short_address, **device)
+    expect(page.locator("#positions")).to_contain_text("64 positions")
+    for i in range(page.locator(".example").count() if mode == "sample" else 1):
+        page = visit(short_address, **device)
+        if mode == "beams":
+            page.evaluate("document.querySelector('#settings').open = true")
+            page.check("input[value=beams]", force=True)
+        example = page.locator(".example").nth(i)
+        prompt = example.inner_text()
+        example.click()
+        page.click("#generate")
+        page.wait_for_selector(".text")
+        ended(page)
+        assert not page.is_visible("#problem"), page.inner_text("#problem")
+        if mode == "sample":
+            assert 0 < page.locator(".t").count() <= 64 - len(prompt)
+
+
+def test_no_length_is_refused_for_what_the_model_has_no_positions_for(visit, short_address):
+    page = visit(short_address)
+    expect(page.locator("#positions")).to_contain_text("64 positions")
+    assert page.input_value("#field-max_tokens") == "64"
+    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
+    page.check("#field-ignore_eos")
+    ask(page, "Hello", max_tokens=1000, n=2)
+    ended(page)
+    assert page.locator(".card >> nth=1").locator(".t").count() == 59 and not page.is_visible("#problem")
+    page.get_by_role("button", name="Continue").first.click()
+    expect(page.locator("#problem")).to_have_text(
+        "The text has 64 tokens, and the model has 64 positions; choose another one of its tokens to go on from."
+    )
+    ask(page, "x" * 70)
+    expect(page.locator("#problem")).to_have_text(
+        "The prompt has 70 tokens, and the model has 64 positions; shorten the prompt."
+    )
+    assert page.get_attribute("#prompt", "aria-invalid") == "true"
+    ask(page, "", max_tokens="", n="")
+    ended(page)
+    assert page.locator(".t").count() == 63 and not page.is_visible("#problem")
+
+
+def test_defaults_are_those_of_the_command(visit):
+    names = {"max_tokens": "max_new_tokens", "n": "num_samples", "min_tokens": "min_new_tokens"}
+    command = {**vars(GenerateOptions()), "max_new_tokens": NEW_TOKENS}
+    page = visit()
+    fields = page.evaluate("import('/web/fields.js').then(({ FIELDS }) => FIELDS)")
+    initial = {names.get(field["name"], field["name"]): field["initial"] for field in fields}
+    compared = {name for name in initial if name in command and initial[name] != ""}
+    assert {"max_new_tokens", "temperature", "top_k", "top_p", "length_penalty"} < compared
+    assert {name: initial[name] for name in compared} == {name: command[name] for name in compared}
+    with page.expect_request("**/v1/completions") as found:
+        ask(page)
+    body = found.value.post_data_json
+    assert (body["temperature"], body["top_k"], body["max_tokens"]) == (0.8, 50, 200)
+
+
+@pytest.mark.parametrize("device", [PHONE, {"viewport": {"width": 390, "height": 844}}], ids=["phone", "narrow"])
+def test_a_phone_names_no_keys_and_its_bar_covers_nothing(visit, device):
+    page = visit(**device)
+    page.fill("#prompt", PROMPT)
+    page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
+    page.wait_for_timeout(50)
+    top = page.locator("#actions").bounding_box()["y"]
+    assert page.evaluate("document.body.getBoundingClientRect().bottom") <= top + 1
+    hidden = """(top) => [...document.querySelectorAll('.field:not([hidden]) input:not([type=range]), .modes input')]
+      .filter((field) => {
+        field.scrollIntoView({ block: 'nearest' });
+        return field.getBoundingClientRect().bottom > top + 1;
+      }).map((field) => field.name)"""
+    assert page.evaluate(hidden, top) == []
+    page.click("#generate")
+    assert page.locator("kbd:visible").count() == 0
+    ended(page)
+    assert page.locator("kbd:visible").count() == 0
+    assert not page.is_visible(".pointer") and page.is_visible(".touch")
+
+
+def test_a_desktop_names_its_keys(visit):
+    page = visit()
+    assert page.inner_text("#generate kbd") in ("Ctrl ↵", "⌘↵")
+    ask(page, temperature=0)
+    ended(page)
+    assert page.is_visible(".pointer") and not page.is_visible(".touch")
 
 
 def test_a_phone(visit):

@@ -1,13 +1,17 @@
 """Jobs of requests on an engine of another thread: tickets, limits, cancelling, the end of the server."""
 
 import asyncio
+import os
+import threading
 import time
 
 import pytest
 
+from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
 from dtgpt.inference.session import Job
 from dtgpt.serve.app import make_app
+from dtgpt.serve.life import end_where_a_rank_is_silent
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.ticket import TimeLimit
 from dtgpt.serve.worker import Failed, Refused
@@ -148,6 +152,58 @@ def test_a_server_without_rounds_is_not_healthy():
         wait_until(lambda: http.get("/health").json()["status"] == "stalled", 1)
         wait_until(lambda: idle(service))
         assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_step_that_hangs_shows_also_when_its_client_gives_up(monkeypatch, gives_up):
+    """The clock runs with the step, not with the requests that wait for it."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    step = Engine.step
+
+    def hang(engine):
+        hangs.set()
+        goes_on.wait(60)
+        return step(engine)
+
+    async def ask(service):
+        ticket = service.worker.submit([job()])
+        if gives_up:
+            ticket.cancel()
+
+    with served(model(), limits=Limits(stalled=0.2)) as service, client(make_app(service)) as http:
+        monkeypatch.setattr(Engine, "step", hang)
+        asyncio.run(ask(service))
+        assert hangs.wait(60)
+        wait_until(lambda: http.get("/health").json()["status"] == "stalled", 5)
+        assert http.get("/metrics").text.count("dtgpt_ready 0") == 1
+        goes_on.set()
+        wait_until(lambda: http.get("/health").status_code == 200)
+
+
+def test_a_ping_that_hangs_shows_and_ends_the_server_where_no_client_waits(monkeypatch):
+    monkeypatch.setattr("dtgpt.serve.worker.HEARTBEAT", 0.01)
+    goes_on, codes = threading.Event(), []
+    monkeypatch.setattr(Engine, "ping", lambda engine: goes_on.wait(60))
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    async def watch(worker):
+        end_where_a_rank_is_silent(worker, 60)
+        assert worker.status().state == "stalled"
+        end_where_a_rank_is_silent(worker, 0.2)
+        await asyncio.sleep(1.1)
+
+    with served(model(), limits=Limits(stalled=0.2)) as service:
+        wait_until(lambda: service.worker.status().state == "stalled", 5)
+        asyncio.run(watch(service.worker))
+        assert codes == [1] and service.worker.status().state == "failed"
+        goes_on.set()
+
+
+def test_an_idle_server_is_ready_between_its_pings():
+    with served(model(), limits=Limits(stalled=0.05)) as service:
+        wait_until(lambda: service.worker.status().state == "ready")
+        time.sleep(0.3)  # waits for requests: no step and no ping is under way
+        assert service.worker.status().state == "ready" and service.worker.seconds_under_way() == 0
 
 
 async def submit_and_leave(service):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.layers import AttentionCore
+from dtgpt.optim.update import SKIP_ABOVE
 from dtgpt.train.loop import train
 from dtgpt.train.startup import open_trainer
 from dtgpt.train.trainer import Trainer
@@ -31,15 +32,16 @@ def train_until(recipe: Recipe, step: int, rank: int) -> int:
 
 
 def steps_with_an_overflow(recipe: Recipe) -> tuple[list[dict[str, float]], list[bool], int]:
-    """Three fp16 steps; in the second one number on rank 1 alone is infinite. What is told of the loss scale after
-    each, whether this rank's weights stayed the same, and the updates in the end."""
+    """Four fp16 steps; in the second one number on rank 1 alone is infinite, in the third one is too large for fp16.
+    What is told of the loss scale after each, whether this rank's weights stayed the same, and the updates in the
+    end."""
     with open_trainer(recipe) as run:
         scaling, unchanged = [], []
-        for step in range(3):
+        for step in range(4):
             before = [shard.local.clone() for shard in run.shards]
             loss = run.gradients()
-            if step == 1 and run.mesh.rank == 1:
-                run.shards.gradients[0].view(-1)[0] = torch.inf
+            if step in (1, 2) and run.mesh.rank == 1:
+                run.shards.gradients[0].view(-1)[0] = torch.inf if step == 1 else 2 * SKIP_ABOVE
             run.update(loss)
             scaling.append(run.optimizer.metrics())
             unchanged.append(all(torch.equal(s.local, old) for s, old in zip(run.shards, before, strict=True)))

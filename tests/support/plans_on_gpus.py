@@ -22,6 +22,7 @@ from dtgpt.parallel.process import VARIABLES, Process
 from dtgpt.train.record import Record, move_weights, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.environment import child_environment
 
 
 def work(job: dict, folder: Path) -> None:
@@ -55,7 +56,8 @@ def records(jobs: list[dict], folder: Path, world: int) -> dict[str, Record]:
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES.values()} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in child_environment().items() if k not in VARIABLES.values()}
+    environment |= {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *launcher, __file__, str(file), str(folder)], env=environment, capture_output=True, text=True
     )

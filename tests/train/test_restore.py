@@ -66,10 +66,10 @@ def test_fp16_goes_on_with_its_scale_its_hysteresis_and_its_count_of_skipped_ste
     whole, run, told = training(recipe), training(recipe), []
     for step in range(6):
         run = resumed(recipe, run) if step in (1, 3) else run
+        assert run.optimizer.gradient_scale == whole.optimizer.gradient_scale, step
         for trainer in (whole, run):
             trainer.train_step()
         assert run.optimizer.state() == whole.optimizer.state(), step
-        assert run.optimizer.gradient_scale == whole.optimizer.gradient_scale
         told.append(run.optimizer.scaler.scale.item())
     assert told[:3] == [OVERFLOWS, OVERFLOWS / 2, OVERFLOWS / 4]
 

@@ -21,6 +21,7 @@ from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.fast import has_hopper, shared_memory
 
 GROUP = 512  # elements of K in a group, as in `kernels`
+EPILOGUES = ("groups", "logits", "plain", "gelu", "qkv", "swiglu")
 AllReduce = Callable[[Tensor], Tensor]  # fp32 `[1, M, H]`: the sum of `[G, M, H]` over groups and tensor-parallel ranks
 
 
@@ -122,6 +123,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: str, write
     """Return x w^T of x `[M, K]`, weight `[N, K]`, by an epilogue of `kernels.product_kernel`: "groups" fp32
     `[ceil(K / 512), M, N]`, "logits" fp32 `[M, N]`; in x's dtype "plain", "gelu" and "qkv" `[M, N]`, "swiglu"
     `[M, N / 2]`."""
+    if epilogue not in EPILOGUES:  # which the kernel would take for "plain"
+        raise ValueError(f"decode kernels do not know {epilogue}; they have {', '.join(EPILOGUES)}")
     (rows, size), columns = x.shape, len(weight)
     groups = math.ceil(size / GROUP) if epilogue == "groups" else 1
     dtype = torch.float32 if epilogue in ("groups", "logits") else x.dtype
@@ -183,7 +186,7 @@ def run_blocks(
         heads = attend(h, block, Write(k, v, slots, positions))
         stream = Residual(x, branch_of(heads, block.proj), block.proj_bias)
         x, h = residual_norm(stream, block.norm_2, block.norm_2_bias, block.eps)
-        inner = product(h, block.fc, block.fc_bias, block.activation)
+        inner = product(h, block.fc, block.fc_bias, str(block.activation))
         stream = Residual(x, branch_of(inner, block.out), block.out_bias)
     return stream
 

@@ -1,8 +1,10 @@
 """The weights of a model as decode kernels read them: all of one 16-bit dtype, matrices `[out, in]`."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from dtgpt.ops.pointwise.activation import Name
 
 
 class EmbeddingWeights(NamedTuple):
@@ -42,7 +44,7 @@ class BlockWeights(NamedTuple):
     out_bias: Tensor | None  # [H]
     eps: float  # of both norms
     head_dim: int  # D
-    activation: Literal["gelu", "swiglu"] = "gelu"  # gelu: the tanh approximation
+    activation: Name | None = "gelu"  # None: one that kernels do not know
     rotary: Rotary | None = None  # None: positions are learned
 
 

@@ -13,17 +13,19 @@ from dtgpt.ops.fp8.linear import quantized_weight, transposed_weight
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
 from dtgpt.ops.fp8.sites import FORWARD, GRADIENT, Sites
+from dtgpt.ops.pointwise.activation import Name, check_bias
 
 
 def fp8_mlp(
-    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites
+    x: Tensor, weight_1: Tensor, bias: Tensor | None, weight_2: Tensor, sites_1: Sites, sites_2: Sites, activation: Name
 ) -> Tensor:
-    """Return activation(x weight_1^T) weight_2^T `[.., out]`: with a bias the activation is gelu_tanh(u + bias),
-    without one SwiGLU, whose pairs lie as of `swiglu`.
+    """Return activation(x weight_1^T) weight_2^T `[.., out]`: "gelu" is gelu_tanh(u + bias), "swiglu" has no bias and
+    pairs that lie as of `swiglu`. Raises ValueError for any other one.
 
     x: `[.., in]`; weight_1: `[F, in]`, or `[2 F, in]` without a bias; bias: `[F]`; weight_2: `[out, F]`; x and weights
     of one 16-bit dtype. The scales of both sites must be known.
     """
+    check_bias(activation, bias is not None)
     return _MLP.apply(x, weight_1, bias, weight_2, sites_1, sites_2, sites_1.record)
 
 

@@ -58,9 +58,9 @@ export async function models(key) {
   return body.data[0];
 }
 
-export async function countTokens(text, key, signal) {
-  const body = { prompt: text, add_special_tokens: false };
-  return (await (await ask("tokenize", { body, key, signal })).json()).tokens.length;
+// Return the tokens of a text, as a prompt has them, and the model's positions: {count, max_model_len, ...}.
+export async function tokenize(text, key, signal) {
+  return (await ask("tokenize", { body: { prompt: text }, key, signal })).json();
 }
 
 // Yield the events of a streamed completion.

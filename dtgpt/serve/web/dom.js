@@ -2,6 +2,12 @@
 
 export const find = (selector) => document.querySelector(selector);
 
+// What scrolls: on a phone the body, which ends above the buttons.
+export function scroller() {
+  const isBody = getComputedStyle(document.body).overflowY === "auto";
+  return isBody ? document.body : document.documentElement;
+}
+
 // make("p", { class: "note", hidden: true }, "text", element, ...)
 export function make(name, properties = {}, ...children) {
   const element = document.createElement(name);

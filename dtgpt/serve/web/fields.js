@@ -1,8 +1,8 @@
 // Every setting: its label, its bounds, and the keys of requests that it becomes.
 //
 // v1: its key in POST /v1/completions; api: its key in PUT /api. mode: where it counts; without one, in both modes.
-// kind: number (with `slide`, also a slider up to that), switch, lines, ids, biases, secret. A setting at its `initial`
-// value is not sent, unless `always`.
+// kind: number (with `slide`, also a slider up to that), switch, lines, ids, biases, secret. `initial`: the default of
+// `dtgpt generate`, if it has one; that value is not sent, unless `always`, since the routes have defaults of their own.
 
 export const NUMBERS_OF_A_CHOICE = 5; // likeliest tokens that are asked for at each place
 
@@ -22,17 +22,19 @@ const OFF = { kind: "switch", initial: false };
 export const FIELDS = [
   {
     name: "max_tokens", v1: "max_tokens", api: "tokens_to_generate", group: "main", label: "Length",
-    ...number(64, 1, 1, 1024), slide: 1024, always: true, hint: "Tokens to write at most",
+    ...number(200, 1, 1, 2 ** 31 - 1), slide: 1024, always: true,
+    hint: "Tokens to write at most; fewer where the model has no more positions",
   },
   sampling("main", "temperature", {
-    label: "Temperature", ...number(1, 0.05, 0, 100), slide: 2, hint: "0 takes the likeliest token each time",
+    label: "Temperature", ...number(0.8, 0.05, 0, 100), slide: 2, always: true,
+    hint: "0 takes the likeliest token each time",
   }),
   sampling("main", "top_p", {
     label: "Top p", ...number(1, 0.01, 0, 1), slide: 1,
     hint: "Draw from the likeliest tokens up to this sum of probabilities",
   }),
   sampling("main", "top_k", {
-    label: "Top k", ...number(0, 1, 0), hint: "Draw from this many likeliest tokens; 0 for all",
+    label: "Top k", ...number(50, 1, 0), always: true, hint: "Draw from this many likeliest tokens; 0 for all",
   }),
   sampling("main", "n", { label: "Answers", ...number(1, 1, 1, 128), hint: "Side by side" }),
   beams("main", "beam_width", {

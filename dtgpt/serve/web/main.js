@@ -1,7 +1,7 @@
 // The page: from buttons and keys to runs, and from runs to what is shown.
 
-import { countTokens, models } from "./api.js";
-import { button, counted, find } from "./dom.js";
+import { models, tokenize } from "./api.js";
+import { button, counted, find, scroller } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Run } from "./run.js";
 import { Settings, recall, remember } from "./settings.js";
@@ -111,7 +111,8 @@ function refreshSoon(run) {
 function refresh(run) {
   if (run !== current()) return;
   const answers = find("#answers");
-  const follows = run.running && innerHeight + scrollY >= document.documentElement.scrollHeight - 8 && cards.length;
+  const { scrollTop, clientHeight, scrollHeight } = scroller();
+  const follows = run.running && scrollTop + clientHeight >= scrollHeight - 8 && cards.length;
   if (built !== run.version) build(run, answers);
   for (const card of cards) card.update(run.running && !run.beams);
   answers.setAttribute("aria-busy", String(run.running));
@@ -119,7 +120,7 @@ function refresh(run) {
   find("#results-label").textContent = run.beams ? "Beams" : cards.length > 1 ? "Answers" : "Answer";
   status(run);
   buttons(run);
-  if (follows) scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
+  if (follows) scroller().scrollTo({ top: scroller().scrollHeight, behavior: "instant" });
 }
 
 function build(run, answers) {
@@ -170,10 +171,15 @@ function explain(problem) {
   told = problem;
   const place = find("#problem");
   place.hidden = !problem;
-  place.textContent = problem ? problem.message : "";
+  place.textContent = problem ? settings.worded(problem.message) : "";
+  prompt.removeAttribute("aria-invalid");
   settings.unmark();
   if (!problem) return;
   settings.mark(problem.status === 401 ? { param: "key" } : problem);
+  if (problem.param === "prompt") {
+    prompt.setAttribute("aria-invalid", "true");
+    prompt.focus();
+  }
   place.scrollIntoView({ block: "nearest" });
 }
 
@@ -202,9 +208,9 @@ function countSoon() {
     const place = find("#count");
     if (!prompt.value || !model) return void (place.textContent = "");
     try {
-      const count = await countTokens(prompt.value, settings.value("key"), counting.signal);
-      const free = (model.max_model_len ?? Infinity) - count;
-      const room = free < Number(settings.value("max_tokens")) ? `, room for ${Math.max(free, 0)}` : "";
+      const { count, max_model_len: positions } = await tokenize(prompt.value, settings.value("key"), counting.signal);
+      const free = positions - count;
+      const room = free < settings.length ? `, room for ${Math.max(free, 0)}` : "";
       place.textContent = counted(count, "token") + room;
     } catch (error) {
       if (error.name !== "AbortError") place.textContent = ""; // a nicety: the answer will say what is wrong
@@ -218,6 +224,7 @@ function fit() {
 }
 
 function typed() {
+  prompt.removeAttribute("aria-invalid");
   remember(sessionStorage, PROMPT, prompt.value);
   fit();
   countSoon();

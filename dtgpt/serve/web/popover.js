@@ -1,6 +1,6 @@
 // What could have come in the place of a token: shown on hover, tap and arrow keys.
 
-import { find, make, percent, visible } from "./dom.js";
+import { find, make, percent, scroller, visible } from "./dom.js";
 
 const NAMELESS = /^(bytes|token_id):/; // the server's names of tokens that are not a text
 const PATIENCE = 220; // milliseconds in which the pointer may cross from a token to its box
@@ -80,7 +80,7 @@ export class Popover {
     const sheet = getComputedStyle(this.box).position === "fixed";
     const free = innerHeight - (sheet ? this.box.offsetHeight : 0);
     const out = token.bottom > free || token.top < 0;
-    if (this.pinned && out) scrollBy({ top: token.bottom - free / 2, behavior: "instant" });
+    if (this.pinned && out) scroller().scrollBy({ top: token.bottom - free / 2, behavior: "instant" });
   }
 
   speak(token) {

@@ -1,7 +1,8 @@
 // A request on its way, and what it has brought.
 
 import { Choice, addProbabilities, beams } from "./answer.js";
-import { Problem, complete, score, search } from "./api.js";
+import { Problem, complete, score, search, tokenize } from "./api.js";
+import { counted } from "./dom.js";
 import { NUMBERS_OF_A_CHOICE } from "./fields.js";
 
 const SEEDS = 1e6; // of requests for which none was chosen: short enough to read out
@@ -62,7 +63,9 @@ export class Run {
 
   async sample(key, changed) {
     this.body.seed ??= Math.floor(Math.random() * SEEDS);
+    const room = await this.room(key);
     const body = { ...this.body, logprobs: NUMBERS_OF_A_CHOICE, return_token_ids: true };
+    body.max_tokens = Math.min(body.max_tokens, room);
     if (this.prompt.length) body.prompt = this.prompt; // without one, a new text begins
     for await (const event of complete(body, key, this.abort.signal)) {
       for (const part of event.choices) this.new += this.choices[part.index].add(part);
@@ -72,6 +75,7 @@ export class Run {
   }
 
   async search(key, changed) {
+    await this.room(key); // the search itself ends at the last position
     const body = { ...this.body, prompts: [this.prompt] };
     if (!this.prompt) body.add_BOS = true;
     const found = await search(body, key, this.abort.signal);
@@ -81,9 +85,25 @@ export class Run {
     this.ended = performance.now();
     this.countBeams();
     changed();
-    const scored = await score(found.text, NUMBERS_OF_A_CHOICE, key, this.abort.signal);
-    addProbabilities(this.choices, found, scored);
-    this.countBeams();
+    try {
+      const scored = await score(found.text, NUMBERS_OF_A_CHOICE, key, this.abort.signal);
+      addProbabilities(this.choices, found, scored);
+      this.countBeams();
+    } catch (error) {
+      if (error.status !== 400) throw error; // a text that has more tokens than before it was decoded may be too long
+    }
+  }
+
+  // Return how many tokens the model has positions for. Throws a Problem where there are none.
+  async room(key) {
+    const isText = typeof this.prompt === "string";
+    const { count, max_model_len: positions } = await tokenize(isText ? this.prompt : "", key, this.abort.signal);
+    const length = isText ? Math.max(count, 1) : this.prompt.length; // an empty one begins a document with a token
+    if (length < positions) return positions - length;
+    const what = isText ? "The prompt has" : "The text has";
+    const remedy = isText ? "shorten the prompt" : "choose another one of its tokens to go on from";
+    const sentence = `${what} ${counted(length, "token")}, and the model has ${counted(positions, "position")}; ${remedy}.`;
+    throw new Problem(sentence, { param: isText ? "prompt" : null });
   }
 
   countBeams() {

@@ -126,11 +126,9 @@ export class Settings {
   // Mark the field that a problem is about, and show it: that of its key, or else of a key that its sentence names.
   mark({ param, message }) {
     this.unmark();
-    const keysOf = ({ field }) => [field.name, field.v1, field.api].filter(Boolean);
-    const isNamed = (key) => new RegExp(`\\b${key}${key.includes("_") ? "\\b" : "(=| must| cannot)"}`).test(message);
     const fields = this.fields().filter(({ field }) => this.applies(field));
-    const of = (is) => fields.find((control) => keysOf(control).some(is));
-    const found = of((key) => key === param) ?? of(isNamed);
+    const of = (is) => fields.find((control) => keysOf(control.field).some(is));
+    const found = of((key) => key === param) ?? of((key) => named(key).test(message));
     if (!found) return;
     found.input.setAttribute("aria-invalid", "true");
     for (let box = found.row.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
@@ -160,12 +158,26 @@ export class Settings {
     row.classList.toggle("set", field.kind !== "secret" && !this.isInitial(field));
   }
 
+  // A server's sentence, with the labels of fields in place of its keys.
+  worded(message) {
+    const fields = this.fields().filter(({ field }) => this.applies(field));
+    const keys = fields.flatMap(({ field }) => keysOf(field).map((key) => [key, field.label]));
+    return keys.reduce((text, [key, label]) => text.replace(named(key), (_, end) => label + end.replace("=", " ")), message);
+  }
+
+  get length() {
+    const { field, input } = this.controls.get("max_tokens");
+    return Number(input.value) || field.initial;
+  }
+
   // The model has this many positions.
   limit(positions) {
-    const { field, input, slider } = this.controls.get("max_tokens");
-    field.max = input.max = slider.max = positions;
-    field.slide = positions;
-    this.show(field);
+    const { field, slider } = this.controls.get("max_tokens");
+    const untouched = this.isInitial(field);
+    slider.max = positions;
+    field.initial = Math.min(field.initial, positions);
+    if (untouched) this.set(field.name, field.initial);
+    this.summarize();
   }
 
   kept() {
@@ -195,7 +207,7 @@ export class Settings {
     const worded = ({ kind, label, name }) => label + (kind === "number" ? ` ${this.value(name)}` : "");
     const words = set.slice(0, 3).map(worded);
     if (set.length > 3) words.push(`${set.length - 3} more`);
-    find("#summary").textContent = words.join(", ") || counted(Number(this.value("max_tokens")) || 64, "token");
+    find("#summary").textContent = words.join(", ") || counted(this.length, "token");
   }
 
   clear() {
@@ -226,6 +238,13 @@ export class Settings {
     for (const { name, box } of this.groups) box.open = this.changes().some((field) => field.group === name);
     this.choose(kept.mode);
   }
+}
+
+const keysOf = (field) => [...new Set([field.name, field.v1, field.api].filter(Boolean))];
+
+// Where a sentence names a key: words such as "stop" and "n" may be others, unless a value or a rule follows.
+function named(key) {
+  return new RegExp(`\\b${key}(${key.includes("_") ? "=|\\b" : "=| must| cannot"})`, "g");
 }
 
 function control(field, id) {
