@@ -260,3 +260,9 @@ def test_validation_accepts_a_good_recipe(recipe):
     apply_overrides(recipe, ["--precision", "fp16", "--loss_scale.initial", "1", "--graph", "on"]).validate()
     replace(recipe, global_batch_size=12).validate()
     assert isinstance(recipe, Recipe)
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny"])
+def test_small_recipes_show_a_text_at_each_validation_loss(name):
+    log = load(Path(__file__).parents[2] / "recipes" / f"{name}.py").recipe().log
+    assert log.sample_interval == log.eval_interval > 0 < log.sample_tokens

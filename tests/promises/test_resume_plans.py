@@ -52,7 +52,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("before, after", PAIRS)
 def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(recipe, whole, tmp_path, before, after):
-    """A signal to one rank stops all of them, at the same step. Held-out loss and sample are those of one process."""
+    """A signal to one rank stops all of them, at the same step. Validation loss and sample are those of one process."""
     recipe = replace(recipe, runs=str(tmp_path / "parted"), plan=before)
     world = world_of(before)
     assert pool().run(world, train_until, recipe, 3, world - 1) == [128 + 15] * world
