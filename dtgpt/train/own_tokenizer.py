@@ -15,7 +15,7 @@ from dtgpt.interop.tokenizer import check_size, tokenizer_beside, tokenizer_plac
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 
-OPTIONS = ("data.tokenizer", "data.tokenizer_file", "data.vocab_file")  # that name a tokenizer
+OPTIONS = {"data.tokenizer": "auto", "data.tokenizer_file": None, "data.vocab_file": None}  # that may name a tokenizer
 
 
 def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | None:
@@ -29,19 +29,20 @@ def model_to_begin_with(init_from: str | None, resume: str | None) -> Path | Non
 def named_by_option(recipe: Recipe, given: Collection[str]) -> Recipe:
     """Return the recipe to work on, where an option among those `given` names a tokenizer that another model than that
     of `init_from` was trained with: a recipe file does not decide that."""
-    named = not set(OPTIONS).isdisjoint(given) and "data.other_tokenizer" not in given
+    named = not set(named_in(recipe.data)).isdisjoint(given)
     return replace(recipe, data=replace(recipe.data, other_tokenizer=True)) if named else recipe
 
 
-def names_tokenizer(data: DataConfig) -> bool:
-    return data.tokenizer != "auto" or data.tokenizer_file is not None or data.vocab_file is not None
+def named_in(data: DataConfig) -> list[str]:
+    """Return the options that name a tokenizer in these data."""
+    return [name for name, default in OPTIONS.items() if getattr(data, name.removeprefix("data.")) != default]
 
 
 def with_own_tokenizer(recipe: Recipe) -> Recipe:
     """Return the recipe with the tokenizer of the model that it begins with, where nothing names that of its data.
     Raises UserError where a text would need it and there is none."""
     path, data = model_to_begin_with(recipe.init_from, recipe.resume), recipe.data
-    if path is None or not path.exists() or names_tokenizer(data):
+    if path is None or not path.exists() or named_in(data):
         return recipe
     prepared = is_prepared(data.path)
     if prepared and tokenizer_of_data(prefixes_of(data)):
@@ -69,10 +70,12 @@ def check_own_tokenizer(path: Path, data: DataConfig, ours: Tokenizer) -> None:
     if data.other_tokenizer:
         say(f"{told}: its embeddings mean other tokens", warning=True)
         return
+    options = " ".join(f"--{name} {OPTIONS[name] or 'none'}" for name in named_in(data))
+    take = f"give {options} to take that one, " if options and not is_prepared(data.path) else ""
     raise UserError(
-        f"{told}; leave the recipe's tokenizer out with --data.tokenizer auto, prepare a text with that one (dtgpt "
-        f"prepare TEXT --tokenizer {tokenizer_place(path)} --output-prefix PREFIX), or name the tokenizer of the data "
-        "with --data.tokenizer or --data.tokenizer_file to train on other tokens"
+        f"{told}; {take}prepare a text with it (dtgpt prepare TEXT --tokenizer {tokenizer_place(path)} "
+        "--output-prefix PREFIX), or name the tokenizer of the data with --data.tokenizer or --data.tokenizer_file to "
+        "train on other tokens"
     )
 
 

@@ -1,5 +1,6 @@
 """A run of Megatron-LM goes on: `--resume` of a checkpoint in the format torch_dist."""
 
+import shutil
 import struct
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from dtgpt.checkpoint.load import Saved, read_part
 from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
+from dtgpt.data.tokenizers.char import Char
 from dtgpt.interop.open import open_training
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
+from dtgpt.train.settle import check_run
 from dtgpt.train.settle import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.archives import unpack
@@ -257,6 +260,21 @@ def test_the_recipe_and_the_run(state, tmp_path, recipe, capsys):
     with pytest.raises(UserError, match="holds a gpt2, and the recipe's model is a llama"):
         settle(llama, ["--resume", tree])
     assert not Path(recipe.runs).exists()
+
+
+def test_a_run_of_megatron_takes_a_text_by_its_own_tokenizer_alone(own_trees, tmp_path):
+    name = next(name for name in EXPECTED if name.startswith("gpt2"))
+    tree, text = tmp_path / name, tmp_path / "raw.txt"
+    shutil.copytree(own_trees / f"torch_dist_{name}", tree)
+    text.write_text("".join(f"number {i} " for i in range(3000)))
+    recipe = change(recipe_for(name, own_trees, tmp_path / "runs"), data={"path": str(text), "tokenizer": "auto"})
+    words = ["--resume", str(tree)]
+    with pytest.raises(UserError, match=rf"{tree} has no tokenizer by which data\.path=.*raw\.txt becomes tokens"):
+        settle(recipe, words)
+    Char([chr(97 + i) for i in range(min(26, recipe.model.vocab_size))]).save(tree / "tokenizer.json")
+    assert check_run(settle(recipe, words)) is None
+    with pytest.raises(UserError, match="was trained with another tokenizer"):
+        train(settle(change(recipe, data={"tokenizer": "char"}), words))
 
 
 def test_trees_of_the_other_format_are_refused(tmp_path, recipe):

@@ -95,6 +95,7 @@ def test_another_tokenizer_of_the_recipe_file_is_refused(raw, models, data):
             UserError, match=r"was trained with another tokenizer \(.*300 tokens\) than .*--data\.tokeniz"
         ):
             train(settle(change(raw, data=data), {"init_from": [str(path)]}))
+    train(override(change(raw, data=data), ["--init_from", str(models["hf"]), "--data.tokenizer", "auto"]))
     train(settle(change(raw, data=data | {"other_tokenizer": True}), {"init_from": [str(models["hf"])]}))
 
 
@@ -128,6 +129,8 @@ def test_prepared_data_of_another_tokenizer_are_refused(raw, models, tmp_path, c
     for path in models.values():
         with pytest.raises(UserError, match=r"another tokenizer .*300 tokens.* than data\.path=.*dtgpt prepare TEXT"):
             train(override(other, ["--init_from", str(path)]))
+    with pytest.raises(UserError, match=r"300 tokens.*; prepare a text with it"):
+        train(override(other, ["--init_from", str(models["hf"]), "--data.tokenizer", "auto"]))
     capsys.readouterr()
     train(override(other, ["--init_from", str(models["hf"]), "--data.tokenizer_file", str(tokenizer)]))
     assert "its embeddings mean other tokens" in capsys.readouterr().err
