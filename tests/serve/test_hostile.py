@@ -1,6 +1,7 @@
 """Requests that nobody should send, and clients that behave badly: each gets an error of its own, no slot is lost, and
 the next request works."""
 
+import asyncio
 import json
 import random
 import resource
@@ -25,6 +26,7 @@ from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
 from dtgpt.serve.limits import Limits
 from dtgpt.serve.openai_answer import Answer
+from dtgpt.serve.service import CLIENT, beside
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -255,6 +257,20 @@ def test_a_client_with_many_connections_starves_nobody(address, http, monkeypatc
         over.set()
         assert list(ends) == [None] * 20
     assert found == [200] * 10 and 'dtgpt_client_sequences{client="127.0.0.2"} 6' in lines
+
+
+def test_a_client_with_long_prompts_leaves_a_thread_to_others():
+    async def work(client, count):
+        CLIENT.set(client)
+        begin = time.monotonic()
+        await asyncio.gather(*(beside(time.sleep, 0.1) for _ in range(count)))
+        return time.monotonic() - begin
+
+    async def both():
+        return await asyncio.gather(work("many", 8), work("few", 1))
+
+    many, few = asyncio.run(both())
+    assert many >= 0.8 and few < 0.6
 
 
 def test_addresses_of_one_network_are_one_client():
