@@ -33,8 +33,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # Files that are not part of `-m quick`. A file that is not listed is: where it is slow, the two minutes show it.
 SLOW = {
     "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage",
-    "test_checkpoint_kill", "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_convert",
-    "test_data", "test_engine", "test_eval_command", "test_extension", "test_failing_disk", "test_foreign_files",
+    "test_checkpoint_kill", "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_connection",
+    "test_convert", "test_data", "test_engine", "test_eval_command", "test_extension", "test_failing_disk",
+    "test_foreign_files",
     "test_fp8_parity", "test_fp8_runs", "test_fuzz",
     "test_generate_command", "test_generate_llama", "test_graphs", "test_harness", "test_hostile",
     "test_huggingface_round_trip", "test_inference",

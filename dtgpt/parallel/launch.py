@@ -17,11 +17,12 @@ import torch.distributed as dist
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.parallel import mesh as mesh_module
-from dtgpt.parallel.meeting import Meeting, meet, not_found
+from dtgpt.parallel.meeting import Meeting, meet, not_found, patience
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.network import cannot_connect, check_interfaces
 from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
+from dtgpt.parallel.torch_private import set_group_timeout
 from dtgpt.parallel.watch import Watch
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
@@ -92,7 +93,7 @@ def start_process_group(
         process = process or Process.from_environment()
         store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
         arguments = {"store": store, "rank": process.rank, "world_size": process.world}
-    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout), **arguments}
+    settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=patience(timeout)), **arguments}
     if device.type == "cuda":
         for name, value in NCCL_REPORTS.items():
             os.environ.setdefault(name, value)
@@ -102,11 +103,14 @@ def start_process_group(
     was_in_group = True
     try:
         dist.init_process_group(**settings)
+        set_group_timeout(timedelta(seconds=timeout), dist.group.WORLD)
         if device.type == "cuda":
-            mesh_module.messages = dist.new_group(backend="gloo", timeout=settings["timeout"])
+            mesh_module.messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     except (ValueError, dist.DistError) as error:
         raise not_found(str(error).splitlines()[0]) from None
     except RuntimeError as error:
+        if "wait timeout" in str(error).lower():
+            raise not_found(f"not all of them came within {patience(timeout):g} s") from None
         raise cannot_connect(error) or error from None
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError
 
+ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
 AGAIN = 1.0  # seconds that a process which had a connection to the store waits for another one
 MOST_NAMED = 8  # ranks in a message
@@ -79,13 +80,19 @@ class Meeting(NamedTuple):
         return dist.PrefixStore(prefix(self.name), open_store(seconds, AGAIN))
 
 
+def patience(seconds: float) -> float:
+    """Return for how long processes wait for each other before they have met, of the `seconds` that they may."""
+    return seconds if is_torchruns() else min(seconds, ALONE)
+
+
 def prefix(name: str) -> str:
     return f"dtgpt/{name}"
 
 
 def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Meeting:
     """Wait until all processes of this start have come, each of which leaves its `values` in the store before anyone
-    goes on. Raises UserError after `seconds`."""
+    goes on. Raises UserError after `seconds`, without torchrun after ALONE at most."""
+    seconds = patience(seconds)
     end = time.monotonic() + seconds
     try:
         store = open_store(seconds)

@@ -30,7 +30,7 @@ def join_fake_group(rank: int, world: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
-def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)

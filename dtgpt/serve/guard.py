@@ -75,7 +75,7 @@ class Guard:
             )  # fmt: skip
         path, keys = request.scope["path"], (self._service.api_key or "").split(",")
         mine = [number for number, key in enumerate(keys, 1) if has_key(request, key)]  # always all: no time tells
-        request.scope[CLIENT] = f"key {mine[0]}" if mine and keys[1:] else client_of(request.scope.get("client"))
+        CLIENT.set(f"key {mine[0]}" if mine and keys[1:] else client_of(request.scope.get("client")))
         if self._service.api_key is not None and path not in self._open_paths and not mine:
             return HttpProblem(
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY",

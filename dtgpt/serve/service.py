@@ -7,8 +7,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -22,9 +24,11 @@ from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.ticket import ClientGone, Ticket
 from dtgpt.serve.worker import Worker
 
-TICKET, CLIENT = "dtgpt.ticket", "dtgpt.client"  # of a request, in its ASGI scope
+TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is handled
 LONG = 2000  # characters, ids or bytes from which on work is done beside the event loop
 THREADS = ThreadPoolExecutor(2, "requests")
+_busy: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()  # by event loop and client
 SEED = "X-Seed"  # header of an answer: the seed that gives it again
 SEEDS = 2**32  # of requests that name none
 
@@ -34,8 +38,10 @@ T = TypeVar("T")
 
 async def beside(work: Callable[..., T], *arguments: Any) -> T:
     """Return what `work` returns in a thread beside the event loop: reading, encoding and writing what is long does not
-    hold other requests up."""
-    return await asyncio.get_running_loop().run_in_executor(THREADS, work, *arguments)
+    hold other requests up. A client has one thread at a time, so that others find one."""
+    loop = asyncio.get_running_loop()
+    async with _busy.setdefault((id(loop), CLIENT.get()), asyncio.Lock()):
+        return await loop.run_in_executor(THREADS, work, *arguments)
 
 
 def draw_seed() -> int:
@@ -80,7 +86,7 @@ class Service:
     def submit(self, request: Request, jobs: list[Job], prompts: Sequence[Any] = (), quiet: bool = False) -> Ticket:
         """Hand the jobs of a request to the worker, as `Worker.submit` does. `prompts`: as the client gave them, for
         the log of a server that writes prompts down, unless `quiet`."""
-        ticket = self.worker.submit([job._replace(client=request.scope[CLIENT]) for job in jobs])
+        ticket = self.worker.submit([job._replace(client=CLIENT.get()) for job in jobs])
         request.scope[TICKET] = ticket
         if self.log_prompts and not quiet:
             log(f"prompts {json.dumps(list(prompts))}")

@@ -128,6 +128,21 @@ def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch):
         assert not takes(stream)
 
 
+def test_a_server_outlives_the_readers_of_its_output(folder):
+    process = support.Program(["-m", "dtgpt", "serve", str(folder), "--port", "0", "--slots", "4"], ".")
+    try:
+        line = next(line for line in iter(process.stdout.readline, "") if " is served at " in line)
+        process.stdout.close()
+        process.stderr.close()
+        with http_client(line.split(" at ")[1].split(": ")[0]) as http:
+            for asked in ({**LONG, "max_tokens": 3}, {"prompt": 1}):
+                assert http.post("/v1/completions", json=asked).status_code == (200 if "seed" in asked else 400)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
 def test_the_death_of_a_rank_ends_all_and_is_named_in_the_answer(folder):
     with program(folder, "--plan", "tp2", launcher=TORCHRUN) as server, http_client(server.address) as http:
         alone = http.post("/v1/completions", json={**LONG, "max_tokens": 20})
