@@ -212,7 +212,7 @@ def test_what_causality_hides_is_never_read(kernels, columns, with_key):
 )
 def test_torch_takes_over_where_there_are_no_kernels(shape, kind, with_key, monkeypatch):
     if shape[-1] <= softmax_kernels.LONGEST:
-        monkeypatch.setattr(softmax_kernels, "library", lambda *arguments: None)
+        monkeypatch.setattr(softmax_kernels, "built", lambda device: None)
     scores, grad, key = make_case(shape, torch.bfloat16, "cuda")
     mask, key = make_mask(kind, shape, "cuda"), key if with_key else None
     found = run(scaled_masked_softmax, scores, grad, SCALE, mask, key=key, p=P, start=START)
