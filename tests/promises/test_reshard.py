@@ -17,6 +17,7 @@ from tests.support.ranks import pool
 from tests.support.runs import change
 
 PLANS = ["single", "tp2", "tp4_sp", "pp2", "tp2_pp2", "dp2_zero1", "dp4_zero3", "dp2_tp2_pp2"]
+RARE = ("tp4_sp", "dp2_tp2_pp2")  # as readers; the others read what they wrote in every run of the tests
 FP32 = ("tp2", "tp2_pp2", "dp2_zero1")
 SMALL = 100  # a LayerNorm is below, everything else above, so that the ranks that hold the same share it
 
@@ -60,7 +61,7 @@ def checkpoint_of(folder):
     return Checkpoint(max((folder / "checkpoints").glob("step_*")))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in RARE)) for plan in PLANS])
 def test_a_plan_reads_what_every_plan_wrote(recipe, saved, plan):
     """Most plans in bf16, where the fp32 weights are read as in fp32, and their narrow copies follow."""
     folders = [saved(p) for p in PLANS]

@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_answer_ends_the_server(service, monkeypatch, capsy
 
     with served(tiny_model()) as own:
         answer = asyncio.run(hang(own))
-    assert answer.status_code == 500 and "a rank has not answered for 0.2 s" in answer.text
+    assert answer.status_code == 500 and "no rank has finished a step for 0.2 s" in answer.text
     assert codes == [1] and "start all of them again" in capsys.readouterr().err
 
 
