@@ -55,7 +55,9 @@ def test_a_run_that_was_stopped_under_one_plan_goes_on_under_another(llama, tmp_
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("plan, precision", [("single", "bf16"), pytest.param("tp2_sp", "fp32", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan, precision", [("single", "bf16"), pytest.param("tp2_sp", "fp32", marks=pytest.mark.long)]
+)
 def test_what_is_computed_again_is_the_same_to_the_last_bit(llama, plan, precision):
     recipe, world = replace(llama, plan=plan, precision=precision), parse_plan(plan).world
 
