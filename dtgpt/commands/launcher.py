@@ -102,9 +102,8 @@ class Children:
             time.sleep(POLL)
 
     def _grace(self, failure: tuple[int, int]) -> float:
-        if (
-            self.heard is not None or failure[1] >= SIGNALLED
-        ):  # all end by themselves, each after its part of the checkpoint
+        # After a signal all end by themselves, each when its part of the checkpoint is written.
+        if self.heard is not None or failure[1] >= SIGNALLED:
             return math.inf
         return SAID if failure == (0, REFUSED) else GRACE
 
