@@ -64,7 +64,7 @@ def one_process() -> dict:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2_zero2", "tp2", "pp2_gpipe", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2", "pp2"))]
+    "plan", ["pp2_gpipe", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("dp2", "dp2_zero2", "tp2", "pp2"))]
 )
 def test_every_plan_follows_the_ramp_of_one_process(recipe, one_process, plan):
     recipe = replace(recipe, micro_batch_size=1)

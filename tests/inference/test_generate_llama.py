@@ -67,7 +67,9 @@ def requests() -> list[Request]:
     return [*asked, Request(ids=PROMPTS[4], sampling=Sampling(max_new_tokens=NEW), beams=Beams(width=3))]
 
 
-@pytest.mark.parametrize("family, plans", [("llama", ["single", "tp2", "pp2"]), ("qwen3", ["tp2_pp2"])])
+@pytest.mark.parametrize(
+    "family, plans", [("llama", ["single", "tp2", "pp2"]), pytest.param("qwen3", ["tp2_pp2"], marks=pytest.mark.long)]
+)
 def test_plans_and_company_change_no_text(family, plans):
     config = FAMILIES[family]
     ((alone, scores),) = pool().run(1, texts_and_scores, config, "single", True)

@@ -14,6 +14,7 @@ from tests.support.hugging_face import hugging_face_twin
 from tests.support.server import live_server, served, tiny_model
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.long  # a minute; what lm_eval asks for is tested in test_openai_answers.py
 POSITIONS = 128
 END = 256  # of text, in the tokenizer of bytes
 TEXTS = ["A short one.", "Somebody wrote this line, and nobody read it. " * 7, "été"]

@@ -77,7 +77,9 @@ def test_what_a_kill_left_is_done(recipe, monkeypatch, capsys, place, name, left
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("plan", ["dp2", "tp2", "pp2", "dp2_zero3", "pp2_zbv"])
+@pytest.mark.parametrize(
+    "plan", ["dp2", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("tp2", "pp2", "dp2_zero3")), "pp2_zbv"]
+)
 def test_what_is_left_is_done_under_every_plan(recipe, plan):
     recipe = change(recipe, plan=plan, model={"num_layers": 4})
     world = parse_plan(plan).world

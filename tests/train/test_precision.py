@@ -109,10 +109,9 @@ def one_process() -> dict:
     [
         ("dp", 2),
         ("dp2_zero3", 4),
-        ("tp2_sp", 4),
         *(
             pytest.param(plan, size, marks=pytest.mark.long)
-            for plan, size in (("dp2", 8), ("dp2_zero1", 4), ("pp2", 4))
+            for plan, size in (("dp2", 8), ("dp2_zero1", 4), ("tp2_sp", 4), ("pp2", 4))
         ),
     ],
 )

@@ -26,7 +26,7 @@ def run(recipe, plan: str) -> Record:
     [
         ("single", "fp32"),
         ("single", "bf16"),
-        ("tp2_sp", "fp32"),
+        pytest.param("tp2_sp", "fp32", marks=pytest.mark.long),
         ("pp2", "bf16"),
         ("dp2_zero3", "bf16"),
         ("pp2_zbv", "fp32"),

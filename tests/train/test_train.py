@@ -86,6 +86,7 @@ def test_dropout_masks_change_with_step_and_sample(recipe):
     assert values[0] == values[2] and len(set(values)) == 3
 
 
+@pytest.mark.long  # a minute; the blocks alone are compiled in tests/models/test_llama_block.py
 @pytest.mark.compiler
 def test_compiled_training_follows_eager_training(recipe):
     curves = []

@@ -279,6 +279,7 @@ def shared_dictionaries(root):
     return root
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_small_files_cost_little_time_and_memory(tmp_path):
     files = dict(bombs(tmp_path))
