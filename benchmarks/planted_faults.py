@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ def print_first_wrong_case() -> None:
     from dtgpt.fuzz.run import RANKS_ON_CPU, Runner
 
     with tempfile.TemporaryDirectory() as folder, Pool("cpu") as pool:
-        base = plain(call_recipe(load_module(ROOT / "recipes" / "gpt2_tiny.py").recipe))
+        recipe = call_recipe(load_module(ROOT / "recipes" / "gpt2_tiny.py").recipe)
+        base = plain(replace(recipe, device="cpu"))
         runner = Runner(Setting(base, {}, write_text(Path(folder) / "documents.jsonl")), pool)
         for index in range(CASES):
             outcome = runner.run(draw_case(SEED, index, RANKS_ON_CPU))
