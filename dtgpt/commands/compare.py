@@ -59,7 +59,7 @@ def compare_plans(recipe: Recipe, own: CompareOptions, given: Options, path: Pat
 
 def record(words: list[str]) -> int:
     """Run `dtgpt record RECIPE.py FILE STEPS MOVED [--option value ...]`, which `dtgpt compare` starts in each process.
-    MOVED: 0 or 1."""
+    MOVED: by which seed the initial weights are moved; 0: not at all."""
     from dtgpt.train.record import move_weights, save_record
     from dtgpt.train.record import record as record_steps
     from dtgpt.train.startup import open_trainer
@@ -68,8 +68,8 @@ def record(words: list[str]) -> int:
         raise UserError("dtgpt record is internal to dtgpt compare; use dtgpt compare")
     path, file, steps, moved, *options = words
     with open_trainer(load_recipe(Path(path), options)) as trainer:
-        if moved == "1":
-            move_weights(trainer)
+        if seed := int(moved):
+            move_weights(trainer, seed)
         save_record(record_steps(trainer, int(steps)), Path(file))
     return 0
 
