@@ -1,16 +1,13 @@
 """The processes of a run on this machine, started by `dtgpt train RECIPE.py --nproc N` in place of torchrun."""
 
 import math
-import os
 import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 
-import dtgpt
 from dtgpt.util.console import say_error
 from dtgpt.util.errors import UserError
 
@@ -35,13 +32,13 @@ def launch(words: list[str], number: int) -> int:
 
 def environment(rank: int, number: int, port: int) -> dict[str, str]:
     """Return the environment variables of a rank, by torchrun's names."""
-    path = [os.environ.get("PYTHONPATH", ""), str(Path(dtgpt.__file__).parents[1])]
+    from dtgpt.util.environment import child_environment
+
     own = {
         "RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "dtgpt",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }  # fmt: skip
-    return {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in own.items()}}
+    return {"OMP_NUM_THREADS": "1", **child_environment(), **{name: str(value) for name, value in own.items()}}
 
 
 class Children:

@@ -60,8 +60,8 @@ class BatchSizes:
         return self._piece(step)[2]
 
     def before(self, step: int) -> int:
-        """Return the samples that the run has seen when `step` begins. Steps before the first one count as many each:
-        exactly what they had, unless their sizes changed."""
+        """Return the samples that the run has seen when `step` begins. Those of before the first step whose size is
+        known are spread evenly over the earlier steps, which is exact unless their sizes changed."""
         first, seen, size = self._piece(step)
         return seen + (step - first) * size if step >= first else seen * step // first
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 
 import dtgpt
 from dtgpt.util.errors import UserError, shown_name
+from dtgpt.util.storage import try_to_write
 
 OURS = str(Path(dtgpt.__file__).parent)
 PLAIN = (ValueError, FileNotFoundError, ConnectionError)  # whose text says what is wrong
@@ -51,8 +51,7 @@ def check_folder(option: str, folder: Path) -> None:
     folder = folder.absolute()
     try:
         there = next(one for one in (folder, *folder.parents) if one.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        try_to_write(there / "results")
     except OSError as error:
         reason = f"nothing can be written there ({error.strerror or error})"
         raise UserError(f"{option} {shown_name(str(folder))}: {reason}; give a folder of your own") from None

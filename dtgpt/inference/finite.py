@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, unique_parameters
-from dtgpt.models.source import has_vocabulary, is_finite
+from dtgpt.models.source import has_vocabulary, is_finite, without_padding
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
@@ -25,12 +25,9 @@ def has_finite_weights(stages: Sequence[Decoder], mesh: Mesh, config: ModelConfi
     """Return whether the weights of this rank are finite, but for the rows that pad the vocabulary."""
     for stage in stages:
         for name, parameter in unique_parameters(stage).items():
-            values = parameter.detach()
-            if has_vocabulary(name, config):
-                padded = config.padded_vocab_size
-                whole = len(values) == padded
-                first = 0 if whole else chunk(range(padded), mesh.plan.tp, mesh.place.tp).start
-                values = values[: max(0, config.vocab_size - first)]
-            if not is_finite(values):
+            first = 0
+            if has_vocabulary(name, config) and len(parameter) < config.padded_vocab_size:
+                first = chunk(range(config.padded_vocab_size), mesh.plan.tp, mesh.place.tp).start
+            if not is_finite(without_padding(parameter.detach(), name, config, first)):
                 return False
     return True

@@ -60,10 +60,7 @@ class Watched(Source):
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
         values = self._source.read(name, part)
-        true = values
-        if has_vocabulary(name, self.config):
-            true = values[: max(0, self.config.vocab_size - (part[0].start if part else 0))]
-        if not is_finite(true):
+        if not is_finite(without_padding(values, name, self.config, part[0].start if part else 0)):
             self._broken[name] = None
         return values
 
@@ -99,6 +96,11 @@ def cut(whole: Tensor, part: Part | None) -> Tensor:
 def has_vocabulary(name: str, config: ModelConfig) -> bool:
     """Return whether the parameter `name` has a row for each token, which files pad as they like."""
     return name in (config.table_name, config.output_name)
+
+
+def without_padding(values: Tensor, name: str, config: ModelConfig, first: int = 0) -> Tensor:
+    """Return the rows of a parameter, or of its part that begins at row `first`, that do not pad the vocabulary."""
+    return values[: max(0, config.vocab_size - first)] if has_vocabulary(name, config) else values
 
 
 def is_finite(values: Tensor) -> bool:

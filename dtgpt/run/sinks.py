@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from dtgpt.config.sections import LogConfig
 from dtgpt.util.console import duration
@@ -17,8 +17,6 @@ from dtgpt.util.storage import atomic_file, open_regular, parse_json, write_text
 
 LONGEST_LINE = 1 << 20  # bytes of a record
 LARGEST_INT = 1 << 53  # that a float holds exactly, and so the largest step
-
-
 FORMER = {"valid_loss": "validation_loss", "valid_bits_per_byte": "validation_bits_per_byte"}  # names of older versions
 LARGEST_SHOWN = 1e30  # larger values are not drawn, nor do they overflow a sum
 LEAST_RANGE = 0.02  # of a sparkline
@@ -77,10 +75,15 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    if type(step) is not int or not 0 <= step <= LARGEST_INT:
+    if not has_step(record):
         return None
     return {FORMER.get(name, name): _number(value) for name, value in record.items() if name.isprintable()}
+
+
+def has_step(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether a value of JSON is an object whose `step` is an integer from 0 to `LARGEST_INT`."""
+    step = value.get("step") if isinstance(value, dict) else None
+    return type(step) is int and 0 <= step <= LARGEST_INT
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,7 @@ from dtgpt.parallel.launch import code_digests
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.process import Process
 from dtgpt.run.folder import read_recipe
-from dtgpt.run.sinks import LARGEST_INT
+from dtgpt.run.sinks import has_step
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
 from dtgpt.util.storage import atomic_file, parse_json, read_regular, write_json
@@ -101,8 +101,7 @@ def _start_lines(folder: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             start = parse_json(line)
         except ValueError:
             continue
-        step = start.get("step") if isinstance(start, dict) else None
-        if type(step) is int and 0 <= step <= LARGEST_INT:
+        if has_step(start):
             yield line, start
 
 
