@@ -46,7 +46,7 @@ FAULTS = [
     Fault(
         "resume: the number of updates begins at 0",
         "dtgpt/optim/update.py",
-        'self.adamw.updates.fill_(state["updates"])',
+        'self.rule.updates.fill_(state["updates"])',
         "pass",
     ),
     Fault(
@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "resume: the second moment is read over the first",
         "dtgpt/checkpoint/load.py",
-        'read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])',
-        'read_part(checkpoint, f"{shard.name}.{moment}", *place, optimizer.exp_avg[shard.index])',
+        'read_part(checkpoint, f"{shard.name}.{name}", *place, tensor)',
+        'read_part(checkpoint, f"{shard.name}.{name}", *place, next(iter(optimizer.state(shard.index).values())))',
     ),
     Fault(
         "resume: 16-bit weights stay as they were",

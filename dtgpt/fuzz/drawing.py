@@ -185,7 +185,7 @@ def _training(draws: Draws, careless: bool) -> dict[str, Any]:
         "recompute": draws.pick("recompute", ("none", "none", "selective", "full")),
         "graph": draws.pick("graph", ("auto", "off")),
         "optimizer.lr": draws.pick("learning rate", (1e-3, 3e-3, 1e-2)),
-        # Of AdamW's usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
+        # With the usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
         "optimizer.eps": draws.pick("smallest root", (1e-3, 1e-2)),
         "optimizer.schedule": draws.pick("learning rates", ("cosine", "linear", "constant", "wsd")),
         "optimizer.warmup": draws.pick("warmup", (0.0, 0.0, 0.5)),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.collectives.layout import aligned
 from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedSum, meeting_bytes
-from dtgpt.ops.optim.adamw import Accumulator
+from dtgpt.ops.optim.gradients import Accumulator
 from dtgpt.parallel.torch_private import SharedMemory, all_gather_single
 
 

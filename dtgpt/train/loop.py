@@ -137,7 +137,7 @@ class Loop:
             if self.watch:
                 self.watch.step, self.watch.remedy = trainer.step, remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
-            held, kept = (trainer.shards, trainer.optimizer.adamw), (options.keep_last, options.keep_every)
+            held, kept = (trainer.shards, trainer.optimizer.rule), (options.keep_last, options.keep_every)
             saver = Saver(checkpoints, *held, *kept, background=options.background, timeout=recipe.timeout)
             self.saver = stack.enter_context(saver)
             trainer.before_update = self.saver.before_update

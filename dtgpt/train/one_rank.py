@@ -10,15 +10,14 @@ from torch.distributed.tensor import DTensor
 from dtgpt.config.execution import Settings
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.optim.adamw import AdamW
-from dtgpt.optim.update import make_optimizer
+from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.one_rank import Groups, groups_of, open_one_rank, planned_groups
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.stages import block_ranges
-from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, parameters_of
+from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, optimizer_bytes, parameters_of
 from dtgpt.util.errors import UserError
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
@@ -69,11 +68,11 @@ def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> Bui
     with open_one_rank(settings.plan, rank) as mesh:
         stages, shards = build_stages(settings, mesh, key=None)
         make_engine(stages, shards, settings, Graphs(enabled=False))
-        return describe_built(stages, shards, make_optimizer(shards, optimizer), settings)
+        return describe_built(stages, shards, optimizer.make(shards), settings)
 
 
-def describe_built(stages: list[Decoder], shards: Shards, adamw: AdamW, settings: Settings) -> BuiltRank:
-    """Return what a rank holds of a model, by `build_stages`, `make_engine` and `make_optimizer`."""
+def describe_built(stages: list[Decoder], shards: Shards, optimizer: Optimizer, settings: Settings) -> BuiltRank:
+    """Return what a rank holds of a model, by `build_stages`, `make_engine` and `OptimizerConfig.make`."""
     place = shards.mesh.place
     gradients, padding = _gradients(shards, settings)
     return BuiltRank(
@@ -85,7 +84,7 @@ def describe_built(stages: list[Decoder], shards: Shards, adamw: AdamW, settings
         low_precision=sum(shard.low_precision.nbytes for shard in shards if shard.low_precision is not None),
         gradients=gradients,
         padding=padding,
-        moments=sum(moment.nbytes for moment in (*adamw.exp_avg, *adamw.exp_avg_sq)),
+        moments=sum(t.nbytes for shard in shards for t in optimizer.state(shard.index).values()),
     )
 
 
@@ -112,7 +111,8 @@ def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
     held = parameters_of(settings.model, settings.plan, rank)
     local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
     narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
-    return dict(zip(BYTES, (4 * local, 8 * local, gradient_bytes(held, settings), narrow), strict=True))
+    sizes = 4 * local, optimizer_bytes(held, settings), gradient_bytes(held, settings), narrow
+    return dict(zip(BYTES, sizes, strict=True))
 
 
 def _parameter(shard: Shard, place: RankCoordinates) -> BuiltParameter:

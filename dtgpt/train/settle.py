@@ -9,12 +9,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE, check_same_architecture
+from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_optimizer
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
 from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import RUN_NAME, Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.checks import check_data
 from dtgpt.data.megatron.prepared import is_prepared
 from dtgpt.interop.open import is_foreign_run, open_config, open_training
@@ -95,6 +96,8 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     """Return the recipe with which `run` goes on: its own, with the values of `asked` for the options `given` and for
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's."""
     saved, kept = read_recipe(run), {}
+    kind = saved_value(saved, "optimizer.kind")
+    check_same_optimizer(run, OptimizerConfig.kind if kind is ABSENT else kind, asked.optimizer.kind)
     try:
         unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
     except ValueError as error:

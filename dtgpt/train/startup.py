@@ -181,7 +181,7 @@ def take_over(run: TrainingSource, trainer: Trainer, sizes: BatchSizes) -> None:
     """Go on with a run of another library, as a new run of dtgpt. `sizes`: of the steps that are left."""
     for note in run.notes:
         say(note, warning=True)
-    load_foreign_training(run, trainer.shards, trainer.optimizer.adamw)
+    load_foreign_training(run, trainer.shards, trainer.optimizer.rule)
     trainer.restore(dict(run.state), sizes)
     seen = console.counted(run.state["consumed_samples"], "sample")
     say(f"going on with {run.path} after step {run.state['step']} and {seen}")

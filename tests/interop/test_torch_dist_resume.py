@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.load import Saved, read_part
-from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.tokenizers.char import Char
@@ -90,7 +90,7 @@ def tensors_of(checkpoint):
     """Weights and moments of a checkpoint of dtgpt, whole, by its names."""
     source, found = Saved(checkpoint), {}
     for name, shape in parameter_shapes(source.config).items():
-        for suffix in ("", *(f".{moment}" for moment in MOMENTS)):
+        for suffix in ("", ".exp_avg", ".exp_avg_sq"):
             found[name + suffix] = torch.empty(shape)
             read_part(checkpoint, name + suffix, shape, tuple(map(range, shape)), found[name + suffix])
     return source.config, found
@@ -171,7 +171,7 @@ def check_state(path, state, **expected):
         part = tuple(range(n // 3, n) for n in shape)
         cut = tuple(slice(r.start, r.stop) for r in part)
         assert torch.equal(run.read(name), state[name])
-        for moment in MOMENTS:
+        for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(run.read_moment(name, moment, part), state[f"{name}.{moment}"][cut])
     return run
 

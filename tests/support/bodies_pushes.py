@@ -17,7 +17,6 @@ from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.collectives.pushes import Meeting
 from dtgpt.ops.random.philox import root_key
-from dtgpt.optim.update import make_optimizer
 from dtgpt.parallel import build, pushed_shards
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.graphs import Graphs
@@ -74,7 +73,7 @@ def gradients(plan: str, micro_batches: int) -> list[Tensor]:
     resolved = settings.plan
     mesh = Mesh(resolved, CPU)
     stages, shards = build_stages(settings, mesh, root_key(5))
-    adamw = make_optimizer(shards, OptimizerConfig(lr=0.1))
+    adamw = OptimizerConfig(lr=0.1).make(shards)
     engine = make_engine(stages, shards, settings, Graphs(enabled=False))
     for step in range(2):
         ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step
