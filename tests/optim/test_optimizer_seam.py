@@ -55,9 +55,12 @@ def test_a_run_follows_one_process_also_resumed_under_another_plan(other, refere
     assert not checkpoint.pieces("blocks.0.attn.qkv.bias.momentum")
 
 
-def test_the_run_of_one_optimizer_is_not_resumed_by_another(other):
+def test_the_run_of_one_optimizer_is_not_resumed_by_another(other, capsys):
     train(replace(other, steps=1))
     run = newest_run(other)
+    capsys.readouterr()
+    assert override(other, ["--resume", str(run)]).optimizer.momentum == 0.5
+    assert capsys.readouterr().err == ""
     adamw = replace(other, optimizer=OptimizerConfig(lr=1e-3))
     sentence = "optimizer.kind=momentum, and the recipe has adamw; .* --init_from "
     with pytest.raises(UserError, match=sentence):

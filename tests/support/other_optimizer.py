@@ -3,7 +3,7 @@ bf16, vectors have none. Config class and rule stand in this one file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import Shape
 from dtgpt.models.roles import Role
 from dtgpt.parallel.shards import Shards
+from dtgpt.util.field_types import Pattern
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumConfig(OptimizerConfig):
     """Momentum for matrices, plain gradient descent for vectors."""
 
-    kind: Annotated[Literal["momentum"], "optimizer"] = "momentum"
+    kind: Annotated[str, "optimizer", Pattern("momentum", "is another optimizer; use momentum")] = "momentum"
     momentum: Annotated[float, "decay rate of the momentum"] = 0.5
 
     def make(self, shards: Shards) -> "Momentum":
