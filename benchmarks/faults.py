@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "AdamW: biases and norms decay",
-        "dtgpt/optim/update.py",
+        "dtgpt/config/sections.py",
         "decay=shard.local.dim() > 1)",
         "decay=True)",
     ),
