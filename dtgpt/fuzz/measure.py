@@ -173,7 +173,7 @@ def _copies(trainer: Trainer) -> list[tuple[str, str]]:
     for shard in trainer.shards:
         where = f"{shard.name} {[(part.start, part.stop) for part in shard.region]}"
         found.append((where, digest(shard.local)))
-        found += [(f"{where}.{name}", digest(tensor)) for name, tensor in rule.state(shard.index).items()]
+        found += [(f"{where}.{name}", digest(tensor.float())) for name, tensor in rule.state(shard.index).items()]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
     if trainer.fp8 is not None:

@@ -29,7 +29,7 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 class Update:
-    """From the gradients of the shards to new weights: loss scale, clipping, the optimizer's
+    """From the gradients of the shards to new weights: loss scale, clipping, and the optimizer's
     `rule`. Nothing waits for the device.
 
     `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps fp16
