@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
+from dtgpt.liveness.rendezvous import Rendezvous, meet, not_found, patience
+from dtgpt.liveness.watch import Watch
 from dtgpt.parallel import mesh as mesh_module
-from dtgpt.parallel.meeting import Meeting, meet, not_found, patience
 from dtgpt.parallel.mesh import Mesh, agree
-from dtgpt.parallel.network import cannot_connect, check_interfaces
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
 from dtgpt.parallel.torch_private import set_group_timeout
-from dtgpt.parallel.watch import Watch
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
 NCCL_REPORTS = {
@@ -57,7 +57,7 @@ def open_mesh(
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, timeout, watch.meeting if watch else None, process)
+        start_process_group(device, timeout, watch.rendezvous if watch else None, process)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)
@@ -81,17 +81,17 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
+    device: torch.device, timeout: float, rendezvous: Rendezvous | None = None, process: Process | None = None,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
+    """Join the other processes in the store of `rendezvous`, None: of a new one, as `process`, None: that of the
     environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
     gives gloo NCCL's options."""
     check_interfaces(device.type)
     if not arguments:
         process = process or Process.from_environment()
-        store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
+        store = dist.PrefixStore("group", (rendezvous or meet(process, timeout)).store)
         arguments = {"store": store, "rank": process.rank, "world_size": process.world}
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=patience(timeout)), **arguments}
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from dtgpt.ops.decode.exchange import CAPACITY, Exchange
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
+from dtgpt.util.process import Process
 from tests.ops.test_decode import SHAPES, random, weights
 
 pytestmark = pytest.mark.cuda

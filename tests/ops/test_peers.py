@@ -10,8 +10,8 @@ from dtgpt.ops.collectives.peers import Peers, bytes_for
 from dtgpt.ops.collectives.pushes import Meeting, PushedGather, PushedScatter, PushedSum, meeting_bytes
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.symmetric import share_peers, symmetric_memory
+from dtgpt.util.process import Process
 from tests.ops.test_exchange import delay, run_on_two_gpus
 
 PART, PROGRAMS = 1 << 20, 48  # bytes

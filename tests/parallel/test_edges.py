@@ -12,11 +12,11 @@ from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.edges import Edges, most_edges
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.symmetric import SWITCH
 from dtgpt.train.record import Record, record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.process import Process
 from tests.ops.test_exchange import run_on_two_gpus
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 
 ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
@@ -69,7 +69,7 @@ def is_refused() -> bool:
     return False
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """What the processes of one start share."""
 
     name: str
@@ -89,7 +89,7 @@ def prefix(name: str) -> str:
     return f"dtgpt/{name}"
 
 
-def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Meeting:
+def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Rendezvous:
     """Wait until all processes of this start have come, each of which leaves its `values` in the store before anyone
     goes on. Raises UserError after `seconds`, without torchrun after ALONE at most."""
     seconds = patience(seconds)
@@ -105,7 +105,7 @@ def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingPr
         _leave(own, {**values, f"came/{process.rank}": ""})
         own.add("here", 1)
         _wait(own, "begin", end)
-        return Meeting(name, own)
+        return Rendezvous(name, own)
     except (ValueError, dist.DistError) as error:
         text = str(error).splitlines()[0]
         late = "timeout" in text.lower() or "timed out" in text.lower()
@@ -113,7 +113,7 @@ def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingPr
         raise not_found(reason) from None
 
 
-def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str]) -> Meeting:
+def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str]) -> Rendezvous:
     """Answer, on rank 0, every process that greets, until all ranks have answered back: what greeted before may be of
     an earlier start, whose processes have ended."""
     name = secrets.token_hex(8)
@@ -131,7 +131,7 @@ def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str
             answered.add(nonce)
         time.sleep(POLL)
     own.set("begin", "")
-    return Meeting(name, own)
+    return Rendezvous(name, own)
 
 
 def _leave(store: dist.Store, values: Mapping[str, str]) -> None:
