@@ -13,23 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dtgpt.comm.collectives import KernelCollectives, open_collectives
 from dtgpt.config.execution import Settings
-from dtgpt.ops.collectives.peers import Peers
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import share_peers
 
 PROGRAMS = 64  # of a kernel, while nothing else runs
 
 
-def make_peers(settings: Settings, mesh: Mesh) -> Peers | None:
+def make_peers(settings: Settings, mesh: Mesh) -> KernelCollectives | None:
     """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
     ranks take part."""
     config = settings.model
     whole = settings.micro_batch_size * config.seq_length * config.hidden_size * settings.dtype.itemsize
-    return share_peers(mesh, mesh.tp_group, whole, PROGRAMS)
+    return open_collectives(mesh, mesh.tp_group, whole, PROGRAMS)
 
 
-def takes(peers: Peers | None, whole: Sequence[int], itemsize: int, placement: Placement) -> bool:
+def takes(peers: KernelCollectives | None, whole: Sequence[int], itemsize: int, placement: Placement) -> bool:
     """Return whether the kernels can gather or sum a tensor of the shape `whole` that is laid out by `placement`."""
     if peers is None or torch.compiler.is_compiling():
         return False
@@ -41,7 +40,7 @@ def takes(peers: Peers | None, whole: Sequence[int], itemsize: int, placement: P
     return not rest and peers.takes([size], 0, itemsize)
 
 
-def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> Tensor:
+def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> Tensor:
     """Return the sum of the ranks' `part`, laid out by `placement`: `Replicate` or `Shard`. The sum that all ranks keep
     may take the place of its addend."""
     if takes(peers, part.shape, part.itemsize, placement):
@@ -69,7 +68,7 @@ class _SumByPeers(torch.autograd.Function):
     """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, placement: Placement, peers: Peers) -> Tensor:
+    def forward(ctx, part: Tensor, placement: Placement, peers: KernelCollectives) -> Tensor:
         ctx.placement, ctx.peers = placement, peers
         return peers.sum_part(part, placement.dim) if isinstance(placement, Shard) else peers.sum(part)
 
@@ -85,7 +84,7 @@ class _WholeByPeers(torch.autograd.Function):
     of the gradients of the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers) -> DTensor:
+    def forward(ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives) -> DTensor:
         ctx.mesh, ctx.placement, ctx.peers = mesh, placement, peers
         whole = peers.gather(x, placement.dim) if isinstance(placement, Shard) else x.view_as(x)
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
@@ -101,7 +100,7 @@ class _WholeByPeers(torch.autograd.Function):
         return summed, None, None, None
 
 
-def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> DTensor:
+def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> DTensor:
     """Return a local activation, laid out by `placement`, as a DTensor that each rank has whole."""
     shape = [*x.shape]
     if isinstance(placement, Shard):

@@ -22,10 +22,10 @@ from dtgpt.liveness.watch import Watch
 from dtgpt.parallel import mesh as mesh_module
 from dtgpt.parallel.mesh import Mesh, agree
 from dtgpt.parallel.tensor import make_table
-from dtgpt.parallel.torch_private import set_group_timeout
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.process import Process
+from dtgpt.util.torch_private import set_group_timeout
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
 NCCL_REPORTS = {

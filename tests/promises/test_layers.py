@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
-    ["util"], ["liveness"], ["ops"], ["models"], ["config"], ["data", "parallel"], ["optim", "planning"],
+    ["util"], ["comm", "liveness"], ["ops"], ["models"], ["config"], ["data", "parallel"], ["optim", "planning"],
     ["checkpoint"], ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"], ["fuzz"], ["commands"],
     ["cli"], ["__main__", "__init__"],
 )  # fmt: skip
