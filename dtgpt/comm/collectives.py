@@ -37,7 +37,7 @@ class KernelCollectives:
         shape = list(part.shape)
         shape[dim] *= self.ranks
         part, whole = part.contiguous(), part.new_empty(shape)
-        launch_gather(part, whole, self._addresses, self._barrier, *self._rows_and_capacity(part, dim))
+        launch_gather(part, whole, self._addresses, self._barrier, *self._size(part, dim))
         return whole
 
     def sum_part(self, whole: Tensor, dim: int) -> Tensor:
@@ -48,14 +48,14 @@ class KernelCollectives:
         shape = list(whole.shape)
         shape[dim] //= self.ranks
         whole, part = whole.contiguous(), whole.new_empty(shape)
-        launch_sum(whole, part, self._addresses, self._barrier, *self._rows_and_capacity(part, dim))
+        launch_sum(whole, part, self._addresses, self._barrier, *self._size(part, dim))
         return part
 
     def sum(self, whole: Tensor) -> Tensor:
         """Return the sum over the ranks of tensors whose number of elements is a multiple of the number of ranks."""
         return self.gather(self.sum_part(whole.flatten(), 0), 0).view(whole.shape)
 
-    def _rows_and_capacity(self, part: Tensor, dim: int) -> tuple[int, int]:
+    def _size(self, part: Tensor, dim: int) -> tuple[int, int]:
         return math.prod(part.shape[:dim]), self.part_bytes // part.itemsize
 
 

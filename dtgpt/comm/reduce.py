@@ -15,15 +15,16 @@ from dtgpt.util.torch_private import all_gather_single
 
 
 class FlatSum:
-    """The sum over the ranks of one flat tensor, in place, by NCCL or gloo."""
+    """The sum over the ranks of one flat tensor, in place, by NCCL or gloo. group: None of one rank."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup | None):
         self.flat, self.group = flat, group
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """Queue the sum, after what the current stream has to do."""
-        self._work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        if self.group is not None:
+            self._work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> None:
         """Hold the current stream until the last sum is complete."""
@@ -40,13 +41,13 @@ class NarrowSum(FlatSum):
     sums its piece in fp32 and rounds once, so that the error does not grow with the ranks, as it does where sums are
     passed on."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup):
-        super().__init__(flat, group)
-        self.pieces = self._make_pieces()
-        self._stream = _second_stream(flat.device) if flat.is_cuda else None
+    group: dist.ProcessGroup
 
-    def _make_pieces(self) -> Tensor:
-        return torch.empty_like(self.flat)
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pieces: Tensor | None = None):
+        """pieces: memory for what comes from other ranks; None: new memory."""
+        super().__init__(flat, group)
+        self.pieces = torch.empty_like(flat) if pieces is None else pieces
+        self._stream = _second_stream(flat.device) if flat.is_cuda else None
 
     def begin(self) -> None:
         if self._stream is None:
@@ -84,10 +85,7 @@ class CopySum(NarrowSum):
         self._area, self._barrier = area, barrier
         self._flats = [memory[:flat_bytes].view(dtype).view(area.ranks, -1) for memory in area.of_ranks]
         self._pieces = [memory[flat_bytes:].view(dtype).view(area.ranks - 1, -1) for memory in area.of_ranks]
-        super().__init__(self._flats[area.rank].view(-1), group)
-
-    def _make_pieces(self) -> Tensor:
-        return self._pieces[self._area.rank]
+        super().__init__(self._flats[area.rank].view(-1), group, self._pieces[area.rank])
 
     def run(self) -> None:
         """Queue the sum on the current stream.
@@ -119,17 +117,18 @@ def flat_length(numel: int, dtype: torch.dtype, ranks: int) -> int:
 
 
 def open_sums(
-    everyone: AllRanks | None, group: dist.ProcessGroup, wires: Sequence[tuple[torch.dtype, int]], device: torch.device
-) -> Sequence[FlatSum]:
+    everyone: AllRanks | None, group: dist.ProcessGroup | None, wires: Sequence[tuple[torch.dtype, int]],
+    device: torch.device,
+) -> Sequence[FlatSum]:  # fmt: skip
     """Return sums over the ranks of `group` for flat tensors of these types, fp32 or 16 bits, and lengths, of
     `flat_length`. everyone: all ranks, which take part, to share memory where they can; None: they do not try."""
-    ranks = group.size()
-    sizes = [length * dtype.itemsize for dtype, length in wires]
-    places = [*(CopySum.bytes(size, ranks) for size in sizes), Barrier.bytes(ranks)]
-    areas = share(everyone, group, places) if everyone else None
-    if areas is None:
+    sizes, areas = [length * dtype.itemsize for dtype, length in wires], None
+    if everyone and group:
+        ranks = group.size()
+        areas = share(everyone, group, [*(CopySum.bytes(size, ranks) for size in sizes), Barrier.bytes(ranks)])
+    if group is None or areas is None:
         flats = [torch.zeros(length, dtype=dtype, device=device) for dtype, length in wires]
-        return [(FlatSum if flat.dtype == torch.float32 else NarrowSum)(flat, group) for flat in flats]
+        return [FlatSum(x, group) if group is None or x.dtype == torch.float32 else NarrowSum(x, group) for x in flats]
     barrier = Barrier(areas.pop())
     return [
         CopySum(area, size, dtype, barrier, group) for area, size, (dtype, _) in zip(areas, sizes, wires, strict=True)

@@ -10,12 +10,6 @@ ALIGNED = 16  # bytes
 ROOM = 1 << 26  # bytes of gradients that arrive from each other rank at once, at most
 
 
-def add_reference(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
-    """Compute `add` in plain torch."""
-    parts = [*others[:rank], own, *others[rank:]]
-    out.copy_(sum(part.float() for part in parts))
-
-
 def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
     """Set `out [n]` to the sum, in fp32 and in the order of the ranks, of this rank's `own [n]`, which may be `out`,
     and `others [ranks - 1, n]`, contiguous, those of the other ranks."""
@@ -24,7 +18,7 @@ def add(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
 
         launch_add(own, others, out, rank)
     else:
-        add_reference(own, others, out, rank)
+        out.copy_(sum(part.float() for part in (*others[:rank], own, *others[rank:])))
 
 
 def row_of(source: int, target: int) -> int:

@@ -7,6 +7,8 @@ that it accuses nobody of its own silence.
 import json
 from typing import NamedTuple
 
+from torch.distributed import Store
+
 BEAT = 2.0  # seconds between two heartbeats
 TICK = 1.0  # seconds between two looks at whether the store answers
 ENDED = "ended"  # in place of a heartbeat: the process has finished its part of the run
@@ -16,6 +18,9 @@ class Accuse(NamedTuple):
     """Write a verdict into the store, unless there is one: the first says what happened."""
 
     verdict: str
+
+    def write(self, store: Store) -> None:
+        store.compare_set("verdict", "", self.verdict)
 
 
 class End(NamedTuple):
@@ -41,7 +46,6 @@ class Peers:
     """What one process knows of the others, and what it must do: follow the process of the next rank, and obey the
     verdicts of all.
 
-    step: the last step that this process has finished.
     gone: whether a closed connection says that the next process has ended.
 
     The thread of the heartbeat calls `hear`, another one `wait`. Both write `_alone`, the seconds since the store
@@ -50,16 +54,16 @@ class Peers:
 
     def __init__(self, rank: int, host: str, next_rank: int, next_host: str, lost_after: float, now: float):
         """lost_after: seconds without a sign of life after which the next process, or the store, is lost."""
-        self.rank, self.host, self.step, self.gone = rank, host, 0, False
+        self.rank, self.host, self.gone = rank, host, False
         self._next_rank, self._next_host, self._lost_after = next_rank, next_host, lost_after
-        self._beats, self._heard = 0, ""
+        self._beats, self._step, self._heard = 0, 0, ""
         self._silent = self._alone = 0.0
         self._since_beat, self._since_tick = _Clock(now, BEAT), _Clock(now, TICK)
 
-    def own_beat(self) -> str:
-        """Return the next heartbeat of this process: a count, so that it differs from the last one, and the step."""
-        self._beats += 1
-        return f"{self._beats} {self.step}"
+    def own_beat(self, step: int) -> str:
+        """Return the next heartbeat of this process: a count, so that it differs from the last one, and its step."""
+        self._beats, self._step = self._beats + 1, step
+        return f"{self._beats} {step}"
 
     def hear(self, now: float, beat: str, verdict: str) -> Accuse | End | None:
         """Take the last heartbeat of the next process and the verdict, "" where there is none, from the store."""
@@ -81,7 +85,7 @@ class Peers:
         """Take note that the store did not answer. store_has_ended: for certain, and rank 0 had it. Rank 1 then reports
         the loss, since the first rank of rank 0's node may be the lost one."""
         self._since_beat.passed(now)
-        lost = f"rank 0 (last step {self.step}) is lost: its process has ended"
+        lost = f"rank 0 (last step {self._step}) is lost: its process has ended"
         return End(lost, by=1) if store_has_ended else None
 
     def wait(self, now: float, store: str) -> End | None:
@@ -92,12 +96,13 @@ class Peers:
         what = f"has not reached the store of the run at {store} for {self._lost_after:g} s"
         return End(f"{self._name()} {what}: its node, or the network, is lost", by=self.rank)
 
-    def fail(self, reason: str) -> Accuse:
-        """Return the verdict that this process ends with an error."""
+    def fail(self, reason: str, step: int) -> Accuse:
+        """Return the verdict that this process ends with an error after this step."""
+        self._step = step
         return self._accuse(f"{self._name()} ended: {reason}")
 
     def _name(self) -> str:
-        return f"rank {self.rank} on {self.host} (last step {self.step})"
+        return f"rank {self.rank} on {self.host} (last step {self._step})"
 
     def _accuse(self, text: str) -> Accuse:
         return Accuse(json.dumps({"text": text, "by": self.rank}))

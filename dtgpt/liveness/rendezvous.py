@@ -77,16 +77,12 @@ class Rendezvous(NamedTuple):
 
     def connect(self, seconds: float) -> dist.Store:
         """Return the same keys by a connection of its own, for another thread; `seconds`, raises: as `open_store`."""
-        return dist.PrefixStore(prefix(self.name), open_store(seconds, AGAIN))
+        return dist.PrefixStore(f"dtgpt/{self.name}", open_store(seconds, AGAIN))
 
 
 def patience(seconds: float) -> float:
     """Return for how long processes wait for each other before they have met, of the `seconds` that they may."""
     return seconds if is_torchruns() else min(seconds, ALONE)
-
-
-def prefix(name: str) -> str:
-    return f"dtgpt/{name}"
 
 
 def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Rendezvous:
@@ -101,7 +97,7 @@ def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingPr
         nonce = secrets.token_hex(8)
         store.set(f"dtgpt/hello/{process.rank}", nonce)
         name = _wait(store, f"dtgpt/answer/{nonce}", end)
-        own = dist.PrefixStore(prefix(name), store)
+        own = dist.PrefixStore(f"dtgpt/{name}", store)
         _leave(own, {**values, f"came/{process.rank}": ""})
         own.add("here", 1)
         _wait(own, "begin", end)
@@ -117,7 +113,7 @@ def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str
     """Answer, on rank 0, every process that greets, until all ranks have answered back: what greeted before may be of
     an earlier start, whose processes have ended."""
     name = secrets.token_hex(8)
-    own = dist.PrefixStore(prefix(name), store)
+    own = dist.PrefixStore(f"dtgpt/{name}", store)
     _leave(own, values)
     greetings = [f"dtgpt/hello/{rank}" for rank in range(1, world)]
     answered: set[bytes] = set()

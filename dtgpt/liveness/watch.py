@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from dtgpt.liveness import peers
 from dtgpt.liveness.interfaces import own_address
 from dtgpt.liveness.peers import ENDED, Accuse, End, Peers
@@ -51,7 +49,7 @@ class Watch:
     """
 
     def __init__(self, process: Process, rendezvous: Rendezvous, lost_after: float):
-        self.process, self.rendezvous = process, rendezvous
+        self.process, self.rendezvous, self.step = process, rendezvous, 0
         self.remedy: Callable[[], str] = lambda: "start the run again"
         self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
         self._lost_after = lost_after
@@ -74,19 +72,12 @@ class Watch:
         # Not among those that `finish` waits for: it hangs in the kernel until the other end is closed.
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
-    @property
-    def step(self) -> int:
-        return self._peers.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._peers.step = step
-
     def fail(self, reason: str) -> None:
         """Tell the other processes that this one ends with an error. They end too, with this reason."""
         if not self._leaving:
             self._leaving = True
-            _within_leave(lambda: self._accuse(self._peers.fail(reason)))
+            accusation = self._peers.fail(reason, self.step)
+            _within_leave(lambda: accusation.write(self.rendezvous.store))
 
     def await_verdict(self, seconds: float = VERDICT) -> None:
         """Wait for the end of this process by a verdict about another one, where a collective has failed because of
@@ -141,14 +132,14 @@ class Watch:
         while not self._stopped.is_set():
             try:
                 store = store or self.rendezvous.connect(self._lost_after)
-                store.set(f"beat/{self.process.rank}", self._peers.own_beat())
+                store.set(f"beat/{self.process.rank}", self._peers.own_beat(self.step))
                 verdict, beat, stop = (value.decode() for value in store.multi_get(self._keys))
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
                     self.on_stop(int(stop))
                 action = self._peers.hear(time.monotonic(), beat, verdict)
                 if isinstance(action, Accuse) and not self._leaving:
-                    self._accuse(action, store)
+                    action.write(store)
                     self._news.set()  # read at once what the verdict is
             except (RuntimeError, ValueError):  # the connection is lost: try another one
                 store = None
@@ -191,9 +182,6 @@ class Watch:
             except OSError:
                 self._stopped.wait(AGAIN)
 
-    def _accuse(self, action: Accuse, store: dist.Store | None = None) -> None:
-        (store or self.rendezvous.store).compare_set("verdict", "", action.verdict)
-
     def _end(self, action: End) -> None:
         """End this process because of a verdict, unless it is ending by itself."""
         if self._leaving or self._ending_since is not None:
@@ -230,17 +218,13 @@ def open_port() -> socket.socket | None:
     return None
 
 
-def own_place(port: socket.socket | None) -> Place:
-    address, number = (own_address(), port.getsockname()[1]) if port else ("", 0)
-    return Place(host=socket.gethostname(), address=address, port=number)
-
-
 @contextmanager
 def watch_peers(process: Process, timeout: float, lost_after: float = LOST_AFTER) -> Iterator[Watch]:
     """Meet the other processes of this start within `timeout` seconds, then watch over them until the context ends. An
     exception that leaves the context is told to the others. Raises UserError where they do not meet."""
     port = open_port()
-    values = {f"place/{process.rank}": json.dumps(own_place(port)._asdict()), f"beat/{process.rank}": "0 0"}
+    place = {"host": socket.gethostname(), "address": own_address(), "port": port.getsockname()[1] if port else 0}
+    values = {f"place/{process.rank}": json.dumps(place), f"beat/{process.rank}": "0 0"}
     values |= {"verdict": "", "stop": ""} if process.rank == 0 else {}
     watch = Watch(process, meet(process, timeout, values), lost_after)
     watch.begin()

@@ -5,8 +5,6 @@ a block, its gradients are added to the bucket in one pass, and with the last mi
 replicas while backward goes on (Li et al. 2020, "PyTorch Distributed": buckets and overlap).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,22 +33,16 @@ class Bucket:
     """The gradients of some parameters: the sum of `passes` backward passes in fp32, and that over the replicas. What
     16-bit weights send to other replicas has 16 bits too."""
 
-    def __init__(self, parameters: list[nn.Parameter], over_replicas: FlatSum | None, passes: int, hooks: bool):
+    def __init__(self, parameters: list[nn.Parameter], over_replicas: FlatSum, passes: int, hooks: bool):
         """over_replicas: what sums over the replicas, in the type and of the length that `_wire` returns."""
-        self.parameters, self.passes = parameters, passes
-        locals_ = _locals(parameters)
-        if over_replicas is None:
-            dtype, length = _wire(parameters, None)
-            self.wire = torch.zeros(length, dtype=dtype, device=locals_[0].device)
-        else:
-            self.wire = over_replicas.flat
+        self.parameters, self.passes, self._over_replicas = parameters, passes, over_replicas
+        self.wire, locals_ = over_replicas.flat, _locals(parameters)
         self.sums = _views(self.wire, locals_)
         self.flat, self._totals = self.wire, self.sums
         if self.wire.dtype != torch.float32 and passes > 1:  # a single pass needs no sum of its own
             self.flat = torch.zeros(self.wire.shape, dtype=torch.float32, device=self.wire.device)
             self._totals = _views(self.flat, locals_)
         self._accumulator = Accumulator(self._totals) if self.flat.dtype == torch.float32 else None
-        self._over_replicas = over_replicas
         self.done = self._arrived = 0
         if hooks:
             for parameter in parameters:
@@ -79,19 +71,17 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         self.done += 1
-        if self.done == self.passes and self._over_replicas is not None:
+        if self.done == self.passes:
             if self.wire is not self.flat:
                 self.wire.copy_(self.flat)
             self._over_replicas.begin()
 
     def wait(self) -> None:
-        if self._over_replicas is not None:
-            self._over_replicas.wait()
+        self._over_replicas.wait()
 
     def bytes(self) -> tuple[int, int]:
         """Return (bytes of gradients, bytes of padding) that the bucket holds."""
-        held = [self.wire] if self._over_replicas is None else self._over_replicas.held()
-        held += [] if self.flat is self.wire else [self.flat]
+        held = self._over_replicas.held() + ([] if self.flat is self.wire else [self.flat])
         used, whole = sum(total.numel() for total in self.sums), sum(t.nbytes for t in held)
         gradients = sum(used * t.nbytes // self.flat.numel() for t in held)
         return gradients, whole - gradients
@@ -126,10 +116,7 @@ class Buckets:
         self.hooks = hooks
         passes = passes if hooks else 1
         parts = [part for stage in stages for part in parameter_groups(stage)]
-        sums: Sequence[FlatSum | None] = [None] * len(parts)
-        if group is not None:
-            device = _locals(parts[0])[0].device
-            sums = open_sums(everyone, group, [_wire(part, group) for part in parts], device)
+        sums = open_sums(everyone, group, [_wire(part, group) for part in parts], _locals(parts[0])[0].device)
         self.all = [Bucket(part, one, passes, hooks) for part, one in zip(parts, sums, strict=True)]
 
     def expect(self, passes: int) -> None:

@@ -23,10 +23,11 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.origin import origin_of
 from dtgpt.interop.open import open_config, open_source, open_training
 from dtgpt.interop.tokenizer import check_size
+from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.liveness.watch import Watch, watch_peers
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
-from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
+from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shards
 from dtgpt.planning.parameters import state_bytes

@@ -20,9 +20,7 @@ def accused(action: Accuse | End | None) -> str:
 
 def test_heartbeats_differ_and_tell_the_step():
     one = peers()
-    beats = [one.own_beat(), one.own_beat()]
-    one.step = 7
-    assert [*beats, one.own_beat()] == ["1 0", "2 0", "3 7"]
+    assert [one.own_beat(0), one.own_beat(0), one.own_beat(7)] == ["1 0", "2 0", "3 7"]
 
 
 def test_a_process_whose_heartbeats_change_is_never_lost():
@@ -63,9 +61,7 @@ def test_a_process_that_has_ended_its_part_is_not_lost(gone):
 
 
 def test_a_verdict_ends_every_process_with_its_words():
-    failed = peers()
-    failed.step = 9
-    verdict = failed.fail("no more data").verdict
+    verdict = peers().fail("no more data", step=9).verdict
     expected = End("rank 0 on here (last step 9) ended: no more data", by=0)
     other = peers()
     other.gone = True
@@ -86,6 +82,6 @@ def test_without_the_store_a_process_ends_later_than_it_would_accuse_another():
 
 def test_where_rank_0_had_the_store_its_end_is_that_of_rank_0():
     one = peers()
-    one.step = 4
+    one.own_beat(4)
     found = one.hear_nothing(2.0, store_has_ended=True)
     assert found == End("rank 0 (last step 4) is lost: its process has ended", by=1)
