@@ -25,17 +25,12 @@ _first_group: weakref.ref[dist.ProcessGroup] | None = None  # of all ranks, when
 
 
 class AllRanks(Protocol):
-    """All ranks of a run, of which `parallel.mesh.Mesh` is the implementation."""
+    """All ranks of a run: what `share` needs of `parallel.mesh.Mesh`, which documents it."""
 
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
+    device: torch.device
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on every rank."""
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is up on any rank, the same on all."""
+    def gather(self, value: Any) -> list[Any]: ...
+    def any(self, flag: bool) -> bool: ...
 
 
 @dataclass(frozen=True)

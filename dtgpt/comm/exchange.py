@@ -32,7 +32,7 @@ class Fields(ctypes.Structure):
     )
 
 
-class Collective(ctypes.Structure):
+class CollectiveArguments(ctypes.Structure):
     """The arguments of a collective; `exchange.cu` has the meaning of the fields."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ class Collective(ctypes.Structure):
     )
 
 
-STRUCTS = (("Exchange", Fields), ("Collective", Collective))  # that exchange.cu has, too
+STRUCTS = (("Exchange", Fields), ("Collective", CollectiveArguments))  # that exchange.cu has, too
 
 
 class Exchange:
@@ -94,7 +94,7 @@ class Exchange:
 
     def _call(self, name: str, out: Tensor, **more: Any) -> None:
         numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in more.items()}
-        arguments = Collective(exchange=self.fields, out=out.data_ptr(), **numbers)
+        arguments = CollectiveArguments(exchange=self.fields, out=out.data_ptr(), **numbers)
         with torch.cuda.device(out.device):
             error = self._launch[name](ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
         if error is not None:

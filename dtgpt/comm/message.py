@@ -1,7 +1,7 @@
 """Messages of one size that copy engines write into the memory of other ranks, while kernels keep all multiprocessors.
 
-NCCL sends and receives by kernels: one that waits
-for a late peer takes multiprocessors from the products that run meanwhile.
+NCCL sends and receives by kernels: one that waits for a late peer takes multiprocessors from the products that run
+meanwhile.
 """
 
 import math

@@ -48,8 +48,9 @@ class Peers:
 
     gone: whether a closed connection says that the next process has ended.
 
-    The thread of the heartbeat calls `hear`, another one `wait`. Both write `_alone`, the seconds since the store
-    answered: whichever write is lost, it is wrong by one interval at most.
+    The thread of the heartbeat calls `own_beat` and `hear`, another one `wait`, and the main thread `fail`. `hear` and
+    `wait` write `_alone`, the seconds since the store answered: if one write is lost, it is wrong by an interval at
+    most. `_step` is written as a whole, by `own_beat` and `fail`.
     """
 
     def __init__(self, rank: int, host: str, next_rank: int, next_host: str, lost_after: float, now: float):

@@ -31,7 +31,7 @@ AGAIN = 1.0  # seconds until a connection that could not be made is tried again:
 CODE = 2  # exit code of a process whose peer is lost, as after a user's mistake
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where the other processes find one."""
 
     host: str
@@ -54,7 +54,7 @@ class Watch:
         self.on_stop: Callable[[int], None] = lambda number: os.kill(os.getpid(), number)
         self._lost_after = lost_after
         next_rank = (process.rank + 1) % process.world
-        self._next = Place(**json.loads(rendezvous.store.get(f"place/{next_rank}")))
+        self._next = Endpoint(**json.loads(rendezvous.store.get(f"place/{next_rank}")))
         self._keys = ["verdict", f"beat/{next_rank}", "stop"]
         self._peers = Peers(
             rank=process.rank,
@@ -130,9 +130,10 @@ class Watch:
         """Run the thread that talks to the store, which may block it where the network is gone."""
         store, stopping = None, False
         while not self._stopped.is_set():
+            own = self._peers.own_beat(self.step)
             try:
                 store = store or self.rendezvous.connect(self._lost_after)
-                store.set(f"beat/{self.process.rank}", self._peers.own_beat(self.step))
+                store.set(f"beat/{self.process.rank}", own)
                 verdict, beat, stop = (value.decode() for value in store.multi_get(self._keys))
                 if stop and not stopping and self.process.rank == 0:
                     stopping = True
