@@ -25,35 +25,38 @@ class KernelCollectives:
         self.ranks, self.rank, self.part_bytes = area.ranks, area.rank, part_bytes
         self._area, self._barrier, self._addresses = area, barrier, area.addresses()
 
-    def takes(self, part: Sequence[int], dim: int, itemsize: int) -> bool:
-        """Return whether parts of the shape `part`, cut along `dim`, fit into the area and consist of whole words."""
-        size, inner = math.prod(part) * itemsize, math.prod(part[dim:]) * itemsize
-        return 0 < size <= self.part_bytes and inner % WORD == 0
+    def takes(self, whole: Sequence[int], dim: int | None, itemsize: int) -> bool:
+        """Return whether tensors of the shape `whole` can be cut along `dim` into parts, None: flat, that fit into the
+        area and consist of whole words."""
+        shape, dim = ([math.prod(whole)], 0) if dim is None else (whole, dim)
+        if shape[dim] % self.ranks:
+            return False
+        inner = math.prod(shape[dim:]) // self.ranks * itemsize
+        return inner % WORD == 0 and 0 < math.prod(shape[:dim]) * inner <= self.part_bytes
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, concatenated along `dim`."""
+    def gather(self, part: Tensor, dim: int | None) -> Tensor:
+        """Return the parts of all ranks, concatenated along `dim`; None: each rank has the whole, which is returned."""
         from dtgpt.comm.kernels import launch_gather
 
+        if dim is None:
+            return part.view_as(part)
         shape = list(part.shape)
         shape[dim] *= self.ranks
         part, whole = part.contiguous(), part.new_empty(shape)
         launch_gather(part, whole, self._addresses, self._barrier, *self._size(part, dim))
         return whole
 
-    def sum_part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part along `dim`, whose size is a multiple of the number of ranks, of the sum over the
-        ranks."""
+    def sum(self, whole: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks; None: the whole sum."""
         from dtgpt.comm.kernels import launch_sum
 
+        if dim is None:
+            return self.gather(self.sum(whole.flatten(), 0), 0).view(whole.shape)
         shape = list(whole.shape)
         shape[dim] //= self.ranks
         whole, part = whole.contiguous(), whole.new_empty(shape)
         launch_sum(whole, part, self._addresses, self._barrier, *self._size(part, dim))
         return part
-
-    def sum(self, whole: Tensor) -> Tensor:
-        """Return the sum over the ranks of tensors whose number of elements is a multiple of the number of ranks."""
-        return self.gather(self.sum_part(whole.flatten(), 0), 0).view(whole.shape)
 
     def _size(self, part: Tensor, dim: int) -> tuple[int, int]:
         return math.prod(part.shape[:dim]), self.part_bytes // part.itemsize

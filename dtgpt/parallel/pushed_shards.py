@@ -1,6 +1,5 @@
 """What `fully_shard` gathers and scatters, sent by the GPUs' copy engines where the ranks share memory."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from dtgpt.comm.arena import aligned, share
+from dtgpt.comm.arena import Area, aligned, share
 from dtgpt.comm.barrier import Barrier
 from dtgpt.comm.gather import PLACES, CopyGather
 from dtgpt.comm.scatter import ALIGNED, ROOM, CopyScatter
@@ -79,19 +78,18 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     16 bits that lie among these weights: the optimizer writes them, too."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     groups = parameter_groups(part)
-    starts, total = _layout(groups, len(part.blocks), mesh, dtype)
+    sizes, places = _layout(groups, len(part.blocks), mesh, dtype)
     largest = max(sum(_padded(p, mesh) for p in parameters) for parameters in groups)
     room = min(ROOM, aligned(largest // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
-    areas = share(mesh, group, [total, room, Barrier.bytes(ranks), Barrier.bytes(ranks)])
+    areas = share(mesh, group, [*sizes, room, Barrier.bytes(ranks), Barrier.bytes(ranks)])
     if areas is None:
         return {}
-    weights, gradients, *flags = areas
-    first, second = map(Barrier, flags)  # of two streams
-    scatter = GroupScatter(CopyScatter(gradients, second), wire)
+    *weights, gradients, first, second = areas
+    gate = Barrier(first)  # of the stream of all-gathers
+    scatter = GroupScatter(CopyScatter(gradients, Barrier(second)), wire)
     shards: dict[nn.Parameter, Tensor] = {}
-    for module, parameters, start in zip((*part.blocks.values(), part), groups, starts, strict=False):
-        alone = starts.count(start) == 1
-        made, gather = _gather(parameters, [memory[start:] for memory in weights.of_ranks], first, alone, mesh, dtype)
+    for module, parameters, place in zip((*part.blocks.values(), part), groups, places, strict=False):
+        made, gather = _gather(parameters, weights[place], gate, places.count(place) == 1, mesh, dtype)
         shards.update((p, shard) for p, shard in zip(parameters, made, strict=True) if shard.dtype != torch.float32)
         sharded = cast(FSDPModule, module)
         sharded.set_custom_all_gather(gather)
@@ -99,15 +97,15 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     return shards
 
 
-def _layout(groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype) -> tuple[list[int], int]:
-    """Return where in the shared memory the weights of each group begin, and the bytes of all. Blocks whose weights are
-    freed after forward use PLACES places in turn."""
+def _layout(
+    groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of areas for weights, and which of these each group uses. Blocks whose weights are freed after
+    forward use PLACES areas in turn."""
     sizes = [sum(_weight_bytes(p, mesh, dtype) for p in parameters) for parameters in groups]
     places = min(PLACES, blocks) if mesh.plan.reshards else blocks
     largest = [max(sizes[place:blocks:places]) for place in range(places)]
-    ends = list(itertools.accumulate([*largest, *sizes[blocks:]]))
-    begins = [0, *ends[:-1]]
-    return [begins[i % places if i < blocks else i - blocks + places] for i in range(len(groups))], ends[-1]
+    return [*largest, *sizes[blocks:]], [i % places if i < blocks else i - blocks + places for i in range(len(groups))]
 
 
 def _weight_bytes(parameter: nn.Parameter, mesh: Mesh, dtype: torch.dtype) -> int:
@@ -116,11 +114,10 @@ def _weight_bytes(parameter: nn.Parameter, mesh: Mesh, dtype: torch.dtype) -> in
 
 
 def _gather(
-    parameters: list[nn.Parameter], memories: Sequence[Tensor], barrier: Barrier, alone: bool, mesh: Mesh,
-    dtype: torch.dtype,
-) -> tuple[list[Tensor], GroupGather]:  # fmt: skip
-    """Return the shards of a group's parameters, and what gathers them into the beginning of the `memories` of all
-    ranks. alone: no other group uses this memory; shards in the type of the weights then lie in their places there,
+    parameters: list[nn.Parameter], area: Area, barrier: Barrier, alone: bool, mesh: Mesh, dtype: torch.dtype
+) -> tuple[list[Tensor], GroupGather]:
+    """Return the shards of a group's parameters, and what gathers them into the beginning of the area of all ranks.
+    alone: no other group uses this memory; shards in the type of the weights then lie in their places there,
     else each gather rounds fp32 shards into them."""
     shards: list[Tensor] = []
     places, weights, start = [], [], 0
@@ -128,13 +125,13 @@ def _gather(
         rows, *rest = map(len, region_of_tp(parameter, mesh.place))
         size = math.prod([rows, *rest]) * dtype.itemsize
         mine = chunk(range(rows), mesh.plan.shard, barrier.rank)
-        wholes = [memory[start : start + size].view(dtype).view(rows, *rest) for memory in memories]
+        wholes = [memory[start : start + size].view(dtype).view(rows, *rest) for memory in area.of_ranks]
         places.append([whole[mine.start : mine.stop] for whole in wholes])
         weights.append(_alias(wholes[barrier.rank]))
         in_place = alone and dtype != torch.float32
         shards.append(places[-1][barrier.rank] if in_place else cast(DTensor, parameter).to_local().detach())
         start += aligned(size)
-    gather = GroupGather(CopyGather(shards, places, barrier), memories[0].device)
+    gather = GroupGather(CopyGather(shards, places, barrier), area.own.device)
     for parameter, weight in zip(parameters, weights, strict=True):
         gather_by_own_memory(parameter, weight, gather.inputs)
     return shards, gather

@@ -57,28 +57,24 @@ def total(x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
 def by_kernels(mesh: Mesh, group: dist.ProcessGroup, name: str) -> Case:
     made = open_collectives(mesh, group, group.size() * PART, PROGRAMS)
     assert made is not None
-    ranks, calls = made.ranks, []
+    calls = []
     for dtype, shape in SHAPES:
-        for dim in (0, 1):
-            x, part = torch.empty(shape, dtype=dtype, device=mesh.device), list(shape)
-            part[dim], rest = divmod(shape[dim], ranks)
-            flat, ragged = divmod(x.numel(), ranks)
-            fits = {
-                "gather": made.takes(shape, dim, dtype.itemsize),
-                "sum_part": not rest and made.takes(part, dim, dtype.itemsize),
-                "sum": not ragged and made.takes([flat], 0, dtype.itemsize),
-            }
-            calls += [(x, dim)] if fits[name] else []
-    assert len(calls) > 5
+        x = torch.empty(shape, dtype=dtype, device=mesh.device)
+        if name == "gather":
+            calls += [(x, dim) for dim in (0, 1)]
+        else:
+            dims = (None,) if name == "sum" else (0, 1)
+            calls += [(x, dim) for dim in dims if made.takes(shape, dim, dtype.itemsize)]
+    assert len(calls) > 2
 
-    def expected(x: Tensor, dim: int) -> Tensor:
+    def expected(x: Tensor, dim: int | None) -> Tensor:
         if name == "gather":
             return torch.cat(everyones(x, group), dim)
         whole = total(x, group, x.dtype)
-        return whole if name == "sum" else whole.chunk(ranks, dim)[made.rank]
+        return whole if dim is None else whole.chunk(made.ranks, dim)[made.rank]
 
     def work() -> list[Tensor]:
-        return [made.sum(x) if name == "sum" else getattr(made, name)(x, dim) for x, dim in calls]
+        return [made.gather(x, dim) if name == "gather" else made.sum(x, dim) for x, dim in calls]
 
     return Case([x for x, _ in calls], work, lambda: [expected(x, dim) for x, dim in calls])
 
@@ -207,7 +203,7 @@ HOSTS = {
 }
 GPUS = HOSTS | {
     "gather by kernels": lambda mesh, group: by_kernels(mesh, group, "gather"),
-    "scatter by kernels": lambda mesh, group: by_kernels(mesh, group, "sum_part"),
+    "scatter by kernels": lambda mesh, group: by_kernels(mesh, group, "scatter"),
     "sum by kernels": lambda mesh, group: by_kernels(mesh, group, "sum"),
     "messages by copies": messages,
     "exchanged sum": lambda mesh, group: exchange(mesh, group, "sum"),
@@ -302,18 +298,21 @@ def check() -> None:
 
 
 @pytest.mark.parametrize(
-    "part, dim, fits",
+    "whole, dim, fits",
     [
-        ((8, 256, 256), 1, True),
-        ((8, 257, 256), 1, False),  # more than the memory
-        ((2, 4, 6), 1, True),  # a row of 48 bytes
-        ((2, 2, 6), 1, False),  # of 24
-        ((2, 2, 6), 0, True),
+        ((8, 512, 256), 1, True),
+        ((8, 514, 256), 1, False),  # more than the memory
+        ((2, 8, 6), 1, True),  # a row of a part has 48 bytes
+        ((2, 4, 6), 1, False),  # of 24
+        ((4, 2, 6), 0, True),
+        ((3, 4, 16), 0, False),  # parts of two sizes
         ((0, 2, 6), 1, False),
+        ((2, 8, 6), None, True),  # flat: parts of 96 bytes
+        ((3, 7), None, False),
     ],
 )
-def test_parts_that_fit_in_whole_words_are_taken(part, dim, fits):
+def test_parts_that_fit_in_whole_words_are_taken(whole, dim, fits):
     memory = torch.zeros(area_bytes(PART, ranks=2), dtype=torch.uint8)
     flags = torch.zeros(Barrier.bytes(2, PROGRAMS), dtype=torch.uint8)
     barrier = Barrier(Area((flags, flags), rank=0), PROGRAMS)
-    assert KernelCollectives(Area((memory, memory), rank=0), barrier, PART).takes(part, dim, itemsize=2) == fits
+    assert KernelCollectives(Area((memory, memory), rank=0), barrier, PART).takes(whole, dim, itemsize=2) == fits
