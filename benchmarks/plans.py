@@ -17,8 +17,8 @@ from train_step import make_recipe, measured, result, table, timed
 
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.process import Process
 from dtgpt.train.startup import open_trainer
+from dtgpt.util.process import Process
 
 
 def measure(name: str, args: argparse.Namespace, overrides: list[str]) -> dict:

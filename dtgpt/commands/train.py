@@ -15,11 +15,11 @@ from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.parallel.process import VARIABLES, Process
 from dtgpt.train.settle import check_run, plan_error, run_of, settle
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
+from dtgpt.util.process import VARIABLES, Process
 
 DOC = """Train the model of a recipe file. `python RECIPE.py` does the same. With --nproc N, or started by `torchrun
 --nproc-per-node N RECIPE.py`, it trains in N processes.

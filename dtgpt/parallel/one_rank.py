@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.torch_private import forget_meshes, join_fake_group
+from dtgpt.util.torch_private import forget_meshes, join_fake_group
 
 Groups = dict[str, list[int]]  # of one rank: tp, dp, pp, and ends, the two ranks that may share a tied table
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from dtgpt.comm.gather import PLACES
+from dtgpt.comm.scatter import ROOM
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
-from dtgpt.ops.collectives.layout import PLACES, ROOM
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges

@@ -14,9 +14,8 @@ from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import PART_NAMES, Part
-from dtgpt.parallel.launch import lost_peers_as_user_errors
-from dtgpt.parallel.process import Process
-from dtgpt.parallel.watch import Watch
+from dtgpt.liveness.losses import lost_peers_as_user_errors
+from dtgpt.liveness.watch import Watch
 from dtgpt.run.folder import RunLock, changes_since, values_of
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
@@ -30,6 +29,7 @@ from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
+from dtgpt.util.process import Process
 
 
 def train(recipe: Recipe) -> int:

@@ -23,13 +23,13 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.interop.hf.origin import origin_of
 from dtgpt.interop.open import open_config, open_source, open_training
 from dtgpt.interop.tokenizer import check_size
+from dtgpt.liveness.losses import lost_peers_as_user_errors
+from dtgpt.liveness.watch import Watch, watch_peers
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
-from dtgpt.parallel.launch import lost_peers_as_user_errors, open_mesh
+from dtgpt.parallel.launch import open_mesh
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.shards import Shards
-from dtgpt.parallel.watch import Watch, watch_peers
 from dtgpt.planning.parameters import state_bytes
 from dtgpt.run.folder import AUTO, RunLock, create_run, run_to_resume, values_of, why_new_run
 from dtgpt.run.signals import StopRequest
@@ -45,6 +45,7 @@ from dtgpt.util import console
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
+from dtgpt.util.process import Process
 
 
 class Started(NamedTuple):
@@ -114,7 +115,7 @@ def watch_over(process: Process, choice: PlanChoice, timeout: float, lost_after:
     `lost_after`: as of `watch_peers`. Raises UserError where they do not meet within `timeout` seconds, or this one
     differs from rank 0."""
     with watch_peers(process, timeout, lost_after) as watch:
-        store, plan = watch.meeting.store, choice.plan.name
+        store, plan = watch.rendezvous.store, choice.plan.name
         if process.rank == 0:
             store.set("plan", plan)
         if len(choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:

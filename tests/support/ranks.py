@@ -183,7 +183,7 @@ def run(body: bytes, rank: int, world: int, store: str, timeout: float, environm
 
 def leave(connection: Any) -> None:
     """Ends the group when every rank has returned: a slower one may still be making a subgroup with this one."""
-    from dtgpt.parallel.torch_private import forget_meshes
+    from dtgpt.util.torch_private import forget_meshes
 
     connection.poll(LINGER)  # not for ever: who waits for this rank in a collective then fails, with a traceback
     if dist.is_initialized():

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 
 ALONE = 45.0  # seconds of a meeting that torchrun does not oversee: nobody ends those who wait for one that has died
 POLL = 0.05  # seconds between two looks of rank 0 at who has come
@@ -69,7 +69,7 @@ def is_refused() -> bool:
     return False
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """What the processes of one start share."""
 
     name: str
@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
 
     def connect(self, seconds: float) -> dist.Store:
         """Return the same keys by a connection of its own, for another thread; `seconds`, raises: as `open_store`."""
-        return dist.PrefixStore(prefix(self.name), open_store(seconds, AGAIN))
+        return dist.PrefixStore(f"dtgpt/{self.name}", open_store(seconds, AGAIN))
 
 
 def patience(seconds: float) -> float:
@@ -85,11 +85,7 @@ def patience(seconds: float) -> float:
     return seconds if is_torchruns() else min(seconds, ALONE)
 
 
-def prefix(name: str) -> str:
-    return f"dtgpt/{name}"
-
-
-def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Meeting:
+def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingProxyType({})) -> Rendezvous:
     """Wait until all processes of this start have come, each of which leaves its `values` in the store before anyone
     goes on. Raises UserError after `seconds`, without torchrun after ALONE at most."""
     seconds = patience(seconds)
@@ -101,11 +97,11 @@ def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingPr
         nonce = secrets.token_hex(8)
         store.set(f"dtgpt/hello/{process.rank}", nonce)
         name = _wait(store, f"dtgpt/answer/{nonce}", end)
-        own = dist.PrefixStore(prefix(name), store)
+        own = dist.PrefixStore(f"dtgpt/{name}", store)
         _leave(own, {**values, f"came/{process.rank}": ""})
         own.add("here", 1)
         _wait(own, "begin", end)
-        return Meeting(name, own)
+        return Rendezvous(name, own)
     except (ValueError, dist.DistError) as error:
         text = str(error).splitlines()[0]
         late = "timeout" in text.lower() or "timed out" in text.lower()
@@ -113,11 +109,11 @@ def meet(process: Process, seconds: float, values: Mapping[str, str] = MappingPr
         raise not_found(reason) from None
 
 
-def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str]) -> Meeting:
+def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str]) -> Rendezvous:
     """Answer, on rank 0, every process that greets, until all ranks have answered back: what greeted before may be of
     an earlier start, whose processes have ended."""
     name = secrets.token_hex(8)
-    own = dist.PrefixStore(prefix(name), store)
+    own = dist.PrefixStore(f"dtgpt/{name}", store)
     _leave(own, values)
     greetings = [f"dtgpt/hello/{rank}" for rank in range(1, world)]
     answered: set[bytes] = set()
@@ -131,7 +127,7 @@ def _welcome(store: dist.Store, world: int, end: float, values: Mapping[str, str
             answered.add(nonce)
         time.sleep(POLL)
     own.set("begin", "")
-    return Meeting(name, own)
+    return Rendezvous(name, own)
 
 
 def _leave(store: dist.Store, values: Mapping[str, str]) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from dtgpt.parallel import watch as module
-from dtgpt.parallel.process import Process
+from dtgpt.liveness import peers
+from dtgpt.liveness import watch as module
+from dtgpt.util.process import Process
 
 # A busy machine delays the heartbeats of so many processes; test_lost_peers.py is the short test.
 pytestmark = pytest.mark.long
@@ -71,9 +72,9 @@ def run_rank(case: str, rank: int, port: int, log: Path) -> int:
 
 
 def body(case: str, rank: int) -> int:
-    module.BEAT = module.TICK = 0.2
+    peers.BEAT = peers.TICK = 0.2
     if case == "no connections":
-        module.own_place = lambda link: module.Peer(module.socket.gethostname(), "", 0, "")
+        module.open_port = lambda: None
     with module.watch_peers(Process.from_environment(), 20, LOST_AFTER) as watch:
         watch.remedy = lambda: "do this"
         if case == "waits for the end" and rank == 2:
@@ -128,7 +129,7 @@ def drive(folder: Path, case: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict[str, dict]]:
-    command = [sys.executable, "-m", "tests.parallel.test_watch", str(tmp_path_factory.mktemp("watch"))]
+    command = [sys.executable, "-m", "tests.liveness.test_watch", str(tmp_path_factory.mktemp("watch"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return {found["case"]: found["ranks"] for found in map(json.loads, done.stdout.splitlines())}

@@ -1,19 +1,20 @@
 """Sums, rows and columns of tensor-parallel ranks by kernels that write to each other's memory, `exchange.cu`.
 
-Fast path for ranks of one host whose GPUs reach each other's memory; elsewhere collectives of the process group do the
-same. A sum has the order of the ranks, and therefore the same bits on each rank and for any number of rows. All ranks
-must make the same calls in the same order, on one stream.
+For kilobytes, where latency counts. A number and its flag are one word of 8 bytes (NCCL's protocol LL). A sum has the
+order of the ranks, and therefore the same bits on each rank and for any number of rows. All ranks must make the same
+calls in the same order, on one stream.
 """
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dtgpt.ops.extension import library
+from dtgpt.comm.arena import AllRanks, Area, share
+from dtgpt.util.extension import library
 
 SOURCE = Path(__file__).with_name("exchange.cu")
 MOST_RANKS = 8
@@ -31,7 +32,7 @@ class Fields(ctypes.Structure):
     )
 
 
-class Collective(ctypes.Structure):
+class CollectiveArguments(ctypes.Structure):
     """The arguments of a collective; `exchange.cu` has the meaning of the fields."""
 
     _fields_ = (
@@ -42,23 +43,18 @@ class Collective(ctypes.Structure):
     )
 
 
-STRUCTS = (("Exchange", Fields), ("Collective", Collective))  # that exchange.cu has, too
-
-
-def bytes_for(ranks: int) -> int:
-    """Return the bytes of memory that each of `ranks` ranks needs for exchanges, all of them zero at first."""
-    return 2 * ranks * CAPACITY * WORD
+STRUCTS = (("Exchange", Fields), ("Collective", CollectiveArguments))  # that exchange.cu has, too
 
 
 class Exchange:
     """The exchanges of one rank with the others."""
 
-    def __init__(self, built: ctypes.CDLL, addresses: Sequence[int], rank: int, memory: Tensor):
-        """addresses: of each rank's `bytes_for` bytes, for this rank. memory: what holds this rank's."""
-        self.ranks, self.rank, self._memory = len(addresses), rank, memory
-        self._state = torch.zeros(2, dtype=torch.int32, device=memory.device)
-        places = (ctypes.c_void_p * MOST_RANKS)(*addresses)
-        self.fields = Fields(places, self._state.data_ptr(), CAPACITY, rank, self.ranks)
+    def __init__(self, built: ctypes.CDLL, area: Area):
+        """area: of `[2, ranks, CAPACITY]` words."""
+        self.ranks, self.rank, self._area = area.ranks, area.rank, area
+        self._state = torch.zeros(2, dtype=torch.int32, device=area.own.device)
+        places = (ctypes.c_void_p * MOST_RANKS)(*(memory.data_ptr() for memory in area.of_ranks))
+        self.fields = Fields(places, self._state.data_ptr(), CAPACITY, self.rank, self.ranks)
         self._launch = {}
         for name in ("sum", "look_up", "gather"):
             function = getattr(built, f"launch_{name}")
@@ -98,13 +94,16 @@ class Exchange:
 
     def _call(self, name: str, out: Tensor, **more: Any) -> None:
         numbers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in more.items()}
-        arguments = Collective(exchange=self.fields, out=out.data_ptr(), **numbers)
+        arguments = CollectiveArguments(exchange=self.fields, out=out.data_ptr(), **numbers)
         with torch.cuda.device(out.device):
             error = self._launch[name](ctypes.byref(arguments), torch.cuda.current_stream().cuda_stream)
         if error is not None:
             raise RuntimeError(f"the exchange {name} cannot be launched: {error.decode()}")
 
 
-def exchange_library(device: torch.device) -> ctypes.CDLL | None:
-    """Return the library of the kernels for a CUDA device; None, with a warning, where it cannot be built."""
-    return library(SOURCE, device, instead="NCCL", structs=STRUCTS)
+def make_exchange(everyone: AllRanks, group: dist.ProcessGroup) -> Exchange | None:
+    """Return the exchange of the tensor-parallel ranks of `group`, at most MOST_RANKS; None where NCCL runs instead,
+    with a warning where the kernels cannot be built. All ranks of the mesh take part."""
+    built = library(SOURCE, everyone.device, instead="NCCL", structs=STRUCTS)
+    areas = share(everyone, group, [2 * group.size() * CAPACITY * WORD], usable=built is not None)
+    return Exchange(built, areas[0]) if built and areas else None

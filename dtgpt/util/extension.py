@@ -68,7 +68,7 @@ def _built(source: Path, capability: tuple[int, int], flags: tuple[str, ...]) ->
 
     if cpp_extension.CUDA_HOME is None:
         raise RuntimeError("nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
-    contents = [path.read_bytes() for path in sorted(source.parent.glob("*.cu*"))]
+    contents = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.cu*"))]  # they include others
     digest = hashlib.sha256(b"\0".join([repr((flags, torch.version.cuda)).encode(), *contents])).hexdigest()
     unique = f"{source.stem}_sm{capability[0]}{capability[1]}_{digest[:16]}"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()

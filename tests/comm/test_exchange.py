@@ -1,9 +1,6 @@
 """Tensor-parallel ranks that write to each other's memory, against NCCL, bit for bit. Needs two GPUs."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,32 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm.exchange import Exchange, make_exchange
 from dtgpt.config.plan_names import parse_plan
-from dtgpt.inference.fused import make_exchange
 from dtgpt.ops.decode.blocks import run_blocks
-from dtgpt.ops.decode.exchange import CAPACITY, Exchange
 from dtgpt.ops.decode.weights import BlockWeights
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
+from dtgpt.util.process import Process
 from tests.ops.test_decode import SHAPES, random, weights
+from tests.support.gpus import delay, run_on_two_gpus
 
 pytestmark = pytest.mark.cuda
 LENGTH, REPLAYS = 384, 1000
-PROGRAM = "from tests.ops.test_exchange import check; check()"
+PROGRAM = "from tests.comm.test_exchange import check; check()"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_exchange_what_nccl_would(tmp_path):
     run_on_two_gpus(tmp_path, PROGRAM)
-
-
-def run_on_two_gpus(folder: Path, program: str) -> None:
-    """Run a program in two ranks under torchrun."""
-    (folder / "program.py").write_text(program)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(torchrun, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def check() -> None:
@@ -45,10 +34,9 @@ def check() -> None:
     device = torch.device("cuda", process.local_rank)
     start_process_group(device, 120.0)
     mesh = Mesh(parse_plan(f"tp{process.world}", {}).for_world(process.world).for_inference(), device)
-    exchange = make_exchange(mesh)
+    exchange = make_exchange(mesh, mesh.tp_group)
     assert exchange is not None
     with torch.no_grad():
-        check_collectives(exchange, mesh)
         for shape, dtype in (
             ("345m", torch.bfloat16),
             ("124m", torch.float16),
@@ -60,54 +48,10 @@ def check() -> None:
     end_process_group()
 
 
-def check_collectives(exchange: Exchange, mesh: Mesh) -> None:
-    """Check sums, rows and columns of many sizes, with NaN among the numbers."""
-    ranks, rank, group = exchange.ranks, exchange.rank, mesh.tp_group
-    sizes = torch.Generator().manual_seed(0)
-    for turn in range(100):
-        torch.manual_seed(10 * turn + rank)
-        groups, rows, columns = (int(torch.randint(1, most, (), generator=sizes)) for most in (9, 65, 1025))
-        parts = torch.randn(groups, rows, columns, device=mesh.device)
-        parts[0, 0, 0] = torch.nan
-        expected = sum_by_nccl(parts, group)
-        delay(rank, turn)
-        assert same(exchange.sum(parts), expected), (turn, parts.shape)
-
-        whole = rows * ranks + turn % ranks
-        width = -(-whole // ranks)
-        own = torch.randn(columns % 64 + 1, max(min(width, whole - rank * width), 0), device=mesh.device)
-        padded = torch.nn.functional.pad(own, (0, width - own.shape[1]))
-        everyone = [torch.empty_like(padded) for _ in range(ranks)]
-        dist.all_gather(everyone, padded, group=group)
-        found = exchange.gather(own, whole)
-        assert found is not None and torch.equal(found, torch.cat(everyone, dim=1)[:, :whole]), (turn, own.shape)
-
-        torch.manual_seed(turn)
-        table = random(rows * ranks, 2 * columns)
-        ids = torch.randint(rows * ranks, (columns % 100 + 1,), device=mesh.device)
-        found = exchange.look_up(ids, table[rank * rows : (rank + 1) * rows], rank * rows)
-        assert found is not None and torch.equal(found, table[ids]), (turn, table.shape)
-    assert exchange.sum(parts.new_empty(1, 1, CAPACITY + 1)) is None
-
-
 def sum_by_nccl(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = functools.reduce(torch.add, parts[1:], parts[0].clone())[None]
     dist.all_reduce(total, group=group)
     return total
-
-
-def delay(rank: int, turn: int) -> None:
-    """Keep the GPU of one rank busy for up to a millisecond, now and then."""
-    if turn % 5 == rank:
-        torch.cuda._sleep(turn * 7919 % 10 * 150_000)
-
-
-def same(found: Tensor | None, expected: Tensor) -> bool:
-    return (
-        found is not None
-        and torch.equal(found.view(torch.int32)[found == found], expected.view(torch.int32)[expected == expected])
-        and torch.equal(found.isnan(), expected.isnan())
-    )
 
 
 def share_of(block: BlockWeights, rank: int, ranks: int) -> BlockWeights:
@@ -127,7 +71,7 @@ class Case:
 
     def __init__(self, shape: str, dtype: torch.dtype, exchange: Exchange, mesh: Mesh):
         torch.manual_seed(0)  # the same numbers on every rank
-        self.exchange, self.group, self.rank = exchange, mesh.tp_group, exchange.rank
+        self.exchange, self.group, self.mesh = exchange, mesh.tp_group, mesh
         hidden, _, kv_heads, dim, _ = SHAPES[shape]
         self.blocks = [share_of(weights(shape, dtype), exchange.rank, exchange.ranks) for _ in range(2)]
         self.x = random(16, hidden, dtype=dtype)
@@ -155,7 +99,7 @@ class Case:
         for rows in (1, 2, 3, 4, 5, 16):
             for turn in range(5):
                 expected, kept = self.run(self.x[:rows], exchange=False), [t.clone() for t in self.keys + self.values]
-                delay(self.rank, rows + turn)
+                delay(self.mesh, rows + turn)
                 found = self.run(self.x[:rows], exchange=True)
                 assert torch.equal(found, expected), (rows, (found - expected).abs().max())
                 assert all(torch.equal(*pair) for pair in zip(self.keys + self.values, kept, strict=True)), rows
@@ -179,7 +123,7 @@ class Case:
             seen = []
             for turn in range(REPLAYS):
                 if exchange:
-                    delay(self.rank, turn)
+                    delay(self.mesh, turn)
                 graph.replay()
                 seen.append(x.clone())
             ends.append(torch.stack(seen))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,20 +66,10 @@ def forget_meshes() -> None:
         clear()
 
 
-class SharedMemory(NamedTuple):
-    """Memory of this rank that the other ranks of its group reach, and theirs that this rank reaches."""
-
-    own: Tensor  # uint8; the memory lives as long as this tensor or a view of it
-    of_ranks: tuple[Tensor, ...]  # uint8, each rank's as this rank's GPU reaches it; `own` among them
-
-    @property
-    def addresses(self) -> list[int]:
-        return [memory.data_ptr() for memory in self.of_ranks]
-
-
-def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SharedMemory:
-    """Return `size` bytes of zeros on each rank of the group, which all take part. Raises an exception of any kind
-    where torch has no symmetric memory, or where the GPUs cannot share theirs."""
+def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return `size` bytes of zeros of each rank of the group, uint8, as this rank's GPU reaches them. This rank's live
+    as long as its own tensor or a view of it. All ranks take part. Raises an exception of any kind where torch has no
+    symmetric memory, or where the GPUs cannot share theirs."""
     from torch.distributed import _symmetric_memory  # of torch with CUDA
 
     own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -90,4 +80,4 @@ def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> S
     # What the handle returns is an address without an owner, also for this rank: the memory is freed with `own`.
     of_ranks = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
     of_ranks[group.rank()] = own
-    return SharedMemory(own, tuple(of_ranks))
+    return of_ranks

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from dtgpt.parallel.network import cannot_connect, check_interfaces
+from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
 from dtgpt.util.errors import UserError
 
 

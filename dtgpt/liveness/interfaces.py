@@ -1,7 +1,9 @@
 """The network interfaces over which the processes of a run connect, as the environment names them."""
 
+import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 from dtgpt.util.errors import UserError, shown_name
 
@@ -47,3 +49,16 @@ def cannot_connect(error: RuntimeError) -> UserError | None:
         f"a process of the run cannot be reached from {socket.gethostname()} ({cause}); see whether it has ended, else "
         f"set {GLOO} on every node to the interface that joins the nodes (here: {present})"
     )
+
+
+def own_address() -> str:
+    """Return the address of this machine in the network of `MASTER_ADDR`; on the machine that has it, that name."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with suppress(OSError, ValueError):
+        family, _, _, _, target = socket.getaddrinfo(master, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            address = probe.getsockname()[0]
+            if address != target[0] and not ipaddress.ip_address(address).is_loopback:
+                return address
+    return master

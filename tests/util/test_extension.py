@@ -8,9 +8,10 @@ import subprocess
 import pytest
 import torch
 
-from dtgpt.ops import extension
-from dtgpt.ops.decode import exchange, rows
+from dtgpt.comm import exchange
+from dtgpt.ops.decode import rows
 from dtgpt.ops.fused_softmax import softmax_kernels
+from dtgpt.util import extension
 
 SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M; of a GPT with long inner rows
     rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024, 1),
