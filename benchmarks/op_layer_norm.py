@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dtgpt.ops.norm import norm_kernels as kernels
 from dtgpt.ops.norm.column_kernels import Launch
-from dtgpt.ops.norm.layer_norm import residual_norm, residual_norm_reference
+from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")

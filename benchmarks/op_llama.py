@@ -10,7 +10,7 @@ from torch import Tensor
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.ops.norm import norm_kernels
 from dtgpt.ops.norm.column_kernels import Launch
-from dtgpt.ops.norm.rms_norm import residual_rms_norm, residual_rms_norm_reference
+from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.pointwise import swiglu, swiglu_kernels
 from dtgpt.ops.rotary import rotary, rotary_kernels
 from dtgpt.ops.rotary.table import angle_table
@@ -52,8 +52,8 @@ def rms_norm_cases(config: LlamaConfig, whole: bool) -> list[Case]:
     ]
     if whole:
         functions = [
-            lambda x, branch, weight, f=f: f(x, branch, weight, EPS, *end)
-            for f in (residual_rms_norm, residual_rms_norm_reference)
+            lambda x, branch, weight, f=f: f(x, branch, None, weight, None, EPS, *end)
+            for f in (residual_norm, residual_norm_reference)
         ]
         found.append(both_ways(f"residual RMSNorm, {name}", *functions, [x, branch, weight], 8 * x.nbytes))
     return found
