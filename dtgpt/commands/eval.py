@@ -45,7 +45,7 @@ class EvalOptions:
     wikitext103  perplexity of the whole text, as Megatron-LM measures it
     hellaswag    accuracy in choosing one of four endings, as llm.c measures it while it trains
 
-    dtgpt lm-eval has the procedures of lm-evaluation-harness. Each task needs a file: JSON lines, CSV or plain text,
+    dtgpt lm-eval has the procedures of lm-evaluation-harness. Each task needs a file: JSON lines or plain text,
     compressed or not."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on

@@ -1,14 +1,13 @@
 """HellaSwag: which of four endings follows a context (Zellers et al. 2019), as llm.c and build-nanogpt measure it while
 they train."""
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
+from dtgpt.evaluation.files import DataFile, Record, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
     Prepared,
@@ -28,7 +27,6 @@ SOURCE = (
     "https://github.com/klosax/hellaswag_text_data, are read, too)"
 )
 ENDINGS = 4
-CSV_KEYS = ("ctx", "ctx_a")
 LINES = ENDINGS + 2  # of an item in plain text: context, number of the right ending, endings
 
 
@@ -41,36 +39,22 @@ class Item(NamedTuple):
 
 
 def items_of(file: DataFile) -> list[Item]:
-    """Return the items of JSON lines, CSV, or six lines of plain text each. Raise UserError for anything else."""
+    """Return the items of JSON lines, or six lines of plain text each. Raise UserError for anything else."""
     if file.kind == "text" and not file.text.lstrip().startswith("{"):
         return _plain_items(file)
-    records = csv_records(file, CSV_KEYS) if file.kind == "csv" else json_records(file)
-    return [_item(record) for record in records]
+    return [_item(record) for record in json_records(file)]
 
 
 def _item(record: Record) -> Item:
     fields = record.fields
-    endings = _endings(record)
+    endings = fields.get("endings")
+    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(one, str) for one in endings):
+        raise UserError(f'{record.place} has no list of {ENDINGS} texts under "endings"; give one there')
     if "ctx" in fields:
         context = record.field("ctx", str, "the context")
     else:
         context = f"{record.field('ctx_a', str, 'the context')} {fields.get('ctx_b') or ''}".strip()
     return Item(context, endings, _gold(record.place, fields.get("label", fields.get("gold"))))
-
-
-def _endings(record: Record) -> list[str]:
-    """Return the endings of a record: a list, also one written as JSON in a field of CSV, or four fields."""
-    fields = record.fields
-    names = [f"ending{number}" for number in range(ENDINGS)]
-    endings: Any = fields.get("endings", [fields[name] for name in names if name in fields])
-    if isinstance(endings, str):
-        try:
-            endings = json.loads(endings)
-        except (ValueError, RecursionError):
-            endings = None
-    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(one, str) for one in endings):
-        raise UserError(f'{record.place} has no list of {ENDINGS} texts under "endings"; give one there')
-    return endings
 
 
 def _gold(place: str, label: Any) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
+from dtgpt.evaluation.files import DataFile, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
     Prepared,
@@ -27,20 +27,15 @@ SOURCE = (
 
 
 def passages(file: DataFile) -> list[tuple[str, str]]:
-    """Return where it stands, and the text, of each passage: `text` of JSON lines or CSV, or a line of plain text."""
+    """Return where it stands, and the text, of each passage: `text` of JSON lines, or a line of plain text."""
     if file.kind == "text" and not file.text.lstrip().startswith("{"):
         found = list(lines_of(file))
     else:
-        records = csv_records(file, ("text",)) if file.kind == "csv" else json_records(file)
-        found = [(record.place, _text(record)) for record in records]
+        found = [(record.place, record.field("text", str, "a passage")) for record in json_records(file)]
     for place, text in found:
         if not text.split():
             raise UserError(f"{place} has no word to predict; give a passage there")
     return found
-
-
-def _text(record: Record) -> str:
-    return record.field("text", str, "a passage")
 
 
 def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple[list[int], list[int]]]:

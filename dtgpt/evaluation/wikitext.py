@@ -1,15 +1,13 @@
 """WikiText-103's perplexity (Merity et al. 2016) by Megatron-LM's procedure, which makes it comparable between
 tokenizers (Shoeybi et al. 2019, appendix E.1)."""
 
-import csv
-import io
 import math
 import re
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
+from dtgpt.evaluation.files import DataFile, json_records
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded
 from dtgpt.util.console import counted
@@ -19,7 +17,6 @@ SOURCE = (
     "WikiText-103's test set of 245,566 words is wiki.test.tokens of wikitext-103-v1 "
     "(https://huggingface.co/datasets/Salesforce/wikitext), as one text or a row a line"
 )
-COLUMNS = ("text", "page")  # of rows, or of articles
 BLANK_LINE = " \n"  # in WikiText; data sets that have a row a line have an empty row for it
 OVERLAPPING_EVAL = 32  # tokens from one window to the next where an option does not say it, as in Megatron-LM
 LARGEST_EXPONENT = 20  # of a perplexity by Megatron-LM's procedure
@@ -53,32 +50,17 @@ def detokenize(text: str) -> str:
     return text
 
 
-def rows_of(file: DataFile) -> list[Record] | None:
-    """Return the rows of CSV or JSON lines, each with a text under `text` or `page`; None for plain text."""
-    if file.kind == "csv" or (file.kind == "text" and _is_one_column(file.text)):
-        return list(csv_records(file, COLUMNS))
-    return list(json_records(file)) if file.kind == "json" else None
-
-
 def whole_text(file: DataFile) -> str:
-    """Return the text of a file: as it is, or that of its rows, of which an empty one stands for a blank line."""
-    if (rows := rows_of(file)) is None:
+    """Return the text of a file: as it is, or that of its rows (`text`, or articles `page`), of which an empty one
+    stands for a blank line."""
+    if file.kind == "text":
+        if file.text.startswith('"'):  # no WikiText does, but exports of the data set
+            raise UserError(f"{file.path} begins with a quote, as CSV does, which is not read; write it as JSON lines")
         return file.text
-    texts = [row.field("page" if "page" in row.fields else "text", str, "a text") for row in rows]
+    texts = [row.field("page" if "page" in row.fields else "text", str, "a text") for row in json_records(file)]
     if len(texts) == 1:
         return texts[0]
     return "".join(text if text.endswith("\n") else f"{text}\n" if text else BLANK_LINE for text in texts)
-
-
-def _is_one_column(text: str) -> bool:
-    """Return whether a text file is CSV of one column, as exports of the data set are: no WikiText begins with a
-    quote."""
-    if not text.startswith('"'):
-        return False
-    try:
-        return all(len(row) <= 1 for row in csv.reader(io.StringIO(text, newline=""), strict=True))
-    except csv.Error:
-        return False
 
 
 class Window(NamedTuple):

@@ -120,9 +120,7 @@ JOINED = ' \n = One = \n \n He said , " no " . \n'
 
 
 @pytest.mark.parametrize("name, content", [
-    ("wiki.txt", JOINED), ("wiki.csv", '""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
-    ("exported.txt", '""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
-    ("named.csv", 'text\n""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
+    ("wiki.txt", JOINED),
     ("rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS)),
     ("stripped.jsonl", "".join(json.dumps({"text": row.rstrip("\n")}) + "\n" for row in ROWS)),
     ("rows.json", json.dumps([{"text": row} for row in ROWS])),
@@ -153,7 +151,6 @@ def test_lambada_of_megatron(tmp_path):
 
 @pytest.mark.parametrize("name, content", [
     ("x.jsonl", '{"text": "one two"}\n\n{"text": "three four"}\n'), ("x.txt", "one two\nthree four\n"),
-    ("x.csv", "id,text\n1,one two\n2,three four\n"), ("y.csv", "one two\nthree four\n"),
     ("x.json", '[{"text": "one two"}, {"text": "three four"}]'),
     ("lambada", '{"text": "one two"}\n{"text": "three four"}'),
 ])  # fmt: skip
@@ -187,17 +184,10 @@ def test_hellaswag_of_llmc(tmp_path):
     assert result.samples == 2 and result.line is None
 
 
-@pytest.mark.parametrize("name, content", [
-    ("x.txt", f"Roof: {ITEM['ctx']}\n2\n" + "\n".join(ITEM["endings"]) + "\n"),
-    ("x.csv", "ctx,label,endings\n" + f'{ITEM["ctx"]},2,"{json.dumps(ITEM["endings"])}"\n'.replace('"', '""').replace(
-        ',2,""', ',2,"').replace('""\n', '"\n')),
-    ("y.csv", "ctx,label,ending0,ending1,ending2,ending3\n"
-        + ",".join([ITEM["ctx"], "2", *(f'"{ending}"' for ending in ITEM["endings"])]) + "\n"),
-])  # fmt: skip
-def test_every_form_of_hellaswag_is_the_same_item(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
+def test_a_hellaswag_of_plain_text_has_the_same_items(tmp_path):
+    (tmp_path / "x.txt").write_text(f"Roof: {ITEM['ctx']}\n2\n" + "\n".join(ITEM["endings"]) + "\n")
     expected, _ = measured(tmp_path, "hellaswag", items(), 99, "data.jsonl")
-    (asked,) = tasks_and_files(f"hellaswag:{tmp_path / name}", TaskOptions())
+    (asked,) = tasks_and_files(f"hellaswag:{tmp_path / 'x.txt'}", TaskOptions())
     assert prepare(asked, BYTES, 99)[1].samples == expected
 
 
