@@ -33,9 +33,8 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
             f"dtgpt compare takes two runs, and {given} given; use dtgpt compare {first} {second}, or dtgpt compare "
             "RECIPE.py --plans NAME"
         )
-    from dtgpt.run.plot import check_picture, import_pyplot
+    from dtgpt.run.plot import check_picture, import_pyplot, plot_two_runs
     from dtgpt.run.two_runs import compare_runs
-    from dtgpt.run.two_runs_plot import plot_two_runs
     from dtgpt.run.two_runs_report import report
 
     if options.output is not None:

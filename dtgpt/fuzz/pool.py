@@ -3,7 +3,7 @@
 On CPUs each job gets a process group of its own, which ends with it, so that nothing of a job can reach the next one.
 On GPUs a group lives as long as its processes, and each number of processes has processes of its own: a process that
 began a second group through NCCL after the end of its first died of a segmentation fault (torch 2.11). After a failure
-the processes of the job are ended and started anew: they may wait for each other for ever.
+the processes of the job are ended and started again: they may wait for each other for ever.
 """
 
 import contextlib
@@ -40,6 +40,8 @@ IMPORTS = [
 ]  # fmt: skip
 COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
 SHOWN = 4  # functions of a process that crashed
+STACKS = 0.5  # seconds to wait for the stacks of processes that hang
+OUTPUT = 6000  # characters of a process's output
 LEAVE = 20.0  # seconds in which a process group must end
 MOST_JOBS = 100  # of processes on GPUs, which keep the communicators of all meshes
 LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
@@ -52,7 +54,9 @@ class Answer(NamedTuple):
     refusal: str = ""  # the sentence of a UserError
     failure: str = ""  # the last line of any other exception, and where it was raised
     kind: str = ""  # the exception's type
-    when: float = 0.0  # of a failure
+    when: float = 0.0  # of an exception, on the clock that processes share; 0 of a death, which explains others
+    rank: int = 0
+    output: str = ""  # the end of what a process that failed has printed, with tracebacks
 
 
 class Key(NamedTuple):
@@ -72,15 +76,16 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe."""
+    """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe. imports: modules to import
+    before processes are forked."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, imports: Sequence[str] = IMPORTS):
         self.device = device
         self._on_gpus = on_gpus = choose_device(device).type == "cuda"
         # A process that has asked for CUDA devices cannot be forked.
         self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         if not on_gpus:
-            self._context.set_forkserver_preload(IMPORTS)
+            self._context.set_forkserver_preload(list(imports))
         self._folder = tempfile.TemporaryDirectory(prefix="dtgpt-ranks-", ignore_cleanup_errors=True)
         self._ranks: dict[Key, Worker] = {}
         self._jobs: Counter[Key] = Counter()  # that a process has begun
@@ -89,18 +94,22 @@ class Pool:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
         self._end(list(self._ranks))
         self._folder.cleanup()
 
-    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer] | None]:
-        """Run the jobs at the same time and return for each what its ranks answered, or None where a rank did not
-        answer within `timeout` seconds."""
+    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer]]:
+        """Run the jobs at the same time and return for each what its ranks answered. Ranks that do not answer within
+        `timeout` seconds have failures of the kind "hangs"; after another failure or a refusal they are left out."""
         try:
             for place, job in enumerate(jobs):
                 self._begin(place, job, timeout)
             deadline, results = time.monotonic() + timeout, []
             for place, job in enumerate(jobs):
-                results.append(self._collect(self._keys(place, job), deadline))
+                results.append(self._collect(self._keys(place, job), deadline, timeout))
             return results
         except BaseException:  # Ctrl-C too: a rank in the middle of a job is of no use to the next one
             self._end(list(self._ranks))
@@ -122,7 +131,7 @@ class Pool:
             message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
             self._ranks[key].send(message)
 
-    def _collect(self, keys: list[Key], deadline: float) -> list[Answer] | None:
+    def _collect(self, keys: list[Key], deadline: float, timeout: float) -> list[Answer]:
         answers: dict[Key, Answer] = {}
         self._gather(keys, deadline, answers)
         fine = len(answers) == len(keys) and not any(a.failure for a in answers.values())
@@ -132,11 +141,17 @@ class Pool:
             left: dict[Key, Answer] = {}
             self._gather(keys, time.monotonic() + LEAVE, left)
             fine = len(left) == len(keys) and not any(a.failure for a in left.values())
+        missing = [key for key in keys if key not in answers]
+        if missing and not any(answer.failure or answer.refusal for answer in answers.values()):
+            for key in missing:
+                self._ranks[key].print_stacks()
+            time.sleep(STACKS)
+            answers |= dict.fromkeys(missing, Answer(failure=f"no answer within {timeout:g} s", kind="hangs"))
+        for key, answer in answers.items():
+            answers[key] = answer._replace(rank=key.rank, output=self._ranks[key].output() if answer.failure else "")
         if not fine:
             self._end(keys)
-        known = [answers[key] for key in keys if key in answers]
-        spoke = len(known) == len(keys) or any(a.failure or a.refusal for a in known)
-        return known if spoke else None
+        return [answers[key] for key in keys if key in answers]
 
     def _gather(self, keys: list[Key], deadline: float, answers: dict[Key, Answer]) -> None:
         waiting = {self._ranks[key].connection: key for key in keys}
@@ -187,6 +202,15 @@ class Worker:
             self.process.join(5)
             raise Died(self.process.exitcode, crash_site(Path(self._log))) from None
 
+    def print_stacks(self) -> None:
+        """Let the process print the stacks of its threads."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGQUIT)
+
+    def output(self) -> str:
+        """Return the end of what the process has printed in its last job."""
+        return Path(self._log).read_text(errors="replace").strip()[-OUTPUT:]
+
     def end(self) -> None:
         self.process.kill()
         self.process.join(5)
@@ -210,6 +234,7 @@ def serve(connection: Any, log: str) -> None:
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(2)
+    faulthandler.register(signal.SIGQUIT, 2)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays
     with contextlib.suppress(EOFError, BrokenPipeError):

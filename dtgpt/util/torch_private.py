@@ -22,14 +22,6 @@ def default_store() -> dist.Store:
         raise RuntimeError(str(error)) from None
 
 
-def join_fake_group(rank: int, world: int) -> None:
-    """Make this process `rank` of a default group of `world` processes that do not exist: every collective returns at
-    once, with whatever its output held."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-
-
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set how long a collective of the group may wait. Public from torch 2.14 on."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.train.one_rank import BuiltRank, describe_built
 from dtgpt.train.startup import open_trainer
+from tests.support.one_rank import BuiltRank, describe_built
 
 
 class Messages(TorchDispatchMode):

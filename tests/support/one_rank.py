@@ -1,27 +1,33 @@
-"""One rank of a plan, built as training builds it but on the meta device, and compared with what planning says."""
+"""One rank of a plan, built as training builds it but alone and on the meta device, beside what planning says of it."""
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.graphs import Graphs
-from dtgpt.parallel.one_rank import Groups, groups_of, open_one_rank, planned_groups
+from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards, region_of_tp
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, optimizer_bytes, parameters_of
-from dtgpt.util.errors import UserError
+from dtgpt.util.torch_private import forget_meshes
 
 BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
-MOST_RANKS = 1 << 17  # making the groups of more takes minutes
+Groups = dict[str, list[int]]  # of one rank: tp, dp, pp, and ends, the two ranks that may share a tied table
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,6 @@ class BuiltRank:
         """Return what planning says, too, by the names of `planned_bytes`."""
         sizes = self.weights, self.moments, self.gradients, self.low_precision
         return dict(zip(BYTES, sizes, strict=True))
-
-
-def check_rank(rank: int, world: int) -> None:
-    """Raise UserError where no such rank can be built."""
-    if rank >= world:
-        raise UserError(f"--rank {rank} is not one of the plan's {world} ranks; use 0 to {world - 1}")
-    if world > MOST_RANKS:
-        raise UserError(f"--rank builds one of at most {MOST_RANKS} ranks, but the plan has {world}; lower --world")
 
 
 def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> BuiltRank:
@@ -144,3 +142,42 @@ def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
     if not buckets.hooks:  # gradients stay on the parameters until the end of the step
         used += sum(shard.local.nbytes for shard in shards)
     return used, padding
+
+
+@contextmanager
+def open_one_rank(plan: ResolvedPlan, rank: int) -> Iterator[Mesh]:
+    """Yield the mesh of `rank` on the meta device, in a process group whose other members do not exist. What is built
+    on this mesh has shapes and placements, but no memory."""
+    several = plan.world > 1
+    if several:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    try:
+        yield Mesh(plan, torch.device("meta"))
+    finally:
+        if several:
+            dist.destroy_process_group()
+            forget_meshes()
+
+
+def groups_of(mesh: Mesh) -> Groups:
+    """Return the ranks of the groups that `mesh` has made, without groups of one rank."""
+    if mesh.world == 1:
+        return {}
+    made = {"tp": mesh.tp_group, "dp": mesh.devices.get_group("shard" if mesh.plan.zero else "replicate")}
+    made |= {"pp": mesh.pp_group, "ends": mesh.tied_group}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in made.items() if group is not None}
+    return {name: members for name, members in ranks.items() if len(members) > 1}
+
+
+def planned_groups(place: RankCoordinates) -> Groups:
+    """Return what `groups_of` must be, by the order of the ranks alone."""
+    plan, last = place.plan, place.plan.stage_rank(place.plan.num_stages - 1)
+    first = place.rank - place.tp - place.dp * plan.tp
+    groups = {
+        "tp": [first + place.dp * plan.tp + tp for tp in range(plan.tp)],
+        "dp": [first + dp * plan.tp + place.tp for dp in range(plan.dp)],
+        "pp": [place.neighbour(pp) for pp in range(plan.pp)],
+    }
+    if last and place.pp in (0, last):
+        groups["ends"] = [place.neighbour(0), place.neighbour(last)]
+    return {name: members for name, members in groups.items() if len(members) > 1}

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from dtgpt.ops.norm import layer_norm, residual, rms_norm
+from dtgpt.ops.norm import norm, residual
 from dtgpt.ops.pointwise import bias, gelu, swiglu
 from dtgpt.ops.pointwise.linear import linear_by_column_sum
 from dtgpt.ops.random import dropout
@@ -103,32 +103,35 @@ def check(fast: Function, oracle: Function, inputs: Sequence[Tensor], tolerance:
         assert error <= (tolerance or TOLERANCE[inputs[0].dtype]), (index, error.item())
 
 
-def check_norms(shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-    """All ways to call the functions of `layer_norm`, on `[*shape, columns]`."""
+def check_norms(
+    shape: tuple[int, int], columns: int, dtype: torch.dtype, biased: bool, device: torch.device | str = "cpu"
+) -> None:
+    """All ways to call the functions of `norm`, on `[*shape, columns]`: LayerNorm if `biased`, else RMSNorm."""
     x, branch, shift, weight, offset = draw(shape, columns, dtype, device)
-    key = keys_of(shape[0], device)
+    vectors, missing = [weight, offset][: 1 + biased], [None] * (not biased)
 
-    def norm(function: Function) -> Function:
-        return lambda x, weight, offset: function(x, weight, offset, EPS)
+    def alone(function: Function) -> Function:
+        return lambda x, *vectors: function(x, *vectors, *missing, EPS)
 
     def both(function: Function, key: Tensor | None) -> Function:
-        return lambda x, branch, shift, weight, offset: function(
-            x, branch, shift, weight, offset, EPS, key, 0.3, (5, 16)
-        )
+        return lambda x, branch, shift, *vectors: function(x, branch, shift, *vectors, *missing, EPS, key, 0.3, (5, 16))
 
-    def without_bias(function: Function, key: Tensor | None) -> Function:
-        return lambda x, branch, weight, offset: both(function, key)(x, branch, None, weight, offset)
+    def without_shift(function: Function, key: Tensor | None) -> Function:
+        return lambda x, branch, *vectors: both(function, key)(x, branch, None, *vectors)
 
     def added(function: Function, key: Tensor | None) -> Function:
         return lambda x, branch, shift: function(x, branch, shift, key, 0.3, (5, 16))
 
-    check(norm(layer_norm.layer_norm), norm(layer_norm.layer_norm_reference), [x, weight, offset])
-    fast, oracle = layer_norm.residual_norm, layer_norm.residual_norm_reference
-    check(without_bias(fast, key), without_bias(oracle, key), [x, branch, weight, offset])
-    for k in (key, None):
-        check(both(fast, k), both(oracle, k), [x, branch, shift, weight, offset])
+    check(alone(norm.norm), alone(norm.norm_reference), [x, *vectors])
+    passed = alone(lambda x, *rest: (x, norm.norm_reference(x, *rest)))
+    check(alone(norm.norm_and_pass), passed, [x, *vectors])
+    fast, oracle = norm.residual_norm, norm.residual_norm_reference
+    for key in (keys_of(shape[0], device), None):
+        check(both(fast, key), both(oracle, key), [x, branch, shift, *vectors])
+        check(without_shift(fast, key), without_shift(oracle, key), [x, branch, *vectors])
         sums = residual.residual, residual.residual_reference
-        check(*(added(function, k) for function in sums), [x, branch, shift])
+        if biased:  # once for both norms
+            check(*(added(function, key) for function in sums), [x, branch, shift])
 
 
 def check_mask(shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -146,32 +149,13 @@ def check_gelu(shape: Sequence[int], columns: int, dtype: torch.dtype, device: t
     assert (total.double() - true).norm() <= TOLERANCE[dtype] * true.norm()
 
 
-def check_rms_norms(
-    shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> None:
-    """All ways to call the functions of `rms_norm`, on `[*shape, columns]`."""
-    x, branch, _, weight, _ = draw(shape, columns, dtype, device)
-
-    def after_residual(function: Function, key: Tensor | None) -> Function:
-        return lambda x, branch, weight: function(x, branch, weight, EPS, key, 0.3, (5, 16))
-
-    pairs = [(rms_norm.rms_norm, rms_norm.rms_norm_reference)]
-    pairs.append((rms_norm.rms_norm_and_pass, lambda x, *rest: (x, rms_norm.rms_norm_reference(x, *rest))))
-    for fast, oracle in pairs:
-        check(lambda x, weight, f=fast: f(x, weight, EPS), lambda x, weight, f=oracle: f(x, weight, EPS), [x, weight])
-    for key in (keys_of(shape[0], device), None):
-        functions = rms_norm.residual_rms_norm, rms_norm.residual_rms_norm_reference
-        check(*(after_residual(function, key) for function in functions), [x, branch, weight])
-
-
-def check_rms_mask(
+def check_same_mask(
     shape: tuple[int, int], columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> None:
     """The sum before an RMSNorm is bit for bit that before a LayerNorm, and so is the gradient of what is dropped."""
     x, branch, _, weight, offset = draw(shape, columns, dtype, device)
     leaf, key = branch.requires_grad_(), keys_of(shape[0], device)
-    one, _ = rms_norm.residual_rms_norm(x, leaf, weight, EPS, key, 0.3, (3, 8))
-    other, _ = layer_norm.residual_norm(x, leaf, None, weight, offset, EPS, key, 0.3, (3, 8))
+    one, other = (norm.residual_norm(x, leaf, None, weight, bias, EPS, key, 0.3, (3, 8))[0] for bias in (None, offset))
     assert torch.equal(one, other)
     gradients = [torch.autograd.grad(total, leaf, torch.ones_like(x))[0] for total in (one, other)]
     assert torch.equal(*gradients)
@@ -214,9 +198,9 @@ def check_rotary(
 def custom_ops() -> ExitStack:
     """Public functions take their custom ops on a CPU too."""
     stack = ExitStack()
-    for module in (rms_norm, swiglu, rotary):
+    for module in (swiglu, rotary):
         stack.enter_context(mock.patch.object(module, "takes_custom_op", lambda x, has_parameters: True))
-    for module in (layer_norm, residual, gelu):
+    for module in (norm, residual, gelu):
         stack.enter_context(mock.patch.object(module, "may_fuse", lambda x: True))
     stack.enter_context(mock.patch.object(bias, "has_triton", lambda x: True))
     return stack
@@ -233,11 +217,7 @@ def interpret(body: Callable, *cases: tuple) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_index
-    ops = [
-        value
-        for module in (layer_norm, residual, gelu, bias, rms_norm, swiglu, rotary)
-        for value in vars(module).values()
-    ]
+    ops = [value for module in (norm, residual, gelu, bias, swiglu, rotary) for value in vars(module).values()]
     for op in ops:
         if isinstance(op, torch.library.CustomOpDef) and "cuda" in op._backend_fns:
             op._backend_fns["cpu"] = op._backend_fns["cuda"]

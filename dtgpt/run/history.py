@@ -1,31 +1,87 @@
-"""Recipe, data, code and machine of a run at each of its starts, read from its folder."""
+"""What a run has recorded: its curves, and recipe, data, code and machine at each of its starts."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtgpt.checkpoint.manifest import STATE
 from dtgpt.config.overrides import value_text
-from dtgpt.run.curves import Curves, read_curves
 from dtgpt.run.folder import EXAMPLE, read_recipe
+from dtgpt.run.sinks import metric_lines, parse_record
 from dtgpt.run.starts import flat, read_starts
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, did_you_mean, shown_name
 from dtgpt.util.storage import read_json
 
+TRAINING = ("step_loss", "loss")  # of the step alone, and the mean since the last multiple of log.interval
+HELD_OUT = ("validation_loss", "test_loss")
+OTHERS = ("grad_norm", "lr", "samples", "tokens")
 SHOWN_DIGEST = 12  # digits of the digest of data, as many as those of code have
-Facts = dict[str, str]  # text by name
+Curve = dict[int, float]  # value by step, in the order of steps; NaN where no number was recorded
+
+
+@dataclass
+class Curves:
+    """What a run has measured, by the name of the metric."""
+
+    of: dict[str, Curve] = field(default_factory=dict)
+    unread: int = 0  # lines that hold no record
+    dropped: int = 0  # records of steps that were taken again later
+
+    @property
+    def losses(self) -> Curve:
+        """The training loss of the steps, else the mean losses, else the validation loss; empty without any."""
+        return next((self.of[name] for name in (*TRAINING, "validation_loss") if self.of.get(name)), {})
+
+    @property
+    def last(self) -> int:
+        """The last step with a training loss, or else with any record; 0 where there is none."""
+        return self._end(TRAINING) or self._end(self.of)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take a record. Where a training loss is of an earlier step than the one before it, the run had gone on from
+        there: what came later is of another history."""
+        step = record["step"]
+        if any(name in record for name in TRAINING) and step < self._end(TRAINING):
+            self.dropped += max(_cut(curve, step) for curve in self.of.values())
+        for name, value in record.items():
+            if name in TRAINING + HELD_OUT + OTHERS or "/" in name:  # which the figures of tasks have
+                curve = self.of.setdefault(name, {})
+                _cut(curve, step)  # also a value of the same step, which was written twice
+                curve[step] = math.nan if value is None else float(value)
+
+    def _end(self, names: Iterable[str]) -> int:
+        return max((next(reversed(self.of[name])) for name in names if self.of.get(name)), default=0)
+
+
+def read_curves(path: Path) -> Curves:
+    """Return the curves of a metrics.jsonl; none where there is no such file."""
+    curves = Curves()
+    for line in metric_lines(path):
+        record = parse_record(line)
+        if record is None:
+            curves.unread += bool(line.strip())
+        else:
+            curves.add(record)
+    return curves
+
+
+def _cut(curve: Curve, step: int) -> int:
+    """Remove the values of `step` and of later ones, and return how many there were."""
+    removed = 0
+    while curve and next(reversed(curve)) >= step:
+        curve.popitem()
+        removed += 1
+    return removed
 
 
 class Piece(NamedTuple):
-    """A part of a run: from the step after `begin` on, until the next piece begins.
-
-    facts: "recipe/..." are fields of the recipe, "start/..." what the start decided for its machine.
-    """
+    """A part of a run: from the step after `begin` on, until the next piece begins."""
 
     begin: int
-    facts: Facts
+    facts: dict[str, str]  # text by name: "recipe/..." are fields of the recipe, "start/..." what a start decided
 
 
 @dataclass
@@ -60,44 +116,28 @@ class Run:
 
     def pieces(self) -> list[Piece]:
         """Return what was recorded of each part of the run that its curves show, in the order of steps."""
-        found: list[tuple[int, int]] = []  # begin, and the number of the start
-        for number, start in enumerate(self.starts):
-            found = [piece for piece in found if piece[0] < start["step"]] + [(start["step"], number)]
-        shown = [piece for piece in found if piece[0] < self.curves.last] or found[-1:]
-        before, *recipes = self._recipes()
-        pieces = [Piece(begin, _of_recipe(recipes[n]) | _of_start(self.starts[n])) for begin, n in shown]
-        first = next(iter(self.curves.losses()), 0)
-        if not pieces:  # written by an older version
-            pieces = [Piece(0, _of_recipe(self.recipe) | self._of_environment())]
-        elif 0 < first <= pieces[0].begin < self.curves.last:  # begun by one
-            pieces.insert(0, Piece(0, _of_recipe(before)))
-        return pieces
-
-    def _recipes(self) -> list[dict[str, Any]]:
-        """Return the recipe before the first start, then that of each start: that of the last one, with what each start
-        changed undone."""
-        found = [self.recipe]
+        recipes = [self.recipe]  # the last one first: each start has recorded what it changed
         for start in reversed(self.starts):
-            found.append(found[-1] | _group(start, "before"))
-        return found[::-1]
-
-    def _of_environment(self) -> Facts:
-        """Return what a run of an older version has recorded of its last start."""
-        data, packages = _group(self.environment, "data"), _group(self.environment, "packages")
-        own = {name: self.environment.get(name) for name in ("plan", "world", "device", "git")}
-        return _of_start(
-            own | {"torch": packages.get("torch"), "data": data.get("digest"), "tokenizer": data.get("tokenizer")}
-        )
-
-
-def _of_recipe(recipe: dict[str, Any]) -> Facts:
-    return {f"recipe/{name}": shown_name(value_text(value)) for name, value in recipe.items()}
+            recipes.append(recipes[-1] | _group(start, "before"))
+        before, *own = reversed(recipes)
+        found: list[Piece] = []
+        for start, recipe in zip(self.starts, own, strict=True):
+            kept = [piece for piece in found if piece.begin < start["step"]]
+            found = [*kept, Piece(start["step"], _facts(recipe, start))]
+        if not found:  # written by an older version
+            return [Piece(0, _facts(self.recipe, {}))]
+        shown = [piece for piece in found if piece.begin < self.curves.last] or found[-1:]
+        if 0 < next(iter(self.curves.losses), 0) <= shown[0].begin < self.curves.last:  # begun by an older version
+            shown.insert(0, Piece(0, _facts(before, {})))
+        return shown
 
 
-def _of_start(start: dict[str, Any]) -> Facts:
+def _facts(recipe: dict[str, Any], start: dict[str, Any]) -> dict[str, str]:
     if isinstance(digest := start.get("data"), str):
         start = start | {"data": digest[:SHOWN_DIGEST]}
-    return {f"start/{name}": shown_name(value_text(value)) for name, value in start.items() if value is not None}
+    named = {f"recipe/{name}": value for name, value in recipe.items()}
+    named |= {f"start/{name}": value for name, value in start.items() if value is not None}
+    return {name: shown_name(value_text(value)) for name, value in named.items()}
 
 
 def _group(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -111,20 +151,15 @@ def open_run_or_metrics(path: Path) -> Run:
     without a loss."""
     folder, metrics = _places(path)
     run = Run(path, metrics, read_curves(metrics))
-    if not (run.curves.losses() or run.curves.of.get("validation_loss")):
+    if not run.curves.losses:
         unread = run.curves.unread
         has = f"{counted(unread, 'line')} that hold no record" if unread else "no losses yet"
         raise UserError(f"{path} has {has}, so that there is nothing to compare; {EXAMPLE}")
     if folder is not None:
+        environment = folder / "environment.json"
         run.recipe = flat(_read_or_note(run, folder / "recipe.json", lambda: read_recipe(folder)))
-        run.environment = _read_or_note(
-            run, folder / "environment.json", lambda: read_json(folder / "environment.json", "")
-        )
+        run.environment = _read_or_note(run, environment, lambda: read_json(environment, ""))
         run.starts = read_starts(folder)
-        if not run.starts and (kept := sorted(p.name for p in folder.glob("recipe-step-*.json"))):
-            run.problems.append(
-                f"{path} was resumed by an older version, which kept no list of starts: what changed is in {kept[-1]}"
-            )
     return run
 
 
