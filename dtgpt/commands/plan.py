@@ -10,7 +10,8 @@ from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.train.settle import check_run, settle
+from dtgpt.train.job import checked
+from dtgpt.train.settle import settle
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -46,7 +47,7 @@ def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> int:
     recipe = settle(recipe, given)
     for name in names:
         parse_alternatives(name, recipe.plans)
-    check_run(recipe)
+    checked(recipe)
     if names or len(own.world) > 1:
         _table([replace(recipe, plan=name) for name in dict.fromkeys(names or (recipe.plan,))], own)
         return 0

@@ -19,8 +19,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
 from dtgpt.run.sinks import read_records
+from dtgpt.train.job import checked
 from dtgpt.train.loop import train
-from dtgpt.train.settle import check_run
 from dtgpt.train.settle import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.archives import unpack
@@ -272,7 +272,7 @@ def test_a_run_of_megatron_takes_a_text_by_its_own_tokenizer_alone(own_trees, tm
     with pytest.raises(UserError, match=rf"{tree} has no tokenizer by which data\.path=.*raw\.txt becomes tokens"):
         settle(recipe, words)
     Char([chr(97 + i) for i in range(min(26, recipe.model.vocab_size))]).save(tree / "tokenizer.json")
-    assert check_run(settle(recipe, words)) is None
+    assert checked(settle(recipe, words)).data.tokenizer_file == str(tree)
     with pytest.raises(UserError, match="was trained with another tokenizer"):
         train(settle(change(recipe, data={"tokenizer": "char"}), words))
 
