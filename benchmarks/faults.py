@@ -82,8 +82,8 @@ FAULTS = [
     Fault(
         "sums: the second of two 16-bit passes overwrites the first",
         "dtgpt/parallel/gradients.py",
-        "if narrow and passes > 1:",
-        "if narrow and passes > 2:",
+        "if self.wire.dtype != torch.float32 and passes > 1:",
+        "if self.wire.dtype != torch.float32 and passes > 2:",
     ),
     Fault(
         "sums: ZeRO adds gradients in 16 bits",
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "sums: of 16-bit gradients one replica's count",
-        "dtgpt/parallel/gradients.py",
+        "dtgpt/comm/reduce.py",
         "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
         "self.pieces.view(self.group.size(), -1)[0]",
     ),
