@@ -205,7 +205,7 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_job(pool: Pool, work: Work, ranks: int, end: float) -> None:
-    """Run the cases in one process group. After a failure, that of the case is noted, and those behind it run anew."""
+    """Run the cases in one process group. After a failure, that of the case is noted, and the later ones run again."""
     left = list(work.cases)
     while left and time.monotonic() < end:
         timeout = min(START + EACH * len(left), end - time.monotonic())

@@ -59,7 +59,7 @@ command = Command("compare RUN ...", CompareRunsOptions, compare_two_runs, EXAMP
 
 
 def means_runs(words: list[str]) -> bool:
-    """Return whether the words behind `dtgpt compare` name runs, and not a recipe."""
+    """Return whether the words after `dtgpt compare` name runs, and not a recipe."""
     if words and not words[0].startswith("-"):
         return not words[0].endswith(".py") or Path(words[0]).is_dir()
     return any(word.endswith(".jsonl") or Path(word).is_dir() for word in words if not word.startswith("-"))

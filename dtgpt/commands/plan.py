@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
@@ -41,22 +40,25 @@ class PlanOptions:
     ] = None
 
 
-def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> int:
+def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
+    from dtgpt.inference.memory_report import describe_generation
+    from dtgpt.planning.report import describe_plan
+
     _check_options(own, given)
-    names = own.plans
     recipe = settle(recipe, given)
-    for name in names:
+    for name in own.plans:
         parse_alternatives(name, recipe.plans)
     checked(recipe)
-    if names or len(own.world) > 1:
-        _table([replace(recipe, plan=name) for name in dict.fromkeys(names or (recipe.plan,))], own)
-        return 0
+    if own.plans or len(own.world) > 1:
+        _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own)
+        return
     world = own.world[0] if own.world else None
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
         say(line)
-    _report(recipe.name, settings, recipe.notes(choice, settings.device.type), own)
-    return 0
+    say(describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), own.gpu))
+    if own.inference_slots:
+        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
 
 
 def _check_options(own: PlanOptions, given: Options) -> None:
@@ -68,15 +70,6 @@ def _check_options(own: PlanOptions, given: Options) -> None:
         raise UserError(
             f"--inference_slots is about one plan, but {several} make a table; give one --plan and one --world"
         )
-
-
-def _report(name: str, settings: Settings, notes: list[str], own: PlanOptions) -> None:
-    from dtgpt.inference.memory_report import describe_generation
-    from dtgpt.planning.report import describe_plan
-
-    say(describe_plan(settings, name, notes, own.gpu))
-    if own.inference_slots:
-        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
 
 
 def _table(recipes: list[Recipe], own: PlanOptions) -> None:

@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 def read_file(path: Path, source: str) -> DataFile:
-    """Return what a file holds, whatever it is compressed with. `source`: a sentence that says where to get such a
+    """Return what a file holds, unpacked where it is compressed. `source`: a sentence that says where to get such a
     file. Raise UserError where there is none, or it cannot be read."""
     if not path.exists():
         raise UserError(f"the data {path} does not exist; {source}")

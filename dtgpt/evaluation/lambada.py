@@ -41,7 +41,7 @@ def passages(file: DataFile) -> list[tuple[str, str]]:
 def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple[list[int], list[int]]]:
     """Return the ids of context and target of each passage, as Megatron-LM makes them (tasks/zeroshot_gpt).
 
-    strict: the target is the last word behind a blank, encoded apart from the context before it; else it is the last
+    strict: the target is the last word after a blank, encoded apart from the context before it; else it is the last
     token of the passage.
     """
     if not strict:

@@ -27,7 +27,7 @@ def megatron_lines(line: str) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the metrics of tasks in columns, a standard error beside its metric."""
+    """Return the metrics of tasks in columns, each with its standard error."""
     rows = [HEADER]
     for result in results:
         for name, value in result.figures.items():

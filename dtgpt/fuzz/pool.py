@@ -126,7 +126,7 @@ class Pool:
         for key in keys:
             if key not in self._ranks:
                 log = f"{self._folder.name}/{'-'.join(map(str, key))}.log"
-                self._ranks[key] = Worker(self._context, serve, log)
+                self._ranks[key] = Worker(self._context, log)
             self._jobs[key] += 1
             message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
             self._ranks[key].send(message)
@@ -158,11 +158,7 @@ class Pool:
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 key = waiting.pop(connection)  # type: ignore[arg-type]
-                try:
-                    answer = self._ranks[key].receive()
-                except Died as died:
-                    answer = Answer(failure=f"a process {died}", kind=f"exit code {died.code}")
-                answers[key] = answer
+                answers[key] = answer = self._ranks[key].receive()
                 if answer.failure or answer.refusal:
                     deadline = min(deadline, time.monotonic() + COLLECT)
 
@@ -172,18 +168,10 @@ class Pool:
             del self._jobs[key]
 
 
-class Died(Exception):
-    """A process ended before it answered. `code`: its exit code. `where`: in which functions, as far as known."""
-
-    def __init__(self, code: int | None, where: str = ""):
-        super().__init__(f"died with exit code {code}" + (f" in {where}" if where else ""))
-        self.code = code
-
-
 class Worker:
-    """The parent's end of a process that runs `serve(connection, log)`; messages both ways are pickled."""
+    """The parent's end of a process that runs `serve`; messages both ways are pickled."""
 
-    def __init__(self, context: Any, serve: Callable[[Any, str], None], log: str):
+    def __init__(self, context: Any, log: str):
         self._log = log
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
@@ -191,16 +179,18 @@ class Worker:
         theirs.close()  # else its death would not close the connection
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it just died: `receive` says so
+        with contextlib.suppress(OSError):  # it has just died: `receive` says so
             self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
-    def receive(self) -> Any:
-        """Return the next message of the process; raise Died where there is none."""
+    def receive(self) -> Answer:
+        """Return the next answer of the process; a failure that names its exit code where it has died."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5)
-            raise Died(self.process.exitcode, crash_site(Path(self._log))) from None
+            code, where = self.process.exitcode, crash_site(Path(self._log))
+            died = f"a process died with exit code {code}" + (f" in {where}" if where else "")
+            return Answer(failure=died, kind=f"exit code {code}")
 
     def print_stacks(self) -> None:
         """Let the process print the stacks of its threads."""

@@ -62,7 +62,7 @@ class Runner:
         return self._problem(case, ranks, reference) or self._judge(case, ranks, reference, first)
 
     def _problem(self, case: Case, ranks: list[Answer], reference: list[Answer]) -> Outcome | None:
-        """Return the outcome of a case whose plan, or the one process beside it, did not come to its end."""
+        """Return the outcome of a case whose plan, or whose reference on one process, did not come to its end."""
         for answers, where in ((ranks, ""), (reference, "on one process: ")):
             if first := min((a for a in answers if a.failure), key=lambda answer: answer.when, default=None):
                 return Outcome(

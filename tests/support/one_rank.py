@@ -1,4 +1,4 @@
-"""One rank of a plan, built as training builds it but alone and on the meta device, beside what planning says of it."""
+"""One rank of a plan, built as training builds it but alone and on the meta device, compared with what planning says of it."""
 
 import math
 from collections import Counter
@@ -52,7 +52,7 @@ class BuiltRank:
     weights: int  # fp32 masters
     low_precision: int  # 16-bit copies that modules compute with
     gradients: int
-    padding: int  # bytes that the buckets of gradients hold beside
+    padding: int  # further bytes that the buckets of gradients hold
     moments: int
 
     def bytes(self) -> dict[str, int]:
