@@ -1,4 +1,4 @@
-"""One rank of a plan, built as training builds it but alone and on the meta device, compared with what planning says of it."""
+"""One rank of a plan, built as training builds it but alone and on the meta device, compared with the plan."""
 
 import math
 from collections import Counter
