@@ -14,6 +14,7 @@ from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.options import MOST_SEQUENCES, Options
 from dtgpt.inference.prompts import encode
+from dtgpt.inference.sampling import Sampling, declared
 from dtgpt.inference.session import Job
 from dtgpt.inference.text import segments
 from dtgpt.models.config import ModelConfig
@@ -32,12 +33,10 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
     if api.beam_width is not None:
         (ids,) = prompts
         return [_search(api, ids, new_tokens, api.beam_width, config)]
-    options = Options(
-        max_new_tokens=new_tokens, temperature=api.temperature, top_k=api.top_k, top_p=api.top_p,
-        top_p_decay=api.top_p_decay, top_p_bound=api.top_p_bound,
-        prevent_newline_after_colon=api.prevent_newline_after_colon, seed=seed, prompt_logprobs=api.logprobs,
-        stop_on_double_eol=api.stop_on_double_eol, stop_on_eol=api.stop_on_eol and not api.stop_on_double_eol,
-    )  # fmt: skip
+    given = {one.name: getattr(api, one.offer.megatron) for one in declared(Sampling).values() if one.offer.megatron}
+    given |= {"max_new_tokens": new_tokens, "seed": seed, "prompt_logprobs": api.logprobs}
+    given["stop_on_eol"] = api.stop_on_eol and not api.stop_on_double_eol
+    options = Options(**given)
     return [Job(ids, options, index) for index, ids in enumerate(prompts)]
 
 

@@ -67,7 +67,7 @@ def test_null_stands_for_the_default_of_every_key():
     {"stream": True, "stream_options": {"include_usage": 1}}, {"frequency_penalty": 2.5}, {"presence_penalty": []},
     {"logit_bias": []}, {"logit_bias": {"257": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
     {"logit_bias": {"5": None}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"9" * 400: 1}}, {"suffix": "x"},
-    {"top_k": -2}, {"min_tokens": 17}, {"stop_token_ids": [257]}, {"stop_token_ids": 5}, {"min_p": 0.1},
+    {"top_k": -2}, {"min_tokens": 17}, {"stop_token_ids": [257]}, {"stop_token_ids": 5}, {"min_p": 1.5},
     {"use_beam_search": True}, {"model": 5}, {"tools": []}, {"": 1}, {"top_p": 0.5, "top_p_bound": 0.6},
 ], ids=str)  # fmt: skip
 def test_a_wrong_value_is_one_sentence_that_says_what_is_right(wrong):
