@@ -86,13 +86,9 @@ class Model:
         details: return `Completion` objects, with ids, log-probabilities and the reason of the end.
         return_full_text: begin each continuation with its prompt.
 
-        options, as in transformers where it has them: max_new_tokens (default: 64, or as many as the positions of the
-        model leave), min_new_tokens, do_sample (False: always the likeliest token), temperature, top_k, top_p,
-        top_p_decay, top_p_bound, frequency_penalty, presence_penalty, logit_bias (a dict from ids),
-        no_repeat_ngram_size, num_return_sequences (above 1: a list for each prompt), num_beams, length_penalty,
-        early_stopping, stop_strings (the text ends before the first of them), stop_token_ids, ends (False: the end of
-        text does not end a sequence), stop_on_eol, stop_on_double_eol, prevent_newline_after_colon, seed; with details
-        also top_logprobs and prompt_logprobs. `dtgpt.inference.options.Options` describes each.
+        options: those of `dtgpt.inference.options.Options`, named as in transformers where it has them;
+        docs/generation.md describes each. max_new_tokens is by default 64, or as many as the positions of the model leave;
+        num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with details.
 
         A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
         prompts and the plan change nothing but the rounding of logits.
