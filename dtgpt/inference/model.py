@@ -87,8 +87,9 @@ class Model:
         return_full_text: begin each continuation with its prompt.
 
         options: those of `dtgpt.inference.options.Options`, named as in transformers where it has them;
-        docs/generation.md describes each. max_new_tokens is by default 64, or as many as the positions of the model leave;
-        num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with details.
+        docs/generation.md describes each. max_new_tokens is by default 64, or as many as the positions of the model
+        leave; num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with
+        details.
 
         A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
         prompts and the plan change nothing but the rounding of logits.
