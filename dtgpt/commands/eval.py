@@ -18,10 +18,10 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import Prepared, TaskOptions
+from dtgpt.inference.broadcast import from_rank_0
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
-from dtgpt.inference.share import from_rank_0
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
@@ -118,7 +118,7 @@ def measure(scorer: Scorer, asked: Sequence[Asked], prepared: Sequence[tuple[Dat
             scorer.score(None)
             continue
         file, (samples, to_result) = prepared[number]
-        progress = Progress(one.task.name, len(samples), scorer.mesh.plan.dp)
+        progress = EvalProgress(one.task.name, len(samples), scorer.mesh.plan.dp)
         scores = scorer.score(samples, progress.add)
         progress.finish()
         if scores is not None:
@@ -171,7 +171,7 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     say(f"results -> {path}")
 
 
-class Progress:
+class EvalProgress:
     """Lines of progress of a task on stderr: on a terminal one that is renewed."""
 
     def __init__(self, name: str, samples: int, replicas: int):

@@ -18,7 +18,7 @@ from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
 from dtgpt.inference.options import OPTIONS, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
@@ -49,7 +49,7 @@ def sampling_words() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
+class PromptOptions:
     """Where prompts come from and where texts go."""
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
@@ -78,7 +78,7 @@ SamplingWords: Any = sampling_words()
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Execution, SamplingWords, Prompts):  # fields are listed from the last base on
+class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are listed from the last base on
     """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
     convert` reads. Under torchrun, the processes share the model by a plan.
 
@@ -165,17 +165,17 @@ def _number(word: str, kind: type, option: str) -> Any:
         raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
-def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> Job:
+def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> PromptJob:
     """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
     ids = encode(line.prompt, model.tokenizer, model.config)
     own = {name: value for name, value in line.options.items() if value is not None}
-    job = Job(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
+    job = PromptJob(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
     model.generator.check(job)
     return job
 
 
 def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
-    jobs: list[Job] = []
+    jobs: list[PromptJob] = []
 
     def prepare() -> Need:
         jobs.append(make_job(model, Line(1, prompt, {}), base, 0))
@@ -196,7 +196,7 @@ def _converse(model: Model, base: dict[str, Any]) -> None:
 
     def prepare() -> Need:
         model.tokenizer  # noqa: B018  # which says why there is none
-        shortest = Job([0], read_options(base, 1, model.config, NEW_TOKENS))
+        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
         model.generator.check(shortest)  # options that are wrong for any prompt
         return Need(shortest.rows, shortest.rows)
 
@@ -214,7 +214,7 @@ def _lines(options: GenerateOptions) -> list[Line]:
 
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     lines: list[Line] = []
-    jobs: list[Job] = []
+    jobs: list[PromptJob] = []
     results = _result_file(options)
 
     def prepare() -> Need:

@@ -16,7 +16,7 @@ from typing import Self
 from dtgpt.commands.prompts import Line
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.util.console import counted, duration, say_error, write
 from dtgpt.util.errors import UserError, remedy
 
@@ -24,7 +24,7 @@ COLUMNS = 79
 LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
 
 
-def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = lambda: False) -> None:
+def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
     """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
     whether to end with what there is."""
     number, several = session.submit(job), job.rows > 1
@@ -92,7 +92,7 @@ class Keyboard:
         self._stopped = True
 
 
-def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Job]) -> None:
+def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], PromptJob]) -> None:
     """Continue one prompt after the other, each without those before it. `make`: the job of a prompt and its number."""
     for turn, prompt in enumerate(keyboard.prompts()):
         try:
@@ -123,7 +123,7 @@ class ResultFile:
     def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
         """Write the texts of each line in the order of the lines, and progress to stderr. Raise UserError where the
         file cannot be written; it keeps all complete lines. Where nobody reads stdout on, end."""
-        progress = Progress(len(lines))
+        progress = PromptProgress(len(lines))
         with self._open() as file:
             for line, completions in zip(lines, results, strict=True):
                 for choice, found in enumerate(completions):
@@ -193,7 +193,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-class Progress:
+class PromptProgress:
     """Lines of progress on stderr: on a terminal one that is renewed."""
 
     def __init__(self, prompts: int):

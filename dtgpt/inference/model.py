@@ -23,9 +23,9 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import Prompts, read_prompts
+from dtgpt.inference.prompts import GivenPrompts, read_prompts
 from dtgpt.inference.request import check_range
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
@@ -130,8 +130,8 @@ class Model:
 
     def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
         """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
-        asked: list[Prompts] = []
-        jobs: list[Job] = []
+        asked: list[GivenPrompts] = []
+        jobs: list[PromptJob] = []
 
         def prepare() -> Need:
             asked.append(self._read(prompts))
@@ -144,8 +144,8 @@ class Model:
         return self.generator.run(prepare, work)
 
     def _stream(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
-        asked: list[Prompts] = []
-        jobs: list[Job] = []
+        asked: list[GivenPrompts] = []
+        jobs: list[PromptJob] = []
 
         def prepare() -> Need:
             if more:
@@ -162,11 +162,11 @@ class Model:
 
         return self.generator.stream(prepare, work)
 
-    def _read(self, prompts: Any) -> Prompts:
+    def _read(self, prompts: Any) -> GivenPrompts:
         return read_prompts(prompts, lambda: self.tokenizer, self.config)
 
-    def _jobs(self, asked: Prompts, options: Mapping[str, Any]) -> list[Job]:
-        jobs = [Job(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+    def _jobs(self, asked: GivenPrompts, options: Mapping[str, Any]) -> list[PromptJob]:
+        jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
         for job in jobs:
             self.generator.check(job)
         return jobs

@@ -21,7 +21,7 @@ OPTION_KEYS = {option.offer.openai: option for option in OPTIONS.values() if opt
 Reader = Callable[[str, Any], Any]  # (key, value) -> value; raises UserError or HttpProblem
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     """A key that a request may have."""
 
     default: Any  # where the key is missing or null
@@ -106,22 +106,22 @@ def read_stream_options(name: str, value: Any) -> bool:
     return value.get("include_usage", False)
 
 
-OFF = Key(False, read_switch)
+OFF = RequestKey(False, read_switch)
 KEYS = {
-    "model": Key(None, read_text),
-    "prompt": Key(None, read_any),  # see `openai_request`
-    "best_of": Key(None, read_best_of),
+    "model": RequestKey(None, read_text),
+    "prompt": RequestKey(None, read_any),  # see `openai_request`
+    "best_of": RequestKey(None, read_best_of),
     "echo": OFF,
-    "logprobs": Key(None, read_logprobs),
+    "logprobs": RequestKey(None, read_logprobs),
     "stream": OFF,
-    "stream_options": Key(None, read_stream_options),
-    "suffix": Key("", only("")),
-    "user": Key(None, read_any),
+    "stream_options": RequestKey(None, read_stream_options),
+    "suffix": RequestKey("", only("")),
+    "user": RequestKey(None, read_any),
     # vLLM's
     "ignore_eos": OFF,
     "return_token_ids": OFF,
-    "repetition_penalty": Key(1.0, only(1)),
-    "use_beam_search": Key(False, only(False)),
-    "skip_special_tokens": Key(True, only(True)),
-    "include_stop_str_in_output": Key(False, only(False)),
+    "repetition_penalty": RequestKey(1.0, only(1)),
+    "use_beam_search": RequestKey(False, only(False)),
+    "skip_special_tokens": RequestKey(True, only(True)),
+    "include_stop_str_in_output": RequestKey(False, only(False)),
 }

@@ -8,8 +8,8 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.generator import Generator
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, encode
-from dtgpt.inference.session import Job
-from dtgpt.serve.limits import Limits
+from dtgpt.inference.session import PromptJob
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.openai_keys import OPTION_KEYS, read_keys
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
@@ -32,7 +32,7 @@ class CompletionRequest:
     """A request that can be served: a job for each prompt, of `best_of` sequences each, of which the answer has `n`."""
 
     prompts: list[Prompt]
-    jobs: list[Job]
+    jobs: list[PromptJob]
     n: int
     best_of: int
     seed: int
@@ -47,7 +47,7 @@ class CompletionRequest:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def read_request(body: dict[str, Any], generator: Generator, model: str, limits: Limits) -> CompletionRequest:
+def read_request(body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits) -> CompletionRequest:
     """Return the request in a JSON object, to the server of `model`. Raise HttpProblem where it cannot be served."""
     keys = read_keys(body)
     check_model(keys["model"], model)
@@ -90,7 +90,7 @@ def _check_together(keys: dict[str, Any]) -> None:
             raise HttpProblem(400, sentence, name)
 
 
-def _read_prompts(given: Any, generator: Generator, limits: Limits) -> list[Prompt]:
+def _read_prompts(given: Any, generator: Generator, limits: RequestLimits) -> list[Prompt]:
     """Return the prompts of a text, of ids, or of a list of either; None begins a document. In a text, the names of
     special tokens stand for these, as in vLLM."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
@@ -128,7 +128,7 @@ def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
     return "" if tokenizer is None else tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 
-def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> Job:
+def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> PromptJob:
     """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
     positions = generator.config.seq_length
     new = keys.get("max_tokens")
@@ -136,7 +136,7 @@ def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code="context_length_exceeded")
-    job = Job(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
+    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
     try:
         generator.check(job)
     except UserError as error:

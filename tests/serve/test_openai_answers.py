@@ -13,8 +13,8 @@ from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.session import Session
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.serve.limits import Limits
-from dtgpt.serve.openai_answer import Answer, Stream
+from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_logprobs import Logprobs, likeliest
 from dtgpt.serve.openai_request import Prompt, read_request
 from dtgpt.serve.problems import HttpProblem
@@ -32,7 +32,7 @@ GENERATOR = generator_of(CONFIG, BYTES)
 
 
 def read(generator=GENERATOR, **body):
-    return read_request(body, generator, "tiny", Limits())
+    return read_request(body, generator, "tiny", RequestLimits())
 
 
 def problem(**body):
@@ -195,8 +195,8 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
 
     session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES))
     numbers = [session.submit(job) for job in asked.jobs]
-    answer = Answer(asked, "tiny", BYTES, TokenNames(BYTES))
-    stream, found, events = Stream(answer), {}, b""
+    answer = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES))
+    stream, found, events = CompletionStream(answer), {}, b""
     while session.busy:
         updates = [update._replace(job=numbers.index(update.job)) for update in session.step()]
         events += stream.events(updates)
@@ -226,6 +226,6 @@ def test_best_of_ranks_by_the_mean_of_log_probabilities():
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
     session = Session(ScriptedEngine(lambda _, c: [*texts[c].encode(), 256]), BYTES, special_ids(BYTES))
     (found,) = session.run(asked.jobs)
-    whole = Answer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
+    whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]
     assert whole["usage"] == {"prompt_tokens": 1, "completion_tokens": 12, "total_tokens": 13}
