@@ -203,10 +203,6 @@ def _converse(model: Model, base: dict[str, Any]) -> None:
     model.generator.run(prepare, work)
 
 
-def _result_file(options: GenerateOptions) -> ResultFile:
-    return ResultFile(Path(options.output) if options.output else None)
-
-
 def _lines(options: GenerateOptions) -> list[Line]:
     """Return the prompts of the file, or of the command line."""
     return read_prompts_file(Path(options.prompts_file)) if options.prompts_file else [Line(1, options.prompt, {})]
@@ -215,7 +211,7 @@ def _lines(options: GenerateOptions) -> list[Line]:
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     lines: list[Line] = []
     jobs: list[PromptJob] = []
-    results = _result_file(options)
+    results = ResultFile(Path(options.output) if options.output else None)
 
     def prepare() -> Need:
         results.check()
