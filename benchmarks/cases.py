@@ -5,12 +5,16 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from timing import COPY_RATE, MATRIX_RATE, capture
+from torch import Tensor
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     sys.exit("these benchmarks measure CUDA kernels; run them where PyTorch sees a GPU and has Triton")
+
+ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own
 
 
 @dataclass
@@ -27,6 +31,28 @@ class Case:
     def floor(self) -> float:
         """Seconds."""
         return max(self.bytes / COPY_RATE, self.flops / MATRIX_RATE)
+
+
+def variants_of(launches: list, work: Callable[[Any], object]) -> dict[str, Callable[[], object]]:
+    """The variants of a case that differ in the launch parameters of a kernel, which `work` takes."""
+    return {f"{tuple(launch)}": lambda launch=launch: work(launch) for launch in launches}
+
+
+def both_ways(name: str, fast: Callable, plain: Callable, inputs: list[Tensor], number: int) -> Case:
+    """Forward and backward through autograd, and a copy of `number` bytes, read and written."""
+    inputs = [t.requires_grad_() for t in inputs]
+    outputs = fast(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = [torch.randn_like(t) for t in outputs]
+
+    def both(function: Callable) -> Callable:
+        return lambda: torch.autograd.grad(function(*inputs), inputs, gradients)
+
+    half = torch.empty(number // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(half)
+    variants = {"ours": both(fast), "eager": both(plain), "copy": lambda: target.copy_(half)}
+    variants["compiled"] = both(torch.compile(plain, fullgraph=True, dynamic=False))
+    return Case(f"{name}, both ways", variants, bytes=number)
 
 
 def medians(variants: dict[str, Callable[[], object]], rounds: int = 20) -> dict[str, float]:

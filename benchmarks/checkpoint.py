@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from train_step import drain, make_recipe
 
 from dtgpt.checkpoint.load import load_training
-from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint, step_folder
+from dtgpt.checkpoint.manifest import Checkpoint, step_folder
 from dtgpt.checkpoint.save import Saver
 from dtgpt.checkpoint.state import describe
 from dtgpt.config.recipe import Recipe
@@ -45,9 +45,9 @@ STEPS = 12  # in which the stall of a save is looked for, on a GPU
 
 def tensors_of(training: Trainer) -> dict[str, Tensor]:
     """Weights and moments of this rank."""
-    adamw = training.optimizer.adamw
+    rule = training.optimizer.rule
     weights = {shard.name: shard.local for shard in training.shards}
-    moments = {f"{s.name}.{m}": getattr(adamw, m)[s.index] for m in MOMENTS for s in training.shards}
+    moments = {f"{s.name}.{name}": t for s in training.shards for name, t in rule.state(s.index).items()}
     return weights | moments
 
 
@@ -114,7 +114,7 @@ def load_ours(training: Trainer, checkpoints: Path, step: int) -> float:
         problems = [p for p in mesh.gather(checkpoint.problem(mesh.rank, mesh.world)) if p]
         if problems:
             raise RuntimeError(problems[0])
-        load_training(checkpoint, training.shards, training.optimizer.adamw)
+        load_training(checkpoint, training.shards, training.optimizer.rule)
 
     return seconds(load, training.mesh.device)
 
@@ -185,10 +185,10 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> None:
         recipe = make_recipe(args, overrides, args.plan)[0]
         training = stack.enter_context(open_trainer(recipe))
         mesh = training.mesh
-        for moment in MOMENTS:
-            for tensor in getattr(training.optimizer.adamw, moment):
+        for shard in training.shards:
+            for tensor in training.optimizer.rule.state(shard.index).values():
                 tensor.uniform_()
-        saver = stack.enter_context(Saver(folder / "ours", training.shards, training.optimizer.adamw, keep_last=1))
+        saver = stack.enter_context(Saver(folder / "ours", training.shards, training.optimizer.rule, keep_last=1))
         for _ in range(args.warmup):
             training.train_step()
         peer = Dcp(training, folder, args.dcp)

@@ -205,14 +205,15 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_job(pool: Pool, work: Work, ranks: int, end: float) -> None:
-    """Run the cases in one process group. After a failure, that of the case is noted, and those behind it run anew."""
+    """Run the cases in one process group. After a failure, that of the case is noted, and the later ones run again."""
     left = list(work.cases)
     while left and time.monotonic() < end:
         timeout = min(START + EACH * len(left), end - time.monotonic())
         (answers,) = pool.run([Job(ranks, run_cases, (work._replace(cases=left),))], timeout)
         seen = done(Path(work.results))
         left = [case for case in left if case.name not in seen]
-        failures = [answer.refusal or answer.failure for answer in answers or [] if answer.refusal or answer.failure]
+        known = [answer for answer in answers if answer.kind != "hangs"]
+        failures = [answer.refusal or answer.failure for answer in known if answer.refusal or answer.failure]
         if left and (failures or time.monotonic() < end):
             reason = failures[0] if failures else f"no answer within {timeout:.0f} s"
             append(Path(work.results), left[0], {"problem": reason})

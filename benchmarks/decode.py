@@ -39,8 +39,8 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.local import inference_stages
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.util.environment import environment
+from dtgpt.util.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEERS = ("dtgpt", "naive_graph", "hf_compiled", "hf_eager")

@@ -46,7 +46,7 @@ FAULTS = [
     Fault(
         "resume: the number of updates begins at 0",
         "dtgpt/optim/update.py",
-        'self.adamw.updates.fill_(state["updates"])',
+        'self.rule.updates.fill_(state["updates"])',
         "pass",
     ),
     Fault(
@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "resume: the second moment is read over the first",
         "dtgpt/checkpoint/load.py",
-        'read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])',
-        'read_part(checkpoint, f"{shard.name}.{moment}", *place, optimizer.exp_avg[shard.index])',
+        'read_part(checkpoint, f"{shard.name}.{name}", *place, tensor)',
+        'read_part(checkpoint, f"{shard.name}.{name}", *place, next(iter(optimizer.state(shard.index).values())))',
     ),
     Fault(
         "resume: 16-bit weights stay as they were",
@@ -82,8 +82,8 @@ FAULTS = [
     Fault(
         "sums: the second of two 16-bit passes overwrites the first",
         "dtgpt/parallel/gradients.py",
-        "if narrow and passes > 1:",
-        "if narrow and passes > 2:",
+        "if self.wire.dtype != torch.float32 and passes > 1:",
+        "if self.wire.dtype != torch.float32 and passes > 2:",
     ),
     Fault(
         "sums: ZeRO adds gradients in 16 bits",
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "sums: of 16-bit gradients one replica's count",
-        "dtgpt/parallel/gradients.py",
+        "dtgpt/comm/reduce.py",
         "self.pieces.view(self.group.size(), -1).sum(0, dtype=torch.float32)",
         "self.pieces.view(self.group.size(), -1)[0]",
     ),
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "AdamW: biases and norms decay",
-        "dtgpt/optim/update.py",
+        "dtgpt/config/sections.py",
         "decay=shard.local.dim() > 1)",
         "decay=True)",
     ),

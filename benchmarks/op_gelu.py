@@ -1,7 +1,7 @@
 """Bias and GELU, and the gradient of a bias, against PyTorch's eager and compiled code."""
 
 import torch
-from cases import Case, run_cases
+from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.ops.norm import column_kernels
@@ -10,7 +10,6 @@ from dtgpt.ops.pointwise import gelu_kernels
 from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
 CUDA = torch.device("cuda")
-ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own
 FORWARD = [Launch(4, 8, 32, 1), Launch(4, 8, 32, 2), Launch(4, 8, ONE_TILE, 1), Launch(2, 8, 32, 2)]
 BACKWARD = [Launch(4, 8, 16, 1), Launch(4, 8, 16, 2), Launch(2, 8, 24, 1), Launch(2, 8, 24, 2), Launch(4, 8, 32, 1)]
 COLUMN_SUM = [Launch(8, 8, 32, 1), Launch(8, 8, 32, 2), Launch(16, 8, 16, 1), Launch(4, 8, 48, 2)]
@@ -19,10 +18,6 @@ COLUMN_SUM = [Launch(8, 8, 32, 1), Launch(8, 8, 32, 2), Launch(16, 8, 16, 1), La
 def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x, dy, bias."""
     return tuple(torch.randn(s, device=CUDA, dtype=dtype) for s in [(rows, columns), (rows, columns), (columns,)])
-
-
-def variants_of(launches: list[Launch], work) -> dict:
-    return {f"{tuple(launch)}": lambda launch=launch: work(launch) for launch in launches}
 
 
 def forward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -37,19 +32,6 @@ def backward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.
     return Case(f"bias + GELU backward, {rows} x {columns}, {dtype}", variants, bytes=3 * x.nbytes)
 
 
-def whole_case(rows: int, columns: int) -> Case:
-    """Forward and backward through autograd."""
-    x, dy, bias = draw(rows, columns, torch.bfloat16)
-    inputs = x.requires_grad_(), bias.requires_grad_()
-
-    def both(function):
-        return lambda: torch.autograd.grad(function(*inputs), inputs, dy)
-
-    variants = {"ours": both(bias_gelu), "eager": both(reference)}
-    variants["compiled"] = both(torch.compile(reference, fullgraph=True, dynamic=False))
-    return Case(f"bias + GELU both ways, {rows} x {columns}", variants, bytes=5 * x.nbytes)
-
-
 def sum_case(rows: int, columns: int) -> Case:
     x, *_ = draw(rows, columns, torch.bfloat16)
     variants = variants_of(COLUMN_SUM, lambda launch: column_kernels.column_sum(x, launch))
@@ -59,7 +41,9 @@ def sum_case(rows: int, columns: int) -> Case:
 
 def cases() -> list[Case]:
     k = 1024
-    found = [backward_case(BACKWARD, 32 * k, 4096), forward_case(FORWARD, 32 * k, 4096), whole_case(32 * k, 4096)]
+    x, _, bias = draw(32 * k, 4096, torch.bfloat16)
+    gelu = both_ways(f"bias + GELU, {32 * k} x 4096", bias_gelu, reference, [x, bias], 5 * x.nbytes)
+    found = [backward_case(BACKWARD, 32 * k, 4096), forward_case(FORWARD, 32 * k, 4096), gelu]
     found += [backward_case(BACKWARD[:2], 16 * k, 4096), backward_case(BACKWARD[:2], 64 * k, 3072)]
     found += [backward_case(BACKWARD[:1], 16 * k, 4096, torch.float32)]
     return [

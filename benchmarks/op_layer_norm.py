@@ -1,17 +1,16 @@
 """LayerNorm with the residual addition before it, against PyTorch's eager and compiled code."""
 
 import torch
-from cases import Case, run_cases
+from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.ops.norm import norm_kernels as kernels
 from dtgpt.ops.norm.column_kernels import Launch
-from dtgpt.ops.norm.layer_norm import residual_norm, residual_norm_reference
+from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")
 EPS, P = 1e-5, 0.1
-ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own
 FORWARD = [Launch(2, 8, 24, 1), Launch(2, 8, 24, 2), Launch(4, 8, 16, 2), Launch(2, 8, ONE_TILE, 1)]
 BACKWARD = [Launch(2, 8, 16, 1), Launch(2, 8, 16, 2), Launch(2, 8, 16, 3), Launch(4, 8, 12, 1), Launch(4, 8, 12, 2)]
 BACKWARD += [Launch(1, 8, 20, 2), Launch(2, 16, 8, 2)]
@@ -22,10 +21,6 @@ def draw(samples: int, length: int, columns: int) -> tuple[list[Tensor], Tensor]
     shapes = [(samples, length, columns)] * 2 + [(columns,)] * 3
     inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes]
     return inputs, fold(root_key(1), torch.arange(samples)).to(CUDA)
-
-
-def variants_of(launches: list[Launch], work) -> dict:
-    return {f"{tuple(launch)}": lambda launch=launch: work(launch) for launch in launches}
 
 
 def title(direction: str, x: Tensor, key: Tensor | None) -> str:
@@ -51,19 +46,10 @@ def backward_case(launches: list[Launch], *sizes: int, dropout: bool = True) -> 
 def whole_case(*sizes: int, dropout: bool = True) -> Case:
     """Forward and backward through autograd."""
     inputs, key = draw(*sizes)
-    key = key if dropout else None
-    inputs = [t.requires_grad_() for t in inputs]
-
-    def both(function):
-        def work():
-            outputs = function(*inputs, EPS, key, P, (0, 0))
-            return torch.autograd.grad(outputs, inputs, [t.detach() for t in inputs[:2]])
-
-        return work
-
-    variants = {"ours": both(residual_norm), "eager": both(residual_norm_reference)}
-    variants["compiled"] = both(torch.compile(residual_norm_reference, fullgraph=True, dynamic=False))
-    return Case(title("both ways", inputs[0], key), variants, bytes=(9 if dropout else 8) * inputs[0].nbytes)
+    rest = (EPS, key if dropout else None, P, (0, 0))
+    functions = [lambda *given, f=f: f(*given, *rest) for f in (residual_norm, residual_norm_reference)]
+    name = f"residual norm, {sizes[0] * sizes[1]} x {sizes[2]}{', dropout' * dropout}"
+    return both_ways(name, *functions, inputs, (9 if dropout else 8) * inputs[0].nbytes)
 
 
 def norm_case(samples: int, length: int, columns: int) -> Case:

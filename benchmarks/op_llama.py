@@ -1,60 +1,36 @@
 """RMSNorm with the residual addition before it, SwiGLU and rotary positions, against PyTorch's eager and compiled code
 and against a copy of as many bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from cases import Case, run_cases
+from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.ops.norm import norm_kernels
 from dtgpt.ops.norm.column_kernels import Launch
-from dtgpt.ops.norm.rms_norm import residual_rms_norm, residual_rms_norm_reference
+from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.pointwise import swiglu, swiglu_kernels
 from dtgpt.ops.rotary import rotary, rotary_kernels
 from dtgpt.ops.rotary.table import angle_table
 
 CUDA = torch.device("cuda")
 BATCH, LENGTH, EPS = 4, 4096, 1e-5
-ONE_TILE = 1 << 20  # an occupancy that gives every tile a program of its own
-RMS_FORWARD = [Launch(1, 8, ONE_TILE, 1), Launch(2, 8, ONE_TILE, 1), Launch(1, 8, 32, 2), Launch(2, 8, 16, 2)]
-RMS_FORWARD += [Launch(2, 8, 32, 1), Launch(1, 16, ONE_TILE, 1), Launch(1, 8, 48, 3)]
+RMS_FORWARD = [
+    Launch(1, 8, ONE_TILE, 1), Launch(2, 8, ONE_TILE, 1), Launch(1, 8, 32, 2), Launch(2, 8, 16, 2), Launch(2, 8, 32, 1),
+    Launch(1, 16, ONE_TILE, 1), Launch(1, 8, 48, 3),
+]  # fmt: skip
 RMS_BACKWARD = [
-    Launch(2, 8, 16, 2),
-    Launch(1, 8, 32, 2),
-    Launch(1, 8, 32, 1),
-    Launch(1, 8, 24, 3),
-    Launch(1, 16, 16, 2),
-]
-RMS_BACKWARD += [Launch(2, 8, 16, 1), Launch(1, 8, 48, 1), Launch(1, 8, 16, 2)]
+    Launch(2, 8, 16, 2), Launch(1, 8, 32, 2), Launch(1, 8, 32, 1), Launch(1, 8, 24, 3), Launch(1, 16, 16, 2),
+    Launch(2, 8, 16, 1), Launch(1, 8, 48, 1), Launch(1, 8, 16, 2),
+]  # fmt: skip
 PAIRS = [swiglu_kernels.Launch(*sizes) for sizes in [(1024, 8), (1024, 4), (512, 4), (2048, 8), (2048, 16), (4096, 8)]]
 HEADS = [rotary_kernels.Launch(*sizes) for sizes in [(1024, 4), (1024, 8), (512, 4), (512, 2), (256, 2), (2048, 8)]]
 
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
-
-
-def variants_of(launches: Sequence, work: Callable) -> dict:
-    return {f"{tuple(launch)}": lambda launch=launch: work(launch) for launch in launches}
-
-
-def both_ways(name: str, fast: Callable, plain: Callable, inputs: list[Tensor], number: int) -> Case:
-    """Forward and backward through autograd, and a copy of `number` bytes, read and written."""
-    inputs = [t.requires_grad_() for t in inputs]
-    outputs = fast(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    gradients = [torch.randn_like(t) for t in outputs]
-
-    def both(function: Callable) -> Callable:
-        return lambda: torch.autograd.grad(function(*inputs), inputs, gradients)
-
-    half = torch.empty(number // 2, dtype=torch.uint8, device=CUDA)
-    target = torch.empty_like(half)
-    variants = {"ours": both(fast), "eager": both(plain), "copy": lambda: target.copy_(half)}
-    variants["compiled"] = both(torch.compile(plain, fullgraph=True, dynamic=False))
-    return Case(f"{name}, both ways", variants, bytes=number)
 
 
 def rms_norm_cases(config: LlamaConfig, whole: bool) -> list[Case]:
@@ -76,8 +52,8 @@ def rms_norm_cases(config: LlamaConfig, whole: bool) -> list[Case]:
     ]
     if whole:
         functions = [
-            lambda x, branch, weight, f=f: f(x, branch, weight, EPS, *end)
-            for f in (residual_rms_norm, residual_rms_norm_reference)
+            lambda x, branch, weight, f=f: f(x, branch, None, weight, None, EPS, *end)
+            for f in (residual_norm, residual_norm_reference)
         ]
         found.append(both_ways(f"residual RMSNorm, {name}", *functions, [x, branch, weight], 8 * x.nbytes))
     return found

@@ -30,7 +30,6 @@ from dtgpt.config.overrides import apply_overrides
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.config.recipe import Recipe
 from dtgpt.models.gpt2 import GPT2_774M, GPT2_1558M
-from dtgpt.parallel.process import VARIABLES
 from dtgpt.train.compare import fitting_plan
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
@@ -38,6 +37,7 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util.environment import environment
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_flops, peak_memory
+from dtgpt.util.process import VARIABLES
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS = {  # name -> recipe file, and a model in place of the recipe's

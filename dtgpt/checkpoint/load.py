@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.manifest import MOMENTS, READERS, Check, Checkpoint, list_checkpoints, step_of
+from dtgpt.checkpoint.manifest import READERS, Check, Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Part, Source, TrainingSource, parameter_shapes
-from dtgpt.ops.optim.adamw import AdamW
+from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard, Shards
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError
+from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.threads import Threads
 
 FREE = {"dropout", "init_std"}  # what may differ between the checkpoint's model and the recipe's
@@ -72,29 +72,33 @@ def disjoint(parts: Sequence[Part]) -> bool:
     return meet.sum() == len(parts)  # each meets itself
 
 
-def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: AdamW) -> None:
-    """Give this rank's shards their weights and `optimizer` its moments, whatever plan wrote them."""
+def load_training(checkpoint: Checkpoint, shards: Shards, optimizer: Optimizer) -> None:
+    """Give this rank's shards their weights and `optimizer` its state, whatever plan wrote them. Raise UserError where
+    there is no state, or that of another optimizer."""
     if not checkpoint.has_optimizer:
         raise UserError(
             f"{checkpoint.folder} holds weights alone; begin a new run with --init_from {checkpoint.folder}"
         )
+    check_same_optimizer(checkpoint.folder, checkpoint.state["optimizer"], optimizer.kind)
 
     def load(shard: Shard) -> None:
         place = (tuple(shard.parameter.shape), shard.region)
         read_part(checkpoint, shard.name, *place, shard.local)
-        for moment in MOMENTS:
-            read_part(checkpoint, f"{shard.name}.{moment}", *place, getattr(optimizer, moment)[shard.index])
+        for name, tensor in optimizer.state(shard.index).items():
+            read_part(checkpoint, f"{shard.name}.{name}", *place, tensor)
 
     fill(shards, load)
 
 
-def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: AdamW) -> None:
-    """Give this rank's shards the weights and `optimizer` the moments of a run of another library."""
+def load_foreign_training(source: TrainingSource, shards: Shards, optimizer: Optimizer) -> None:
+    """Give this rank's shards the weights and `optimizer` the state of a run of another library. Raise UserError where
+    that was another optimizer."""
+    check_same_optimizer(source.path, source.optimizer, optimizer.kind)
 
     def load(shard: Shard) -> None:
         shard.local.copy_(source.read(shard.name, shard.region))
-        for moment in MOMENTS:
-            getattr(optimizer, moment)[shard.index].copy_(source.read_moment(shard.name, moment, shard.region))
+        for name, tensor in optimizer.state(shard.index).items():
+            tensor.copy_(source.read_moment(shard.name, name, shard.region))
 
     fill(shards, load, threads=1)
 
@@ -174,6 +178,15 @@ def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> No
     differences = [f"{k} {there[k]} there, {here[k]} here" for k in here if k not in FREE and there[k] != here[k]]
     if differences:
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")
+
+
+def check_same_optimizer(where: Path, saved: str, wanted: str) -> None:
+    """Raise UserError where the state at `where` is of another optimizer than the recipe's, by their kinds."""
+    if saved != wanted:
+        raise UserError(
+            f"{where} was trained with optimizer.kind={shown_name(saved)}, and the recipe has {wanted}; give a recipe "
+            f"with that optimizer, or begin a new run with the weights: --init_from {where}"
+        )
 
 
 def check_same_architecture(where: Path, saved: ModelConfig, wanted: ModelConfig) -> None:

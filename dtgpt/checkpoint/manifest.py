@@ -5,7 +5,7 @@ checkpoints/
   step_00000100/
     state.json                          everything but tensors, with the size and sha256 of every file below
     weights-00000-000.safetensors       fp32 weights by parameter name: file 000 of rank 00000
-    optimizer-00000-000.safetensors     AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq
+    optimizer-00000-000.safetensors     state of the optimizer, NAME.exp_avg and others
 
 See docs/checkpoints.md. There is no pickle in it, and no name in it is used as a path before it was checked.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.checkpoint.shard_file import Damaged, Piece, Written, find_damage, read_header
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.architectures import ARCHITECTURES, FIRST
 from dtgpt.optim import fp8_scales, loss_scale
 from dtgpt.parallel.mesh import Mesh
@@ -35,7 +36,6 @@ STATE = "state.json"
 LATEST = "latest"  # the name of the newest checkpoint, for people and scripts
 LARGEST_STATE = 1 << 26  # bytes
 FILE_NAME = re.compile(r"(weights|optimizer)-\d{5,}-\d{3,}\.safetensors")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 READERS = min(16, os.cpu_count() or 1)  # threads that read or hash
 VISIBLE_WITHIN = 10.0  # s in which a folder made on one node must be seen on all
 
@@ -65,7 +65,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 class Checkpoint:
     """An opened checkpoint. Opening it reads `state.json` alone; raises Damaged where that is not what was written, or
     `check` raises ValueError, TypeError or KeyError for what others than this package added to it. weights_alone: leave
-    out the optimizer's files, which are twice as large."""
+    out the optimizer's files, which may be twice as large."""
 
     def __init__(self, folder: Path, check: Check | None = None, weights_alone: bool = False):
         self.folder = folder
@@ -121,8 +121,8 @@ def _text(state: dict[str, Any]) -> str:
 
 def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
     """Return what `state.json` says, checked: step, updates, consumed_samples, tokens, data_digest, architecture,
-    model, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise Damaged, or
-    UserError where a newer dtgpt wrote it."""
+    model, optimizer, recipe, files, ... and of a run in fp16 its loss scale, in fp8 the history of its scales. Raise
+    Damaged, or UserError where a newer dtgpt wrote it."""
     path = folder / STATE
     try:
         text = read_regular(path, LARGEST_STATE).decode("utf-8")
@@ -134,6 +134,7 @@ def read_state(folder: Path, check: Check | None = None) -> dict[str, Any]:
             newer = f"{path} is of the architecture {shown(state['architecture'])}, this dtgpt reads {known}"
         else:
             newer = None
+            state.setdefault("optimizer", OptimizerConfig.kind)  # that of checkpoints that name none
             _check(state)
             if check is not None:
                 check(state)
@@ -175,7 +176,7 @@ def _check_kinds(state: dict[str, Any]) -> None:
     """Raise ValueError where what only people read is not of the kind that they are shown."""
     if not all(isinstance(version, str) for version in state["versions"].values()):
         raise ValueError("versions must be strings")
-    for name, kind in (("plan", str), ("world", int), ("origin", str), ("recipe", dict)):
+    for name, kind in (("plan", str), ("world", int), ("origin", str), ("recipe", dict), ("optimizer", str)):
         if type(state.get(name, kind())) is not kind:
             raise ValueError(f"{name}={shown(state[name])} must be of type {kind.__name__}")
 

@@ -29,7 +29,7 @@ from dtgpt.checkpoint.manifest import (
 )
 from dtgpt.checkpoint.shard_file import Written
 from dtgpt.checkpoint.staging import files_of
-from dtgpt.ops.optim.adamw import AdamW
+from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.console import say, say_error
 from dtgpt.util.errors import UserError, remedy
@@ -74,11 +74,11 @@ class SaveClock:
 class Saver:
     """Saves the checkpoints of one run into the folder `checkpoints`; a context that waits for the last one.
 
-    `before_update` must be called before anything changes weights or moments.
+    `before_update` must be called before anything changes weights or the optimizer's state.
     """
 
     def __init__(
-        self, checkpoints: Path, shards: Shards, optimizer: AdamW, keep_last: int = 0, keep_every: int = 0,
+        self, checkpoints: Path, shards: Shards, optimizer: Optimizer, keep_last: int = 0, keep_every: int = 0,
         background: bool = True, timeout: float = 600.0,
     ):  # fmt: skip
         """keep_last: newest ones to keep, 0: all. keep_every: steps whose multiples are kept for ever, 0: none.
@@ -98,9 +98,9 @@ class Saver:
         self._reserve()
 
     def save(self, step: int, state: dict[str, Any], must: bool = False) -> None:
-        """Begin to save what weights and moments are now. `state`: what `state.json` is to say. Raises UserError, on
-        all ranks, where the folder cannot be made. What fails later is a warning; where the checkpoint `must` be, this
-        waits for it, and raises UserError on all ranks."""
+        """Begin to save the present weights and state of the optimizer. `state`: what `state.json` is to say. Raises
+        UserError, on all ranks, where the folder cannot be made. What fails later is a warning; where the checkpoint
+        `must` be, this waits for it, and raises UserError on all ranks."""
         begin = time.monotonic()
         self.wait()
         if time.monotonic() - begin > LONG:

@@ -1,14 +1,14 @@
 """What a rank writes to a checkpoint, file by file, and its copy in the memory of the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.manifest import MOMENTS, file_name
+from dtgpt.checkpoint.manifest import file_name
 from dtgpt.checkpoint.shard_file import Piece, Written, by_size, write_file
-from dtgpt.ops.optim.adamw import AdamW
+from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.shards import Shards
 
 # Bytes of data, so that several files are hashed and written at a time. Pinned memory comes in powers of two.
@@ -47,22 +47,24 @@ class StagedFile:
             self.data = None
 
 
-def files_of(shards: Shards, optimizer: AdamW) -> Iterator[StagedFile]:
+def files_of(shards: Shards, optimizer: Optimizer) -> Iterator[StagedFile]:
     """Yield the files that this rank writes: of each shard the rows that this rank owns among its replicas."""
-    kinds: dict[str, list[tuple[str, Callable]]] = {
-        "weights": [("", lambda s: s.local)],
-        "optimizer": [(f".{m}", lambda s, m=m: getattr(optimizer, m)[s.index]) for m in MOMENTS],
-    }
-    for kind, tensors in kinds.items():
+    weights = {"": {shard.index: shard.local for shard in shards}}  # suffix of the names -> tensors by index of shard
+    states: dict[str, dict[int, Tensor]] = {}
+    for shard in shards:
+        for name, tensor in optimizer.state(shard.index).items():
+            states.setdefault(f".{name}", {})[shard.index] = tensor
+    for kind, tensors in (("weights", weights), ("optimizer", states)):
         values: dict[str, Tensor] = {}
         pieces = []
-        for suffix, value in tensors:
-            for shard in shards:
+        for suffix, by_index in tensors.items():
+            for index, tensor in by_index.items():
+                shard = shards.all[index]
                 part, rows = shard.own
                 if all(map(len, part)):
                     offset, size = tuple(r.start for r in part), tuple(map(len, part))
                     pieces.append(Piece(shard.name + suffix, tuple(shard.parameter.shape), offset, size))
-                    values[pieces[-1].name] = value(shard)[rows]
+                    values[pieces[-1].name] = tensor[rows]
         for number, group in enumerate(by_size(pieces, FILE_LIMIT)):
             name = file_name(kind, shards.mesh.rank, number)
             yield StagedFile(name, group, [values[p.name] for p in group])

@@ -33,9 +33,8 @@ def compare_two_runs(*runs: Path, options: CompareRunsOptions) -> int:
             f"dtgpt compare takes two runs, and {given} given; use dtgpt compare {first} {second}, or dtgpt compare "
             "RECIPE.py --plans NAME"
         )
-    from dtgpt.run.plot import check_picture, import_pyplot
+    from dtgpt.run.plot import check_picture, import_pyplot, plot_two_runs
     from dtgpt.run.two_runs import compare_runs
-    from dtgpt.run.two_runs_plot import plot_two_runs
     from dtgpt.run.two_runs_report import report
 
     if options.output is not None:
@@ -60,7 +59,7 @@ command = Command("compare RUN ...", CompareRunsOptions, compare_two_runs, EXAMP
 
 
 def means_runs(words: list[str]) -> bool:
-    """Return whether the words behind `dtgpt compare` name runs, and not a recipe."""
+    """Return whether the words after `dtgpt compare` name runs, and not a recipe."""
     if words and not words[0].startswith("-"):
         return not words[0].endswith(".py") or Path(words[0]).is_dir()
     return any(word.endswith(".jsonl") or Path(word).is_dir() for word in words if not word.startswith("-"))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import dtgpt
 from dtgpt.checkpoint.load import Saved
@@ -37,12 +37,12 @@ class EvalOptions:
     """Measure a model on tasks with known answers. MODEL is a run folder, whose newest checkpoint is used, or any model
     that `dtgpt convert` reads. Under torchrun, the processes share the work by a plan.
 
-    lambada      accuracy of the last word (form megatron), or lm-evaluation-harness's
-                 lambada_openai (lm-eval)
-    wikitext103  perplexity of the whole text (megatron), or article by article (lm-eval)
-    hellaswag    accuracy in choosing one of four endings, as llm.c measures it while it trains (llm.c), or lm-eval
+    lambada      accuracy of the last word, as Megatron-LM measures it
+    wikitext103  perplexity of the whole text, as Megatron-LM measures it
+    hellaswag    accuracy in choosing one of four endings, as llm.c measures it while it trains
 
-    Each task needs a file: JSON lines, CSV or plain text, compressed or not."""
+    dtgpt lm-eval has the procedures of lm-evaluation-harness. Each task needs a file: JSON lines or plain text,
+    compressed or not."""
 
     headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
         "task": "tasks and results", "plan": "execution", "tokenizer": "tokenizer",
@@ -50,13 +50,9 @@ class EvalOptions:
 
     task: Annotated[tuple[str, ...], "lambada, wikitext103 or hellaswag; several are measured in turn"] = ()
     data: Annotated[tuple[str, ...], "file of each task, in the order of the tasks"] = ()
-    form: Annotated[
-        Literal["auto", "megatron", "lm-eval", "llm.c"],
-        "whose procedure to follow; auto: megatron for lambada and wikitext103, llm.c for hellaswag",
-    ] = "auto"
-    strict: Annotated[bool, "lambada, megatron: predict the whole last word, not its last token alone"] = False
+    strict: Annotated[bool, "lambada: predict the whole last word, not its last token alone"] = False
     overlapping_eval: Annotated[
-        int | None, "wikitext103, megatron: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
+        int | None, "wikitext103: tokens from one window to the next; none: 32, as Megatron-LM", Bounds(1)
     ] = None
     limit: Annotated[
         int | None, "measure the first passages, windows or items alone, for a look; none: all", Bounds(1)
@@ -78,8 +74,7 @@ class EvalOptions:
 
 @memory_errors_as_user_errors("use smaller batches (--batch-tokens)")
 def evaluate(path: Path, options: EvalOptions) -> None:
-    form = None if options.form == "auto" else options.form
-    how = TaskOptions(form=form, strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
+    how = TaskOptions(strict=options.strict, overlapping_eval=options.overlapping_eval, limit=options.limit)
     asked, output = asked_for(options.task, options.data, how), Path(options.output)
     check_output(output, [one.path for one in asked])
     plan = Plan() if options.plan is None else options.plan

@@ -9,10 +9,10 @@ from dtgpt.commands.command import Command
 from dtgpt.commands.help import wants_help
 from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
 from dtgpt.evaluation.shared_model import open_shared
-from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError, shown_name
 from dtgpt.util.field_types import Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
+from dtgpt.util.process import Process
 
 TAKEN = {"--model": "the first word", "-M": "the first word", "--model_args": "options such as --plan and --precision",
          "-a": "options such as --plan and --precision"}  # fmt: skip

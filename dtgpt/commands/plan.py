@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Annotated
 
 from dtgpt.commands.recipes import RecipeCommand
-from dtgpt.config.execution import Settings
 from dtgpt.config.overrides import Options
 from dtgpt.config.plan_choice import parse_alternatives
 from dtgpt.config.recipe import Recipe
-from dtgpt.config.sections import OptimizerConfig
 from dtgpt.inference.memory import MOST_SLOTS
-from dtgpt.train.settle import check_run, settle
+from dtgpt.train.job import checked
+from dtgpt.train.settle import settle
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
-
-GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +21,7 @@ class PlanOptions:
     """Show what a recipe needs under a parallel plan: the memory of each rank, the messages of a step, and the idle
     time of a pipeline. No GPU is needed, and no process is started.
 
-    Several plans or numbers of processes make one table. With --rank, that rank is built as training builds it, but
-    without memory, and compared with the plan; the exit code is 1 if it differs.
+    Several plans or numbers of processes make one table.
 
     Options of the recipe, such as --plan and --micro_batch_size, can be added.
     """
@@ -42,30 +38,27 @@ class PlanOptions:
     inference_slots: Annotated[
         int | None, "show the memory to generate this number of texts at the same time, too", Bounds(1, MOST_SLOTS)
     ] = None
-    rank: Annotated[int | None, "build this rank without memory and compare it with the plan", Bounds(0, 10**9)] = None
-    gpus_per_node: Annotated[
-        int | None, f"GPUs of a node, to name nodes with --rank; none: {GPUS_PER_NODE}", Bounds(1, 10**6)
-    ] = None
 
 
-def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> int:
+def plan(recipe: Recipe, own: PlanOptions, given: Options, path: Path) -> None:
+    from dtgpt.inference.memory_report import describe_generation
+    from dtgpt.planning.report import describe_plan
+
     _check_options(own, given)
-    names = own.plans
     recipe = settle(recipe, given)
-    for name in names:
+    for name in own.plans:
         parse_alternatives(name, recipe.plans)
-    check_run(recipe)
-    if names or len(own.world) > 1:
-        _table([replace(recipe, plan=name) for name in dict.fromkeys(names or (recipe.plan,))], own)
-        return 0
+    checked(recipe)
+    if own.plans or len(own.world) > 1:
+        _table([replace(recipe, plan=name) for name in dict.fromkeys(own.plans or (recipe.plan,))], own)
+        return
     world = own.world[0] if own.world else None
     choice, settings = recipe.planned_choice(world), recipe.planned(world)
     for line in [*choice.describe(), *choice.explain()]:
         say(line)
-    if own.rank is not None:
-        return _rank(recipe.name, settings, recipe.optimizer, own.rank, own)
-    _report(recipe.name, settings, recipe.notes(choice, settings.device.type), own)
-    return 0
+    say(describe_plan(settings, recipe.name, recipe.notes(choice, settings.device.type), own.gpu))
+    if own.inference_slots:
+        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
 
 
 def _check_options(own: PlanOptions, given: Options) -> None:
@@ -73,23 +66,10 @@ def _check_options(own: PlanOptions, given: Options) -> None:
     if own.plans and "plan" in given:
         raise UserError(f"--plan {given['plan'][0]} and --plans are both given; name all plans in --plans")
     several = "--plans" if own.plans else "several numbers of --world" if len(own.world) > 1 else None
-    alone = {"--rank": own.rank, "--inference_slots": own.inference_slots}
-    for option in (name for name, value in alone.items() if value is not None):
-        if several:
-            raise UserError(f"{option} is about one plan, but {several} make a table; give one --plan and one --world")
-    if own.rank is not None and own.inference_slots is not None:
-        raise UserError("--rank and --inference_slots make reports of their own; leave one of them out")
-    if own.gpus_per_node is not None and own.rank is None:
-        raise UserError("--gpus_per_node names the nodes of one rank's groups; add --rank, or leave it out")
-
-
-def _report(name: str, settings: Settings, notes: list[str], own: PlanOptions) -> None:
-    from dtgpt.inference.memory_report import describe_generation
-    from dtgpt.planning.report import describe_plan
-
-    say(describe_plan(settings, name, notes, own.gpu))
-    if own.inference_slots:
-        say(f"\n{describe_generation(settings, own.inference_slots, own.gpu)}")
+    if several and own.inference_slots is not None:
+        raise UserError(
+            f"--inference_slots is about one plan, but {several} make a table; give one --plan and one --world"
+        )
 
 
 def _table(recipes: list[Recipe], own: PlanOptions) -> None:
@@ -113,20 +93,6 @@ def _table(recipes: list[Recipe], own: PlanOptions) -> None:
         raise UserError(refused[0])
     notes = [f"refused: {reason}" for reason in refused] + [f"note: {note}" for note in dict.fromkeys(notes)]
     say(describe_table(recipes[0].name, cases, notes, own.gpu))
-
-
-def _rank(name: str, settings: Settings, optimizer: OptimizerConfig, rank: int, own: PlanOptions) -> int:
-    from dtgpt.planning.report import describe_mesh, find_device
-    from dtgpt.train.one_rank import build_rank, check_rank, differences
-    from dtgpt.train.rank_report import describe_check, describe_rank
-
-    check_rank(rank, settings.plan.world)
-    find_device(own.gpu, settings.fp8)
-    built = build_rank(settings, optimizer, rank)
-    found = differences(built, settings)
-    lines = describe_mesh(name, settings) + describe_rank(built, settings, own.gpus_per_node or GPUS_PER_NODE, own.gpu)
-    say("\n".join([*lines, *describe_check(found, built)]))
-    return 1 if found else 0
 
 
 command = RecipeCommand("plan RECIPE.py", PlanOptions, plan, "recipes/gpt2_345m.py --plan tp2_pp2")

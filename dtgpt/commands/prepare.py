@@ -17,7 +17,7 @@ ALIASES = {"tokenizer_model": "tokenizer"}  # Megatron-LM's name
 DOC = """Encode text into token files PREFIX_KEY_document.bin and .idx, in the format of Megatron-LM's
 preprocess_data.py.
 
-INPUT is a path, a quoted glob or - (standard input): .jsonl or .json (one object per line), .csv or .txt, plain or
+INPUT is a path, a quoted glob or - (standard input): .jsonl or .json (one object per line), or .txt, plain or
 compressed (.gz, .xz, .zst, .bz2). Broken lines are skipped and reported. An on|off option without a value is on."""
 
 

@@ -18,10 +18,10 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
 from dtgpt.interop.tokenizer import named_tokenizer
-from dtgpt.parallel.process import Process
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
+from dtgpt.util.process import Process
 
 if TYPE_CHECKING:
     from dtgpt.serve.server import Server

@@ -22,16 +22,16 @@ from dtgpt.util.field_types import Bounds
 class TokenizerOptions:
     """Train a byte-level BPE with GPT-2's pre-tokenization on your own text, for dtgpt prepare --tokenizer.
 
-    INPUT is a path, a quoted glob or - (standard input): .jsonl or .json (one object per line), .csv or .txt, plain or
+    INPUT is a path, a quoted glob or - (standard input): .jsonl or .json (one object per line), or .txt, plain or
     compressed (.gz, .xz, .zst, .bz2)."""
 
     input: Annotated[tuple[str, ...], "inputs, in addition to INPUT"] = ()
-    json_keys: Annotated[tuple[str, ...], "JSON keys, or columns of a .csv, that hold the text"] = ("text",)
+    json_keys: Annotated[tuple[str, ...], "JSON keys that hold the text"] = ("text",)
     output: Annotated[str, "file to write, for dtgpt prepare --tokenizer"] = "tokenizer.json"
     vocab_size: Annotated[
         int, "number of tokens, including 256 bytes and the end-of-text token", Bounds(SMALLEST, MOST - 1)
     ] = 50257
-    input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
+    input_format: Annotated[Literal["auto", "jsonl", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
     txt: Annotated[Literal["file", "line"], "what a document of a .txt is"] = "file"
     overwrite: Annotated[bool, "replace an existing file"] = False
 

@@ -15,11 +15,12 @@ from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.parallel.process import VARIABLES, Process
-from dtgpt.train.settle import check_run, plan_error, run_of, settle
+from dtgpt.train.job import Job, find_resume_point, make_job
+from dtgpt.train.settle import settle_at
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
+from dtgpt.util.process import VARIABLES, Process
 
 DOC = """Train the model of a recipe file. `python RECIPE.py` does the same. With --nproc N, or started by `torchrun
 --nproc-per-node N RECIPE.py`, it trains in N processes.
@@ -61,26 +62,18 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: st
         program = ["-m", "dtgpt", "train", file] if file else [sys.argv[0]]
         return launch([*program, *words], own.nproc)
     retry = None if started or own.nproc else f"{usage} {shlex.join([*words, '--nproc'])}"
-    recipe = prepare(recipe, options, process.world, retry)
-    from dtgpt.train.loop import train
+    job = prepare(recipe, options, process.world, retry)
+    from dtgpt.train.loop import run
 
-    return train(recipe)
+    return run(job)
 
 
-def prepare(recipe: Recipe, options: Options, world: int, retry: str | None = None) -> Recipe:
-    """Return the recipe to train with the values of `options`, checked together with its plan for `world` processes
-    before seconds are spent on importing the rest. retry: a command that starts as many processes as are written after
-    it. Raises UserError."""
-    recipe = settle(recipe, options)
-    check_run(recipe)
-    needed = 0
-    try:
-        needed = next(iter(recipe.alternatives().values())).world
-        recipe.plan_for(world)
-    except UserError as error:
-        found = plan_error(error, recipe.plan, run_of(recipe.resume, recipe.runs, recipe.name)[0])
-        raise UserError(f"{found}; such as: {retry} {needed}") if retry and needed > 1 else found from None
-    return recipe
+def prepare(file: Recipe, options: Options, world: int, retry: str | None = None) -> Job:
+    """Return the job of a recipe file with the values of `options`, before seconds are spent on importing the rest.
+    `world`, `retry`: as in `make_job`. Raises UserError."""
+    given, asked = set(options), take(file, options)
+    resume = find_resume_point(asked.resume, asked.runs, asked.name, asked.model.vocab_size)
+    return make_job(settle_at(resume, file, asked, given), resume, world, retry)
 
 
 def command(words: list[str]) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from dtgpt.config.fp8 import FP8
 from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.config import ModelConfig
 from dtgpt.ops.attention.core import Backend, choose
 from dtgpt.util.console import counted, say
@@ -34,6 +35,7 @@ class Settings:
     graphs: bool = False  # replay steps as CUDA graphs
     fp8: bool = False  # matrix products of blocks are of 8 bits
     masks_documents: bool = False  # tokens attend to their own document only
+    optimizer: OptimizerConfig | None = None  # None: nothing is trained
 
     @property
     def micro_batches(self) -> int:

@@ -192,6 +192,7 @@ class Recipe:
             graphs=graphs,
             fp8=fp8,
             masks_documents=self.data.reset_attention_mask,
+            optimizer=self.optimizer,
         )
 
     def planned_choice(self, world: int | None) -> PlanChoice:

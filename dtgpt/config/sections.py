@@ -1,9 +1,13 @@
 """Sections of a recipe: data, optimizer, loss scale, log, checkpoints. Every field has its help and its bounds."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from dtgpt.util.field_types import PATH, Bounds
+from dtgpt.models.config import Shape
+from dtgpt.models.roles import Role
+from dtgpt.ops.optim.adamw import AdamW, Slot
+from dtgpt.ops.optim.optimizer import Optimizer
+from dtgpt.util.field_types import PATH, Bounds, Pattern
 
 LOSS_SCALE = Bounds(2.0**-64, 2.0**64, also=", such as 65536")  # beyond these, scaled gradients leave the range of fp32
 DEFAULT_SPLIT = "969,30,1"  # of prepared data, as in Megatron-LM
@@ -43,8 +47,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms."""
+    """AdamW (Loshchilov and Hutter 2019) with fp32 master weights; no decay on biases and LayerNorms. The config of
+    another optimizer derives from it, and overrides `kind` and the methods."""
 
+    kind: Annotated[str, "optimizer", Pattern("adamw", "is not an optimizer; use adamw")] = "adamw"
     lr: Annotated[float, "peak learning rate", Bounds(above=0)]
     min_lr: Annotated[float, "learning rate at the end of the schedule", Bounds(0)] = 0.0
     schedule: Annotated[Literal["cosine", "linear", "constant", "wsd"], "learning rate after the warmup"] = "cosine"
@@ -62,6 +68,15 @@ class OptimizerConfig:
     beta2: Annotated[float, "decay rate of the second moment", Bounds(0, below=1)] = 0.95
     eps: Annotated[float, "added to the square root of the second moment", Bounds(above=0)] = 1e-8
     clip: Annotated[float, "largest global norm of the gradient; 0: no clipping", Bounds(0)] = 1.0
+
+    def make(self, shards: Any) -> Optimizer:
+        """Return the optimizer of this rank's `dtgpt.parallel.shards.Shards`, with an empty state."""
+        slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
+        return AdamW(slots, self.beta1, self.beta2, self.eps, self.weight_decay)
+
+    def state_bytes(self, shape: Shape, role: Role | None) -> int:
+        """Return the bytes of state per element of a parameter. shape: of the whole parameter; role: of its module."""
+        return 8
 
 
 @dataclass(frozen=True, kw_only=True)

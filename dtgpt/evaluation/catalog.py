@@ -3,7 +3,6 @@
 import difflib
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +13,11 @@ from dtgpt.evaluation.tasks import Prepared, Task, TaskOptions
 from dtgpt.util.errors import UserError, shown_name
 
 TASKS = {task.name: task for task in (lambada.TASK, wikitext.TASK, hellaswag.TASK)}
-FORMS = ("megatron", "lm-eval", "llm.c")
-OF_MEGATRON = {"strict": "lambada", "overlapping_eval": "wikitext103"}  # options, each of one task alone
+OF_ONE_TASK = {"strict": "lambada", "overlapping_eval": "wikitext103"}  # options
 
 
 class Asked(NamedTuple):
-    """A task to measure. The options have its form."""
+    """A task to measure."""
 
     task: Task
     path: Path
@@ -47,24 +45,12 @@ def asked_for(names: Sequence[str], paths: Sequence[str], options: TaskOptions) 
         raise UserError(
             f"--task has {len(tasks)} names and --data {len(paths)} files; give a file for each task, in its order"
         )
-    asked = [Asked(task, Path(path), with_form(task, options)) for task, path in zip(tasks, paths, strict=True)]
-    for name, owner in OF_MEGATRON.items():
-        used = any(task.name == owner and own.form == "megatron" for task, _, own in asked)
-        if getattr(options, name) not in (None, False) and not used:
+    for name, owner in OF_ONE_TASK.items():
+        if getattr(options, name) not in (None, False) and all(task.name != owner for task in tasks):
             raise UserError(
-                f"--{name.replace('_', '-')} belongs to the task {owner} in the form megatron, which is not asked for; "
-                "leave it out"
+                f"--{name.replace('_', '-')} belongs to the task {owner}, which is not asked for; leave it out"
             )
-    return asked
-
-
-def with_form(task: Task, options: TaskOptions) -> TaskOptions:
-    """Return the options with the form that they ask for, or the task's own. Raise UserError where the task does not
-    have it."""
-    form = options.form or task.forms[0]
-    if form not in task.forms:
-        raise UserError(f"{task.name} does not have the form {form}; use {' or '.join(task.forms)}")
-    return replace(options, form=form)
+    return [Asked(task, Path(path), options) for task, path in zip(tasks, paths, strict=True)]
 
 
 def tasks_and_files(words: str, options: TaskOptions) -> list[Asked]:

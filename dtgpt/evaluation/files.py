@@ -1,28 +1,26 @@
-"""Test data in files: JSON lines, CSV or plain text, compressed or not, with a digest of what was read."""
+"""Test data in files: JSON lines or plain text, compressed or not, with a digest of what was read."""
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dtgpt.data.prepare.compressed import SUFFIXES, decompressed
-from dtgpt.data.prepare.documents import BYTE_ORDER_MARK, LONGEST_FIELD, paired
+from dtgpt.data.prepare.documents import BYTE_ORDER_MARK, paired
 from dtgpt.util.console import byte_size
 from dtgpt.util.errors import UserError, remedy, shown
 from dtgpt.util.storage import open_regular, parse_json
 
 LARGEST = 1 << 30  # bytes of a file, unpacked
-KINDS: dict[str, Literal["json", "csv"]] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
+JSON = (".jsonl", ".ndjson", ".json")
 
 
 class DataFile(NamedTuple):
     """What a file holds."""
 
     path: Path
-    kind: Literal["json", "csv", "text"]
+    kind: Literal["json", "text"]
     text: str  # with "\\n" at the end of each line
     digest: str  # SHA-256 of the bytes, unpacked
 
@@ -45,7 +43,7 @@ class Record(NamedTuple):
 
 
 def read_file(path: Path, source: str) -> DataFile:
-    """Return what a file holds, whatever it is compressed with. `source`: a sentence that says where to get such a
+    """Return what a file holds, unpacked where it is compressed. `source`: a sentence that says where to get such a
     file. Raise UserError where there is none, or it cannot be read."""
     if not path.exists():
         raise UserError(f"the data {path} does not exist; {source}")
@@ -72,9 +70,11 @@ def read_file(path: Path, source: str) -> DataFile:
     return DataFile(path, _kind_of(path), text.replace("\r\n", "\n"), digest)
 
 
-def _kind_of(path: Path) -> Literal["json", "csv", "text"]:
+def _kind_of(path: Path) -> Literal["json", "text"]:
     name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
-    return KINDS.get(name.suffix.lower(), "text")
+    if name.suffix.lower() == ".csv":
+        raise UserError(f"{path} is CSV, which is not read; write it as JSON lines")
+    return "json" if name.suffix.lower() in JSON else "text"
 
 
 def json_records(file: DataFile) -> Iterator[Record]:
@@ -113,35 +113,3 @@ def lines_of(file: DataFile) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(file.text.split("\n"), 1):
         if line.strip():
             yield f"{file.path}, line {number}", line
-
-
-def csv_records(file: DataFile, keys: tuple[str, ...]) -> Iterator[Record]:
-    """Yield the rows of CSV. The first row names the columns; it may be missing where there is one column alone, whose
-    name is then the first of `keys`. Raise UserError where none of `keys` is a column."""
-    csv.field_size_limit(LONGEST_FIELD)
-    reader = csv.reader(io.StringIO(file.text, newline=""), strict=True)
-    header: list[str] | None = None
-    while True:
-        number = reader.line_num + 1
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UserError(f"{file.path}, line {number} is not CSV ({error}); quote its texts") from None
-        if header is None:
-            named = any(key in row for key in keys)
-            if not named and len(row) > 1:
-                raise UserError(f'{file.path} has no column "{keys[0]}" but {", ".join(row)[:120]}; name it so')
-            header = row if named else [keys[0]]
-            if named:
-                continue
-        if len(header) == 1:
-            row = row or [""]  # a blank line is an empty text
-        elif not row:
-            continue
-        if len(row) != len(header):
-            raise UserError(
-                f"{file.path}, line {number} has {len(row)} columns, where there are {len(header)}; quote its texts"
-            )
-        yield Record(f"{file.path}, line {number}", dict(zip(header, row, strict=True)))

@@ -1,15 +1,13 @@
 """HellaSwag: which of four endings follows a context (Zellers et al. 2019), as llm.c and build-nanogpt measure it while
-they train, or as lm-evaluation-harness does."""
+they train."""
 
-import json
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
+from dtgpt.evaluation.files import DataFile, Record, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
     Prepared,
@@ -17,7 +15,6 @@ from dtgpt.evaluation.tasks import (
     Task,
     TaskOptions,
     continued,
-    encode_pairs,
     encoded,
     mean_and_error,
     opened,
@@ -30,56 +27,34 @@ SOURCE = (
     "https://github.com/klosax/hellaswag_text_data, are read, too)"
 )
 ENDINGS = 4
-CSV_KEYS = ("ctx", "ctx_a")
 LINES = ENDINGS + 2  # of an item in plain text: context, number of the right ending, endings
 
 
 class Item(NamedTuple):
-    """A context, its endings, and the number of the right one. `query`: the context as lm-evaluation-harness gives it,
-    activity label and capital included; None where the file does not say what it needs."""
+    """A context, its endings, and the number of the right one."""
 
-    place: str
     context: str
-    query: str | None
     endings: list[str]
     gold: int
 
 
 def items_of(file: DataFile) -> list[Item]:
-    """Return the items of JSON lines, CSV, or six lines of plain text each. Raise UserError for anything else."""
+    """Return the items of JSON lines, or six lines of plain text each. Raise UserError for anything else."""
     if file.kind == "text" and not file.text.lstrip().startswith("{"):
         return _plain_items(file)
-    records = csv_records(file, CSV_KEYS) if file.kind == "csv" else json_records(file)
-    return [_item(record) for record in records]
+    return [_item(record) for record in json_records(file)]
 
 
 def _item(record: Record) -> Item:
     fields = record.fields
-    endings = _endings(record)
-    query = None
-    if all(isinstance(fields.get(name), str) for name in ("activity_label", "ctx_a", "ctx_b")):
-        first, second = (record.field(name, str, "a text") for name in ("ctx_a", "ctx_b"))
-        query = f"{record.field('activity_label', str, 'a text')}: {first} {second.capitalize()}"
+    endings = fields.get("endings")
+    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(one, str) for one in endings):
+        raise UserError(f'{record.place} has no list of {ENDINGS} texts under "endings"; give one there')
     if "ctx" in fields:
         context = record.field("ctx", str, "the context")
     else:
         context = f"{record.field('ctx_a', str, 'the context')} {fields.get('ctx_b') or ''}".strip()
-    return Item(record.place, context, query, endings, _gold(record.place, fields.get("label", fields.get("gold"))))
-
-
-def _endings(record: Record) -> list[str]:
-    """Return the endings of a record: a list, also one written as JSON in a field of CSV, or four fields."""
-    fields = record.fields
-    names = [f"ending{number}" for number in range(ENDINGS)]
-    endings: Any = fields.get("endings", [fields[name] for name in names if name in fields])
-    if isinstance(endings, str):
-        try:
-            endings = json.loads(endings)
-        except (ValueError, RecursionError):
-            endings = None
-    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(one, str) for one in endings):
-        raise UserError(f'{record.place} has no list of {ENDINGS} texts under "endings"; give one there')
-    return endings
+    return Item(context, endings, _gold(record.place, fields.get("label", fields.get("gold"))))
 
 
 def _gold(place: str, label: Any) -> int:
@@ -101,64 +76,36 @@ def _plain_items(file: DataFile) -> list[Item]:
         )
     items = []
     for first in range(0, len(lines), LINES):
-        (place, query), (label_place, label), *endings = lines[first : first + LINES]
+        (_, query), (label_place, label), *endings = lines[first : first + LINES]
         context = query.partition(": ")[2] or query
         gold = _gold(label_place, label)
-        items.append(Item(place, context, query, [ending for _, ending in endings], gold))
+        items.append(Item(context, [ending for _, ending in endings], gold))
     return items
-
-
-def clean(text: str) -> str:
-    """Return a text without WikiHow's markup, as lm-evaluation-harness cleans it."""
-    without = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return without.replace("  ", " ")
 
 
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
     """Return four samples for each item of a file: see `Prepare`."""
     items = items_of(file)[: options.limit]
-    harness = options.form == "lm-eval"
-    texts = [list(map(clean, item.endings)) if harness else item.endings for item in items]
-    if harness:
-        pairs = encode_pairs(tokenizer, _queries(items, texts))
-    else:  # context and ending are encoded apart
-        contexts = [opened(ids, tokenizer) for ids in encoded(tokenizer, [item.context for item in items])]
-        ends = continued(tokenizer, [f" {ending}" for endings in texts for ending in endings])
-        pairs = [(contexts[number // ENDINGS], end) for number, end in enumerate(ends)]
-    samples = [fitted(context, end, positions) for context, end in pairs]
+    contexts = [opened(ids, tokenizer) for ids in encoded(tokenizer, [item.context for item in items])]
+    ends = continued(tokenizer, [f" {ending}" for item in items for ending in item.endings])  # encoded apart
+    samples = [fitted(contexts[number // ENDINGS], end, positions) for number, end in enumerate(ends)]
 
     def measure(scores: list[TokenScores]) -> Result:
         sums = np.array([own.logprob for own in scores]).reshape(-1, ENDINGS)
-        sizes = [[len(text) for text in own] for own in texts] if harness else [len(own.logprobs) for own in scores]
-        gold = np.array([item.gold for item in items])
-        return _result(sums, np.maximum(np.array(sizes).reshape(-1, ENDINGS), 1), gold, harness)
+        sizes = np.array([len(own.logprobs) for own in scores]).reshape(-1, ENDINGS)
+        return _result(sums, np.maximum(sizes, 1), np.array([item.gold for item in items]))
 
     return Prepared(samples, measure)
 
 
-def _queries(items: list[Item], texts: list[list[str]]) -> list[tuple[str, str]]:
-    pairs = []
-    for item, endings in zip(items, texts, strict=True):
-        if item.query is None:
-            raise UserError(
-                f"{item.place} lacks activity_label, ctx_a or ctx_b, which --form lm-eval needs; give the original "
-                "file, or use --form llm.c"
-            )
-        query = clean(item.query)
-        pairs += [(query, f" {ending}") for ending in endings]
-    return pairs
-
-
-def _result(sums: np.ndarray, sizes: np.ndarray, gold: np.ndarray, harness: bool) -> Result:
+def _result(sums: np.ndarray, sizes: np.ndarray, gold: np.ndarray) -> Result:
     """Return the accuracies of log-probabilities `[items, 4]`, whole and divided by sizes `[items, 4]`."""
     right = sums.argmax(axis=1) == gold
     right_by_size = (sums / sizes).argmax(axis=1) == gold
     (acc, error), (norm, norm_error) = (mean_and_error(found.tolist()) for found in (right, right_by_size))
     metrics = {"acc_norm": norm, "acc_norm_stderr": norm_error, "acc": acc, "acc_stderr": error}
-    by = "character of the ending" if harness else "token"
-    author = "lm-evaluation-harness" if harness else "llm.c and build-nanogpt"
-    procedure = f"{author}: the likeliest of four endings; acc_norm by the log-probability per {by}"
-    return Result("hellaswag", "lm-eval" if harness else "llm.c", procedure, metrics, len(gold), "items")
+    procedure = "llm.c and build-nanogpt: the likeliest of four endings; acc_norm by the log-probability per token"
+    return Result("hellaswag", procedure, metrics, len(gold), "items")
 
 
-TASK = Task("hellaswag", ("llm.c", "lm-eval"), SOURCE, prepare)
+TASK = Task("hellaswag", SOURCE, prepare)

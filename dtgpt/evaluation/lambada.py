@@ -1,10 +1,12 @@
-"""LAMBADA: the last word of a passage (Paperno et al. 2016), by Megatron-LM's procedure or lm-evaluation-harness's."""
+"""LAMBADA: the last word of a passage (Paperno et al. 2016), by Megatron-LM's procedure."""
+
+import math
 
 import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records, lines_of
+from dtgpt.evaluation.files import DataFile, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
     Prepared,
@@ -12,9 +14,7 @@ from dtgpt.evaluation.tasks import (
     Task,
     TaskOptions,
     continued,
-    encode_pairs,
     encoded,
-    exponential,
     mean_and_error,
     opened,
 )
@@ -27,26 +27,21 @@ SOURCE = (
 
 
 def passages(file: DataFile) -> list[tuple[str, str]]:
-    """Return where it stands, and the text, of each passage: `text` of JSON lines or CSV, or a line of plain text."""
+    """Return where it stands, and the text, of each passage: `text` of JSON lines, or a line of plain text."""
     if file.kind == "text" and not file.text.lstrip().startswith("{"):
         found = list(lines_of(file))
     else:
-        records = csv_records(file, ("text",)) if file.kind == "csv" else json_records(file)
-        found = [(record.place, _text(record)) for record in records]
+        found = [(record.place, record.field("text", str, "a passage")) for record in json_records(file)]
     for place, text in found:
         if not text.split():
             raise UserError(f"{place} has no word to predict; give a passage there")
     return found
 
 
-def _text(record: Record) -> str:
-    return record.field("text", str, "a passage")
-
-
 def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple[list[int], list[int]]]:
     """Return the ids of context and target of each passage, as Megatron-LM makes them (tasks/zeroshot_gpt).
 
-    strict: the target is the last word behind a blank, encoded apart from the context before it; else it is the last
+    strict: the target is the last word after a blank, encoded apart from the context before it; else it is the last
     token of the passage.
     """
     if not strict:
@@ -60,21 +55,14 @@ def word_ids(texts: list[str], tokenizer: Tokenizer, strict: bool) -> list[tuple
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
     """Return the samples of a file: see `Prepare`."""
     texts = [text for _, text in passages(file)][: options.limit]
-    megatron = options.form != "lm-eval"
-    if megatron:
-        pairs = [(opened(ids, tokenizer), target) for ids, target in word_ids(texts, tokenizer, options.strict)]
-    else:
-        cuts = [text.rpartition(" ") for text in texts]
-        pairs = encode_pairs(tokenizer, [(before, f" {word}") for before, _, word in cuts])
-    samples = [fitted(context, target, positions) for context, target in pairs]
-
-    def measure(scores: list[TokenScores]) -> Result:
-        return _megatron(scores, options.strict) if megatron else _harness(scores)
-
-    return Prepared(samples, measure)
+    samples = [
+        fitted(opened(context, tokenizer), target, positions)
+        for context, target in word_ids(texts, tokenizer, options.strict)
+    ]
+    return Prepared(samples, lambda scores: _result(scores, options.strict))
 
 
-def _megatron(scores: list[TokenScores], strict: bool) -> Result:
+def _result(scores: list[TokenScores], strict: bool) -> Result:
     correct, total = sum(own.all_greedy for own in scores), len(scores)
     accuracy = correct / total
     line = (
@@ -85,19 +73,15 @@ def _megatron(scores: list[TokenScores], strict: bool) -> Result:
     metrics |= {"correct": correct, "ppl": perplexity(scores)}
     target = "the last word, context and word encoded apart" if strict else "the last token"
     procedure = f"Megatron-LM, {'strict' if strict else 'not strict'}: {target}, is the likeliest"
-    return Result("lambada", "megatron", procedure, metrics, total, "passages", line, {"strict": strict})
-
-
-def _harness(scores: list[TokenScores]) -> Result:
-    accuracy, error = mean_and_error([own.all_greedy for own in scores])
-    metrics = {"acc": accuracy, "acc_stderr": error, "ppl": perplexity(scores)}
-    procedure = "lm-evaluation-harness, lambada_openai: the text behind the last blank is the likeliest"
-    return Result("lambada", "lm-eval", procedure, metrics, len(scores), "passages")
+    return Result("lambada", procedure, metrics, total, "passages", line, {"strict": strict})
 
 
 def perplexity(scores: list[TokenScores]) -> float:
     """Return e to the mean negative log-probability of whole targets; infinity where that overflows."""
-    return exponential(-float(np.mean([own.logprob for own in scores])))
+    try:
+        return math.exp(-float(np.mean([own.logprob for own in scores])))
+    except OverflowError:
+        return math.inf
 
 
-TASK = Task("lambada", ("megatron", "lm-eval"), SOURCE, prepare)
+TASK = Task("lambada", SOURCE, prepare)

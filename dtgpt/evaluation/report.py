@@ -8,7 +8,7 @@ from dtgpt.evaluation.catalog import Asked
 from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.tasks import ERROR, Result
 
-HEADER = ("task", "form", "metric", "value")
+HEADER = ("task", "metric", "value")
 
 
 class Measured(NamedTuple):
@@ -27,13 +27,13 @@ def megatron_lines(line: str) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the metrics of tasks in columns, a standard error beside its metric."""
+    """Return the metrics of tasks in columns, each with its standard error."""
     rows = [HEADER]
     for result in results:
         for name, value in result.figures.items():
             error = result.metrics.get(f"{name}{ERROR}")
             shown = number_text(value) + ("" if error is None else f" \xb1 {error:.4f}")
-            rows.append((result.task, result.form, name, shown))
+            rows.append((result.task, name, shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -57,7 +57,6 @@ def as_json(measured: Measured) -> dict[str, Any]:
     result = measured.result
     return {
         "task": result.task,
-        "form": result.form,
         "procedure": result.procedure,
         "metrics": {name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         "samples": result.samples,

@@ -30,8 +30,8 @@ from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.parallel.fsdp import reshard
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
-from dtgpt.parallel.torch_private import all_gather_single
 from dtgpt.util.hardware import to_device
+from dtgpt.util.torch_private import all_gather_single
 
 TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}  # of a batch: enough to keep all cores busy
 PIECE_LOGITS = 1 << 27  # that are in memory at a time

@@ -38,10 +38,6 @@ class SharedModel:
         self.model = model
         self._in_step = True  # whether the other ranks wait for a command
 
-    @property
-    def is_leader(self) -> bool:
-        return self.model.mesh.rank == 0
-
     def score(
         self, samples: Sequence[Sample], tokens: int | None, progress: Callable[[int], None]
     ) -> list[TokenScores]:

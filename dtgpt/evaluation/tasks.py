@@ -1,6 +1,5 @@
 """What a task is: samples from a file, and figures from their scores."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,9 +19,8 @@ ERROR = "_stderr"  # ending of the name of a metric's standard error
 class TaskOptions:
     """How a task is measured; a value of None is the task's own."""
 
-    form: str | None = None  # whose procedure: "megatron", "lm-eval" or "llm.c"
-    strict: bool = False  # LAMBADA by Megatron-LM: the whole last word instead of its last token
-    overlapping_eval: int | None = None  # WikiText-103 by Megatron-LM: tokens from one window to the next
+    strict: bool = False  # LAMBADA: the whole last word instead of its last token
+    overlapping_eval: int | None = None  # WikiText-103: tokens from one window to the next
     limit: int | None = None  # measure the first items alone
 
 
@@ -30,7 +28,6 @@ class Result(NamedTuple):
     """The figures of a task."""
 
     task: str
-    form: str
     procedure: str  # in words
     metrics: dict[str, float]  # by name, the main one first
     samples: int  # number of items measured
@@ -61,7 +58,6 @@ class Task(NamedTuple):
     """A task by its name."""
 
     name: str
-    forms: tuple[str, ...]  # whose procedures there are, the default first
     source: str  # a sentence that says where the data come from
     prepare: Prepare
 
@@ -85,31 +81,6 @@ def opened(context: list[int], tokenizer: Tokenizer) -> list[int]:
     if tokenizer.opening is None:
         raise UserError(f"the tokenizer {tokenizer.name} has no end of text to begin a document with; give another one")
     return [tokenizer.opening]
-
-
-def encode_pairs(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-    """Return the ids of each (context, continuation) as lm-evaluation-harness makes them: blanks at the end of a
-    context go to the continuation, both are encoded together, and the ids are cut at the length of the context's own.
-    An empty context is the token that begins a document."""
-    moved = [(context.rstrip(), context[len(context.rstrip()) :] + more) for context, more in pairs]
-    different = list(dict.fromkeys(context for context, _ in moved))
-    lengths = dict(zip(different, map(len, encoded(tokenizer, different)), strict=True))
-    found = []
-    for (context, _), ids in zip(moved, encoded(tokenizer, ["".join(pair) for pair in moved]), strict=True):
-        if not context:
-            begin = opened([], tokenizer)
-            ids = ids if ids[: len(begin)] == begin else [*begin, *ids]
-        cut = lengths[context] or 1
-        found.append((ids[:cut], ids[cut:]))
-    return found
-
-
-def exponential(exponent: float) -> float:
-    """Return e to the power of a number; infinity where that overflows."""
-    try:
-        return math.exp(exponent)
-    except OverflowError:
-        return math.inf
 
 
 def mean_and_error(values: list[bool]) -> tuple[float, float]:

@@ -1,27 +1,22 @@
 """WikiText-103's perplexity (Merity et al. 2016) by Megatron-LM's procedure, which makes it comparable between
-tokenizers (Shoeybi et al. 2019, appendix E.1), and by lm-evaluation-harness's, article by article."""
+tokenizers (Shoeybi et al. 2019, appendix E.1)."""
 
-import csv
-import io
 import math
 import re
-from itertools import pairwise
 from typing import NamedTuple
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
-from dtgpt.evaluation.files import DataFile, Record, csv_records, json_records
+from dtgpt.evaluation.files import DataFile, json_records
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, continued, encoded, exponential, opened
+from dtgpt.evaluation.tasks import Prepared, Result, Task, TaskOptions, encoded
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 SOURCE = (
     "WikiText-103's test set of 245,566 words is wiki.test.tokens of wikitext-103-v1 "
-    "(https://huggingface.co/datasets/Salesforce/wikitext), as one text or a row a line; --form lm-eval takes "
-    "wiki.test.raw of wikitext-2-raw-v1"
+    "(https://huggingface.co/datasets/Salesforce/wikitext), as one text or a row a line"
 )
-COLUMNS = ("text", "page")  # of rows, or of articles
 BLANK_LINE = " \n"  # in WikiText; data sets that have a row a line have an empty row for it
 OVERLAPPING_EVAL = 32  # tokens from one window to the next where an option does not say it, as in Megatron-LM
 LARGEST_EXPONENT = 20  # of a perplexity by Megatron-LM's procedure
@@ -55,50 +50,17 @@ def detokenize(text: str) -> str:
     return text
 
 
-def rows_of(file: DataFile) -> list[Record] | None:
-    """Return the rows of CSV or JSON lines, each with a text under `text` or `page`; None for plain text."""
-    if file.kind == "csv" or (file.kind == "text" and _is_one_column(file.text)):
-        return list(csv_records(file, COLUMNS))
-    return list(json_records(file)) if file.kind == "json" else None
-
-
 def whole_text(file: DataFile) -> str:
-    """Return the text of a file: as it is, or that of its rows, of which an empty one stands for a blank line."""
-    if (rows := rows_of(file)) is None:
+    """Return the text of a file: as it is, or that of its rows (`text`, or articles `page`), of which an empty one
+    stands for a blank line."""
+    if file.kind == "text":
+        if file.text.startswith('"'):  # no WikiText does, but exports of the data set
+            raise UserError(f"{file.path} begins with a quote, as CSV does, which is not read; write it as JSON lines")
         return file.text
-    texts = [row.field("page" if "page" in row.fields else "text", str, "a text") for row in rows]
+    texts = [row.field("page" if "page" in row.fields else "text", str, "a text") for row in json_records(file)]
     if len(texts) == 1:
         return texts[0]
     return "".join(text if text.endswith("\n") else f"{text}\n" if text else BLANK_LINE for text in texts)
-
-
-def _is_one_column(text: str) -> bool:
-    """Return whether a text file is CSV of one column, as exports of the data set are: no WikiText begins with a
-    quote."""
-    if not text.startswith('"'):
-        return False
-    try:
-        return all(len(row) <= 1 for row in csv.reader(io.StringIO(text, newline=""), strict=True))
-    except csv.Error:
-        return False
-
-
-def articles(file: DataFile) -> list[str]:
-    """Return the articles of a file, headings included, as lm-evaluation-harness's data set has them: `page` of JSON
-    lines or CSV, or a text cut before each heading of the first level."""
-    rows = rows_of(file)
-    if rows and all("page" in row.fields for row in rows):
-        return [row.field("page", str, "an article") for row in rows]
-    lines = whole_text(file).split("\n")
-    cuts = [0, *(number for number, line in enumerate(lines) if is_title(line)), len(lines)]
-    pages = ["\n".join(lines[first:end]) for first, end in pairwise(cuts)]
-    return [page for page in pages[:-1] if page.strip()] + pages[-1:]
-
-
-def is_title(line: str) -> bool:
-    """Return whether a line is a heading of the first level, ` = Title = `."""
-    bare = line.replace("= = =", "===").replace("= =", "==").strip()
-    return bare.startswith("= ") and bare.endswith(" =")
 
 
 class Window(NamedTuple):
@@ -123,32 +85,9 @@ def overlapping_windows(tokens: int, positions: int, step: int | None) -> list[W
     return windows
 
 
-def rolling_windows(tokens: int, positions: int) -> list[Window]:
-    """Return lm-evaluation-harness's windows of a text of T ids, the first of which is not predicted: each id is
-    counted once, and the last window begins earlier, so that it is as long as the others."""
-    windows, done = [], 1
-    while done < tokens:
-        end = min(done + positions, tokens)
-        windows.append(Window(max(0, end - positions - 1), done, end))
-        done = end
-    return windows
-
-
-def _samples(ids: list[int], windows: list[Window]) -> list[Sample]:
-    """Return a sample for each window that counts anything."""
-    return [Sample(ids[first:end], counted - first) for first, counted, end in windows if counted < end]
-
-
 def prepare(file: DataFile, tokenizer: Tokenizer, positions: int, options: TaskOptions) -> Prepared:
     """Return the windows of a file: see `Prepare`."""
-    if options.form == "lm-eval":
-        return _prepare_articles(file, tokenizer, positions, options.limit)
-    return _prepare_whole(file, tokenizer, positions, options.overlapping_eval, options.limit)
-
-
-def _prepare_whole(
-    file: DataFile, tokenizer: Tokenizer, positions: int, step: int | None, limit: int | None
-) -> Prepared:
+    step = options.overlapping_eval
     step = min(OVERLAPPING_EVAL, positions) if step is None else step
     if step > positions:
         raise UserError(
@@ -160,7 +99,8 @@ def _prepare_whole(
     if len(ids) < 2 or words < 2:
         raise UserError(f"{file.path} has {counted(words, 'word')}, too few for a perplexity; give a longer text")
     windows = overlapping_windows(len(ids), positions, step)
-    samples = _samples(ids, windows)[:limit]
+    samples = [Sample(ids[first:end], counted - first) for first, counted, end in windows if counted < end]
+    samples = samples[: options.limit]
     details = {"overlapping_eval": step, "words": words, "tokens": len(ids), "windows": len(windows)}
 
     def measure(scores: list[TokenScores]) -> Result:
@@ -173,32 +113,9 @@ def _prepare_whole(
         )
         metrics = {"adjusted_ppl": adjusted, "ppl": ppl, "loss": loss, "token_ratio": ratio}
         procedure = f"Megatron-LM: windows of {positions} predictions, {step} tokens from one to the next"
-        return Result("wikitext103", "megatron", procedure, metrics, counted, "tokens", line, details)
+        return Result("wikitext103", procedure, metrics, counted, "tokens", line, details)
 
     return Prepared(samples, measure)
 
 
-def _prepare_articles(file: DataFile, tokenizer: Tokenizer, positions: int, limit: int | None) -> Prepared:
-    pages = articles(file)[:limit]
-    samples = []
-    for ids in continued(tokenizer, [detokenize(page) for page in pages]):
-        whole = [*opened([], tokenizer), *ids]
-        samples += _samples(whole, rolling_windows(len(whole), positions))
-    words, size = sum(len(re.split(r"\s+", page)) for page in pages), sum(len(page.encode()) for page in pages)
-    if not samples:
-        raise UserError(f"{file.path} has no article; give WikiText's raw text")
-    details = {"words": words, "bytes": size, "tokens": sum(len(s.ids) - s.context for s in samples)}
-
-    def measure(scores: list[TokenScores]) -> Result:
-        nats = -sum(own.logprob for own in scores)
-        metrics = {
-            "word_perplexity": exponential(nats / words), "byte_perplexity": exponential(nats / size),
-            "bits_per_byte": nats / size / math.log(2),
-        }  # fmt: skip
-        procedure = "lm-evaluation-harness, wikitext: each article alone, rolling from the end of text"
-        return Result("wikitext103", "lm-eval", procedure, metrics, len(pages), "articles", None, details)
-
-    return Prepared(samples, measure)
-
-
-TASK = Task("wikitext103", ("megatron", "lm-eval"), SOURCE, prepare)
+TASK = Task("wikitext103", SOURCE, prepare)

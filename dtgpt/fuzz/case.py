@@ -23,7 +23,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.roles import Role, patterns_of
 from dtgpt.parallel.tensor import make_table
-from dtgpt.train.settle import check_run
+from dtgpt.train.job import checked
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
@@ -245,7 +245,7 @@ class Setting:
     def check(self, case: Case) -> Plan:
         """Return the plan of a case that can be run. Raises UserError, one sentence, for any other."""
         recipe = self.recipe_of(case)
-        check_run(recipe)
+        checked(recipe)
         if case.first and case.first.steps >= recipe.num_steps:
             raise UserError(
                 f"first={case.first.plan}:{case.first.steps} leaves none of {counted(recipe.num_steps, 'step')} to the "
@@ -256,7 +256,7 @@ class Setting:
             if plan is None:
                 continue
             recipe = self.recipe_of(some, plan)
-            check_run(recipe)
+            checked(recipe)
             found = recipe.plan_for(plan.world)
             if found.tp > 1:
                 make_table(recipe.model, found)

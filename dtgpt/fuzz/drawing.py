@@ -4,19 +4,43 @@ rules that refuse them are tried as well."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dtgpt.config.batch_size import BatchSizes
 from dtgpt.config.plan import SCHEDULES, Plan
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.fuzz.case import MODELS, TABLES, Case, First
-from dtgpt.fuzz.draws import Draws
+from dtgpt.ops.random.philox import fold_words
 
 NARROWEST = 9  # a norm of fewer numbers multiplies rounding
 LONG = 130  # tokens
 WIDE = 120
 OVERFLOWS = 2.0**19
 FIRST_VOCABULARY = 257  # bytes and the end of text
+Choice = TypeVar("Choice")
+
+
+class Draws:
+    """The random decisions of case `index`, by name. Each is a function of (seed, index, name) alone, so that neither
+    the number of cases nor a decision that is added later changes another one. part: what some names begin with."""
+
+    def __init__(self, seed: int, index: int, part: str = ""):
+        self.seed, self.index, self.part = seed, index, part
+
+    def below(self, name: str, count: int) -> int:
+        """Return a whole number in [0, count)."""
+        return fold_words(self.seed, "random case", self.index, self.part + name)[0] * count >> 32
+
+    def between(self, name: str, first: int, last: int) -> int:
+        """Return a whole number in [first, last]."""
+        return first + self.below(name, last - first + 1)
+
+    def pick(self, name: str, choices: Sequence[Choice]) -> Choice:
+        return choices[self.below(name, len(choices))]
+
+    def chance(self, name: str, one_in: int) -> bool:
+        """Return True in one of `one_in` cases."""
+        return self.below(name, one_in) == 0
 
 
 def draw_case(seed: int, index: int, ranks: int, plans: Sequence[str] = ()) -> Case:
@@ -185,7 +209,7 @@ def _training(draws: Draws, careless: bool) -> dict[str, Any]:
         "recompute": draws.pick("recompute", ("none", "none", "selective", "full")),
         "graph": draws.pick("graph", ("auto", "off")),
         "optimizer.lr": draws.pick("learning rate", (1e-3, 3e-3, 1e-2)),
-        # Of AdamW's usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
+        # With the usual 1e-8, a gradient that is rounding alone makes whole steps, by its sign.
         "optimizer.eps": draws.pick("smallest root", (1e-3, 1e-2)),
         "optimizer.schedule": draws.pick("learning rates", ("cosine", "linear", "constant", "wsd")),
         "optimizer.warmup": draws.pick("warmup", (0.0, 0.0, 0.5)),

@@ -1,7 +1,7 @@
 """What a rank does with a case: a few steps, an evaluation, and digests of all that copies must agree in."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
 from dtgpt.fuzz.case import Case, Run, Setting
 from dtgpt.models.batch import Batch
@@ -36,7 +35,7 @@ class Seen(NamedTuple):
     copies: list[tuple[str, str]]  # (name and region, digest) of each tensor that this rank holds
     between: tuple[float | None, ...] = ()  # mean validation losses after earlier steps
     texts: tuple[str | None, ...] = ()  # generated after earlier steps and the last
-    begin: str = ""  # digest of weights and moments, on rank 0, before the first step
+    begin: str = ""  # digest of weights and the optimizer's state, on rank 0, before the first step
     end: str = ""  # after the last
 
 
@@ -92,25 +91,28 @@ class _Notes:
 
 
 def _save(trainer: Trainer, folder: Path, recipe: dict[str, Any]) -> None:
-    """Write a checkpoint while the next step, which is not part of the case, changes weights and moments. recipe: its
-    fields."""
+    """Write a checkpoint while the next step, which is not part of the case, changes weights and the optimizer's state.
+    recipe: its fields."""
     background = recipe["checkpoint"]["background"]
-    with Saver(folder, trainer.shards, trainer.optimizer.adamw, background=background) as saver:
+    with Saver(folder, trainer.shards, trainer.optimizer.rule, background=background) as saver:
         trainer.before_update = saver.before_update
         saver.save(trainer.step, state_of(trainer, recipe))
         trainer.train_step()
 
 
-def _of_shard(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
-    return tensors[shard.index]
+def _state_of(trainer: Trainer, name: str, shard: Shard) -> Tensor:
+    """Return a tensor of the optimizer's state; zeros where the shard has none of that name."""
+    return trainer.optimizer.rule.state(shard.index).get(name, torch.zeros_like(shard.local))
 
 
 def _digest_of_state(trainer: Trainer) -> str:
-    """Return a digest of all weights and moments, and the history of fp8's scales, the same under every plan; without
-    weights and moments on ranks other than 0."""
-    found, adamw = hashlib.sha256(), trainer.optimizer.adamw
+    """Return a digest of all weights, the optimizer's state and the history of fp8's scales, the same under every plan;
+    without weights and state on ranks other than 0."""
+    found, rule = hashlib.sha256(), trainer.optimizer.rule
+    own = {name for shard in trainer.shards for name in rule.state(shard.index)}
+    names = sorted(set().union(*trainer.mesh.gather(own)))  # ranks may hold different kinds of parameters
     kinds: list[Callable[[Shard], Tensor]] = [attrgetter("local")]
-    kinds += [partial(_of_shard, getattr(adamw, moment)) for moment in MOMENTS]
+    kinds += [partial(_state_of, trainer, name) for name in names]
     for value in kinds:
         for _, whole in trainer.shards.gather(value):
             found.update(b"" if whole is None else whole.numpy().tobytes())
@@ -167,11 +169,11 @@ def _note_samples(trainer: Trainer) -> list[list[tuple[int, str]]]:
 
 
 def _copies(trainer: Trainer) -> list[tuple[str, str]]:
-    found, adamw = [], trainer.optimizer.adamw
+    found, rule = [], trainer.optimizer.rule
     for shard in trainer.shards:
         where = f"{shard.name} {[(part.start, part.stop) for part in shard.region]}"
         found.append((where, digest(shard.local)))
-        found += [(f"{where}.{moment}", digest(getattr(adamw, moment)[shard.index])) for moment in MOMENTS]
+        found += [(f"{where}.{name}", digest(tensor.float())) for name, tensor in rule.state(shard.index).items()]
         if shard.low_precision is not None:
             found.append((f"{where} in 16 bits", digest(shard.low_precision.float())))
     if trainer.fp8 is not None:

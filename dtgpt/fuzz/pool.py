@@ -3,7 +3,7 @@
 On CPUs each job gets a process group of its own, which ends with it, so that nothing of a job can reach the next one.
 On GPUs a group lives as long as its processes, and each number of processes has processes of its own: a process that
 began a second group through NCCL after the end of its first died of a segmentation fault (torch 2.11). After a failure
-the processes of the job are ended and started anew: they may wait for each other for ever.
+the processes of the job are ended and started again: they may wait for each other for ever.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.process import VARIABLES
-from dtgpt.parallel.torch_private import forget_meshes
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import VARIABLES
+from dtgpt.util.torch_private import forget_meshes
 
 # Imported once by the process from which the others are forked; none of them starts a thread.
 IMPORTS = [
@@ -40,6 +40,8 @@ IMPORTS = [
 ]  # fmt: skip
 COLLECT = 0.5  # seconds to wait for what other ranks say after the first failure
 SHOWN = 4  # functions of a process that crashed
+STACKS = 0.5  # seconds to wait for the stacks of processes that hang
+OUTPUT = 6000  # characters of a process's output
 LEAVE = 20.0  # seconds in which a process group must end
 MOST_JOBS = 100  # of processes on GPUs, which keep the communicators of all meshes
 LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
@@ -52,7 +54,9 @@ class Answer(NamedTuple):
     refusal: str = ""  # the sentence of a UserError
     failure: str = ""  # the last line of any other exception, and where it was raised
     kind: str = ""  # the exception's type
-    when: float = 0.0  # of a failure
+    when: float = 0.0  # of an exception, on the clock that processes share; 0 of a death, which explains others
+    rank: int = 0
+    output: str = ""  # the end of what a process that failed has printed, with tracebacks
 
 
 class Key(NamedTuple):
@@ -72,15 +76,16 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe."""
+    """Processes for jobs that run side by side. device: auto, cpu or cuda, as in a recipe. imports: modules to import
+    before processes are forked."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, imports: Sequence[str] = IMPORTS):
         self.device = device
         self._on_gpus = on_gpus = choose_device(device).type == "cuda"
         # A process that has asked for CUDA devices cannot be forked.
         self._context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         if not on_gpus:
-            self._context.set_forkserver_preload(IMPORTS)
+            self._context.set_forkserver_preload(list(imports))
         self._folder = tempfile.TemporaryDirectory(prefix="dtgpt-ranks-", ignore_cleanup_errors=True)
         self._ranks: dict[Key, Worker] = {}
         self._jobs: Counter[Key] = Counter()  # that a process has begun
@@ -89,18 +94,22 @@ class Pool:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
         self._end(list(self._ranks))
         self._folder.cleanup()
 
-    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer] | None]:
-        """Run the jobs at the same time and return for each what its ranks answered, or None where a rank did not
-        answer within `timeout` seconds."""
+    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer]]:
+        """Run the jobs at the same time and return for each what its ranks answered. Ranks that do not answer within
+        `timeout` seconds have failures of the kind "hangs"; after another failure or a refusal they are left out."""
         try:
             for place, job in enumerate(jobs):
                 self._begin(place, job, timeout)
             deadline, results = time.monotonic() + timeout, []
             for place, job in enumerate(jobs):
-                results.append(self._collect(self._keys(place, job), deadline))
+                results.append(self._collect(self._keys(place, job), deadline, timeout))
             return results
         except BaseException:  # Ctrl-C too: a rank in the middle of a job is of no use to the next one
             self._end(list(self._ranks))
@@ -117,12 +126,12 @@ class Pool:
         for key in keys:
             if key not in self._ranks:
                 log = f"{self._folder.name}/{'-'.join(map(str, key))}.log"
-                self._ranks[key] = Worker(self._context, serve, log)
+                self._ranks[key] = Worker(self._context, log)
             self._jobs[key] += 1
             message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
             self._ranks[key].send(message)
 
-    def _collect(self, keys: list[Key], deadline: float) -> list[Answer] | None:
+    def _collect(self, keys: list[Key], deadline: float, timeout: float) -> list[Answer]:
         answers: dict[Key, Answer] = {}
         self._gather(keys, deadline, answers)
         fine = len(answers) == len(keys) and not any(a.failure for a in answers.values())
@@ -132,22 +141,24 @@ class Pool:
             left: dict[Key, Answer] = {}
             self._gather(keys, time.monotonic() + LEAVE, left)
             fine = len(left) == len(keys) and not any(a.failure for a in left.values())
+        missing = [key for key in keys if key not in answers]
+        if missing and not any(answer.failure or answer.refusal for answer in answers.values()):
+            for key in missing:
+                self._ranks[key].print_stacks()
+            time.sleep(STACKS)
+            answers |= dict.fromkeys(missing, Answer(failure=f"no answer within {timeout:g} s", kind="hangs"))
+        for key, answer in answers.items():
+            answers[key] = answer._replace(rank=key.rank, output=self._ranks[key].output() if answer.failure else "")
         if not fine:
             self._end(keys)
-        known = [answers[key] for key in keys if key in answers]
-        spoke = len(known) == len(keys) or any(a.failure or a.refusal for a in known)
-        return known if spoke else None
+        return [answers[key] for key in keys if key in answers]
 
     def _gather(self, keys: list[Key], deadline: float, answers: dict[Key, Answer]) -> None:
         waiting = {self._ranks[key].connection: key for key in keys}
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 key = waiting.pop(connection)  # type: ignore[arg-type]
-                try:
-                    answer = self._ranks[key].receive()
-                except Died as died:
-                    answer = Answer(failure=f"a process {died}", kind=f"exit code {died.code}")
-                answers[key] = answer
+                answers[key] = answer = self._ranks[key].receive()
                 if answer.failure or answer.refusal:
                     deadline = min(deadline, time.monotonic() + COLLECT)
 
@@ -157,18 +168,10 @@ class Pool:
             del self._jobs[key]
 
 
-class Died(Exception):
-    """A process ended before it answered. `code`: its exit code. `where`: in which functions, as far as known."""
-
-    def __init__(self, code: int | None, where: str = ""):
-        super().__init__(f"died with exit code {code}" + (f" in {where}" if where else ""))
-        self.code = code
-
-
 class Worker:
-    """The parent's end of a process that runs `serve(connection, log)`; messages both ways are pickled."""
+    """The parent's end of a process that runs `serve`; messages both ways are pickled."""
 
-    def __init__(self, context: Any, serve: Callable[[Any, str], None], log: str):
+    def __init__(self, context: Any, log: str):
         self._log = log
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, log), daemon=True)
@@ -176,16 +179,27 @@ class Worker:
         theirs.close()  # else its death would not close the connection
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it just died: `receive` says so
+        with contextlib.suppress(OSError):  # it has just died: `receive` says so
             self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
-    def receive(self) -> Any:
-        """Return the next message of the process; raise Died where there is none."""
+    def receive(self) -> Answer:
+        """Return the next answer of the process; a failure that names its exit code where it has died."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5)
-            raise Died(self.process.exitcode, crash_site(Path(self._log))) from None
+            code, where = self.process.exitcode, crash_site(Path(self._log))
+            died = f"a process died with exit code {code}" + (f" in {where}" if where else "")
+            return Answer(failure=died, kind=f"exit code {code}")
+
+    def print_stacks(self) -> None:
+        """Let the process print the stacks of its threads."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGQUIT)
+
+    def output(self) -> str:
+        """Return the end of what the process has printed in its last job."""
+        return Path(self._log).read_text(errors="replace").strip()[-OUTPUT:]
 
     def end(self) -> None:
         self.process.kill()
@@ -210,6 +224,7 @@ def serve(connection: Any, log: str) -> None:
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(2)
+    faulthandler.register(signal.SIGQUIT, 2)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays
     with contextlib.suppress(EOFError, BrokenPipeError):

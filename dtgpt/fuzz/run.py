@@ -61,25 +61,22 @@ class Runner:
         (ranks,) = self.pool.run([plan], self.timeout)
         return self._problem(case, ranks, reference) or self._judge(case, ranks, reference, first)
 
-    def _problem(self, case: Case, ranks: list[Answer] | None, reference: list[Answer] | None) -> Outcome | None:
-        """Return the outcome of a case whose plan, or the one process beside it, did not come to its end."""
+    def _problem(self, case: Case, ranks: list[Answer], reference: list[Answer]) -> Outcome | None:
+        """Return the outcome of a case whose plan, or whose reference on one process, did not come to its end."""
         for answers, where in ((ranks, ""), (reference, "on one process: ")):
-            if answers is None:
-                return Outcome(case, "hangs", f"{where}no answer within {self.timeout:g} s", kind="hangs")
-            failures = sorted((a for a in answers if a.failure), key=lambda answer: answer.when)
-            if failures:
-                return Outcome(case, "fails", f"{where}{failures[0].failure}", kind=failures[0].kind)
-        if refusal := next((a.refusal for a in _said(ranks) if a.refusal), None):
+            if first := min((a for a in answers if a.failure), key=lambda answer: answer.when, default=None):
+                return Outcome(
+                    case, "hangs" if first.kind == "hangs" else "fails", f"{where}{first.failure}", kind=first.kind
+                )
+        if refusal := next((a.refusal for a in ranks if a.refusal), None):
             return Outcome(case, "refused", refusal)
-        if refusal := next((a.refusal for a in _said(reference) if a.refusal), None):
+        if refusal := next((a.refusal for a in reference if a.refusal), None):
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
         return None
 
-    def _judge(
-        self, case: Case, ranks: list[Answer] | None, reference: list[Answer] | None, first: list[Answer] | None = None
-    ) -> Outcome:
+    def _judge(self, case: Case, ranks: list[Answer], reference: list[Answer], first: Sequence[Answer] = ()) -> Outcome:
         """Judge what ran to its end; where it is wrong, with regard to what rounding does to the case."""
-        alone, seen, before = _said(reference)[0].value, _values(ranks), _values(first)
+        alone, seen, before = reference[0].value, _values(ranks), _values(first)
         outcome = judge(case, seen, alone, self.tolerance, before)
         if not outcome.is_bad or self.tolerance is not None or alone.moved is not None:
             return outcome
@@ -113,12 +110,8 @@ def references(setting: Setting, case: Case) -> Alone:
     return Alone(reference, exact, None if exact is None else measure(setting, case, "moved"))
 
 
-def _said(answers: list[Answer] | None) -> list[Answer]:
-    return answers or []
-
-
-def _values(answers: list[Answer] | None) -> list[Seen]:
-    return [answer.value for answer in _said(answers)]
+def _values(answers: Sequence[Answer]) -> list[Seen]:
+    return [answer.value for answer in answers if not answer.failure]
 
 
 def most_ranks(device: str) -> int:

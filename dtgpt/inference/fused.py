@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm.arena import may_share
+from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
 from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
 from dtgpt.ops.decode.blocks import embed, kernels_of_few_rows, run_blocks, run_head
-from dtgpt.ops.decode.exchange import MOST_RANKS, Exchange, bytes_for, exchange_library
 from dtgpt.ops.fast import has_triton
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import may_share, symmetric_memory
 
 _exchanges: dict[int, Exchange | None] = {}  # by tp, for good: kernels that are under way may still use their memory
 
@@ -59,7 +59,7 @@ class FusedStage:
         if not allowed or len(set(votes)) > 1:  # ranks where a build failed would wait for others
             return
         if mesh.plan.tp not in _exchanges:
-            _exchanges[mesh.plan.tp] = make_exchange(mesh)
+            _exchanges[mesh.plan.tp] = make_exchange(mesh, mesh.tp_group)
         self._exchange = _exchanges[mesh.plan.tp]
 
     def _embed(self, tokens: Tensor, rows: DecodeRows) -> Tensor:
@@ -83,15 +83,6 @@ class FusedStage:
             total = parts if len(parts) == 1 else parts.sum(0, keepdim=True)
             dist.all_reduce(total, group=self._mesh.tp_group)
         return total
-
-
-def make_exchange(mesh: Mesh) -> Exchange | None:
-    """Return the exchange of this rank's tensor-parallel group; None on all ranks where any group cannot have one."""
-    built = exchange_library(mesh.device)
-    shared = symmetric_memory(mesh, mesh.tp_group, bytes_for(mesh.plan.tp), usable=built is not None)
-    if shared is None or built is None:
-        return None
-    return Exchange(built, shared.addresses, mesh.place.tp, shared.own)
 
 
 def parts_of(stage: Decoder) -> list[Any]:

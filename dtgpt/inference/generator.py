@@ -22,9 +22,9 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import GPT2_124M
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.util.console import byte_size, counted, parameters, say, say_error
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 
 GPT2_IDS = SpecialIds(end_of_text=50256, newline=198, double_newline=628, colon=25)  # of a model with its vocabulary
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from dtgpt.inference.messages import Channel, Kind
 from dtgpt.inference.results import Pending
 from dtgpt.inference.runner import ModelRunner
+from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
-from dtgpt.parallel.launch import lost_peers_as_user_errors
 from dtgpt.parallel.mesh import Mesh
 
 FAILURE = "inference failure"  # the name under which the rank that fails first leaves its reason

@@ -23,9 +23,9 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import Source
 from dtgpt.parallel.launch import end_process_group, start_process_group
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.process import Process
 
 DEVICES, PRECISIONS = ("auto", "cpu", "cuda"), ("auto", "fp32", "bf16", "fp16")
 TIMEOUT = 600.0  # s that a rank waits for others

@@ -22,7 +22,7 @@ from dtgpt.ops.sampling.scores import Scores, token_scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.pipeline import run_in_turn
-from dtgpt.parallel.torch_private import all_gather_single
+from dtgpt.util.torch_private import all_gather_single
 
 SCORED_ROWS = 256  # rows of logits that are gathered and scored at once
 

@@ -15,9 +15,8 @@ from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.loss.head import head_loss
-from dtgpt.ops.norm.layer_norm import layer_norm, norm_and_pass, residual_norm
+from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
-from dtgpt.ops.norm.rms_norm import residual_rms_norm, rms_norm, rms_norm_and_pass
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
 from dtgpt.ops.random.dropout import Site
@@ -101,7 +100,7 @@ class FinalNorm(nn.LayerNorm):
     """LayerNorm at the end of the residual stream, `[B, T, H]` -> `[B, T, H]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -114,8 +113,8 @@ class RMSNorm(nn.RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         """Return what `LayerNorm` does, by RMSNorm; the branch has no bias."""
         if branch is None:
-            return rms_norm_and_pass(x, self.weight, self.eps)
-        return residual_rms_norm(x, branch.product, self.weight, self.eps, *site)
+            return norm_and_pass(x, self.weight, None, self.eps)
+        return residual_norm(x, branch.product, None, self.weight, None, self.eps, *site)
 
 
 class FinalRMSNorm(nn.RMSNorm):
@@ -124,7 +123,7 @@ class FinalRMSNorm(nn.RMSNorm):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return norm(x, self.weight, None, self.eps)
 
 
 def add(x: Tensor, branch: Branch, site: Site) -> Tensor:

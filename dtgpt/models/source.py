@@ -35,20 +35,20 @@ class Source(ABC):
 class TrainingSource(Source):
     """A run of another library to go on with. `read` returns fp32 master weights.
 
-    `state` has `step`, `consumed_samples`, `updates` (of AdamW) and perhaps `loss_scale`, as that of a checkpoint.
+    `state` has `step`, `consumed_samples`, `updates` and perhaps `loss_scale`, as that of a checkpoint.
     `order_samples`: number of samples for which the order of prepared data was made, None where unknown. `values`: what
     the run was asked for, by the names of recipe fields.
     """
 
     path: Path
+    optimizer: str  # its kind
     state: Mapping[str, Any]
     order_samples: int | None
     values: Mapping[str, Any]
 
     @abstractmethod
     def read_moment(self, name: str, moment: str, part: Part) -> Tensor:
-        """Return the elements `part` of AdamW's `moment`, exp_avg or exp_avg_sq, of the parameter `name`, as `read`
-        does."""
+        """Return the elements `part` of the optimizer's state `moment` of the parameter `name`: fp32 on the CPU."""
 
 
 class Watched(Source):

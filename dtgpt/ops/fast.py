@@ -1,14 +1,14 @@
 """Which ops take their fast path, and on what hardware."""
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-TRITON = importlib.util.find_spec("triton") is not None
+from dtgpt.util.hardware import TRITON
+
 _apart = False
 
 

@@ -1,1 +1,1 @@
-"""From gradients to new weights: clipping, AdamW, the loss scale of fp16."""
+"""From gradients to new weights: clipping, updates, the loss scale of fp16."""

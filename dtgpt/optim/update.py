@@ -1,17 +1,15 @@
-"""From gradients to new weights: learning rate, loss scale, clipping, AdamW."""
+"""From gradients to new weights: learning rate, loss scale, clipping, the optimizer's rule."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtgpt.config.sections import LossScaleConfig, OptimizerConfig
-from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.optim.fp8_scales import STATE, Fp8Scales
 from dtgpt.optim.loss_scale import LossScaler
-from dtgpt.parallel.shards import Shard, Shards
+from dtgpt.parallel.shards import Shards
 from dtgpt.util.errors import UserError
 
 # Limits in fp16 for the largest element of the global gradient times the loss scale. The sum over the whole batch
@@ -20,12 +18,6 @@ from dtgpt.util.errors import UserError
 # overflow before the sum does. A step above SHRINK_ABOVE is applied, and counts as an overflow for the loss scale: the
 # scale falls before steps are lost, and rounding near this limit changes the scale alone, which changes no weight.
 SKIP_ABOVE, SHRINK_ABOVE = 2.0**15, 2.0**13
-
-
-def make_optimizer(shards: Iterable[Shard], config: OptimizerConfig) -> AdamW:
-    """Return AdamW over fp32 masters: matrices decay, biases and norms do not."""
-    slots = [Slot(shard.local, shard.low_precision, decay=shard.local.dim() > 1) for shard in shards]
-    return AdamW(slots, config.beta1, config.beta2, config.eps, config.weight_decay)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -37,7 +29,8 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 class Update:
-    """From the gradients of the shards to new weights: loss scale, clipping, AdamW. Nothing waits for the device.
+    """From the gradients of the shards to new weights: loss scale, clipping, and the optimizer's
+    `rule`. Nothing waits for the device.
 
     `schedule`, the learning rate of every update, lies on the device, for only the device knows how many steps fp16
     skipped: such a step does not count (as in Megatron-LM). `lr` is that of the last step. `gradient_scale` is what the
@@ -52,7 +45,7 @@ class Update:
         self.shards, self.clip, self.fp8 = shards, config.clip, fp8
         device = shards.mesh.device
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
-        self.adamw = make_optimizer(shards, config)
+        self.rule = config.make(shards)
         self.schedule = torch.tensor(rates, device=device)
         self.lr = torch.zeros((), device=device)
         self.gradient_scale = torch.empty((), device=device)
@@ -77,19 +70,19 @@ class Update:
     def apply(self) -> Tensor:
         """Take one step and return the global norm of the gradient. In fp16 a step whose gradient overflows is skipped
         on all ranks, and its norm is infinite."""
-        update = self.adamw.updates.long().clamp(max=len(self.schedule) - 1)
+        update = self.rule.updates.long().clamp(max=len(self.schedule) - 1)
         torch.index_select(self.schedule, 0, update.view(1), out=self.lr.view(1))
         if self.fp8 is not None:
             self.fp8.update()
         if self.scaler is None:
             norm = self.shards.norm()
-            self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
+            self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip))
             return norm
         inverse = self.scaler.inverse()
         norm, (skip, overflow) = self.shards.norm_and_excess(self.limits)
         norm = torch.where(skip, math.inf, norm * inverse)
         self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
-        self.adamw.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
+        self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
         self.scaler.update(overflow, skip)
         self.gradient_scale.copy_(self.scaler.scale * self.share)
         return norm
@@ -99,15 +92,15 @@ class Update:
         self.schedule.copy_(torch.tensor(rates))
 
     def state(self) -> dict[str, Any]:
-        """Return numbers for a checkpoint, beside weights and moments."""
+        """Return the optimizer's name and numbers for a checkpoint, which holds weights and the optimizer's state."""
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         fp8 = {} if self.fp8 is None else {STATE: self.fp8.state()}
-        return {"updates": int(self.adamw.updates.item()), **scaler, **fp8}
+        return {"optimizer": self.rule.kind, "updates": int(self.rule.updates.item()), **scaler, **fp8}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the `state` of a checkpoint. One of another precision may lack the loss scale, which begins anew, or the
         scales of fp8, for which the next step observes the values."""
-        self.adamw.updates.fill_(state["updates"])
+        self.rule.updates.fill_(state["updates"])
         if self.fp8 is not None:
             self.fp8.restore(state.get(STATE, []))
         if self.scaler is not None and "loss_scale" in state:

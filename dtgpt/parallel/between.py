@@ -4,49 +4,39 @@ sequence of, become the input of a matrix that is cut by columns, and so does th
 In eager execution on GPUs of one host, kernels that reach the other ranks' memory take the place of NCCL.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dtgpt.comm.collectives import KernelCollectives, open_collectives
 from dtgpt.config.execution import Settings
-from dtgpt.ops.collectives.peers import Peers
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import share_peers
 
 PROGRAMS = 64  # of a kernel, while nothing else runs
 
 
-def make_peers(settings: Settings, mesh: Mesh) -> Peers | None:
+def make_peers(settings: Settings, mesh: Mesh) -> KernelCollectives | None:
     """Return the collectives of kernels for the activations of a micro-batch; None where NCCL or gloo runs them. All
     ranks take part."""
     config = settings.model
     whole = settings.micro_batch_size * config.seq_length * config.hidden_size * settings.dtype.itemsize
-    return share_peers(mesh, mesh.tp_group, whole, PROGRAMS)
+    return open_collectives(mesh, mesh.tp_group, whole, PROGRAMS)
 
 
-def takes(peers: Peers | None, whole: Sequence[int], itemsize: int, placement: Placement) -> bool:
-    """Return whether the kernels can gather or sum a tensor of the shape `whole` that is laid out by `placement`."""
-    if peers is None or torch.compiler.is_compiling():
-        return False
-    if isinstance(placement, Shard):
-        part = [*whole]
-        part[placement.dim], rest = divmod(part[placement.dim], peers.ranks)
-        return not rest and peers.takes(part, placement.dim, itemsize)
-    size, rest = divmod(math.prod(whole), peers.ranks)
-    return not rest and peers.takes([size], 0, itemsize)
+def dim_of(placement: Placement) -> int | None:
+    """Return the dimension along which a tensor is cut; None where each rank has it whole."""
+    return placement.dim if isinstance(placement, Shard) else None
 
 
-def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> Tensor:
+def sum_parts(part: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> Tensor:
     """Return the sum of the ranks' `part`, laid out by `placement`: `Replicate` or `Shard`. The sum that all ranks keep
     may take the place of its addend."""
-    if takes(peers, part.shape, part.itemsize, placement):
-        return _SumByPeers.apply(part, placement, peers)
-    if placement.is_replicate() and not torch.compiler.is_compiling():
+    eager, dim = not torch.compiler.is_compiling(), dim_of(placement)
+    if eager and peers and peers.takes(part.shape, dim, part.itemsize):
+        return _SumByPeers.apply(part, dim, peers)
+    if eager and dim is None:
         return _SumInPlace.apply(part, mesh.get_group())
     return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(mesh, [placement]).to_local()
 
@@ -69,15 +59,13 @@ class _SumByPeers(torch.autograd.Function):
     """All-reduce or reduce-scatter, forward; the identity or an all-gather, backward."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, placement: Placement, peers: Peers) -> Tensor:
-        ctx.placement, ctx.peers = placement, peers
-        return peers.sum_part(part, placement.dim) if isinstance(placement, Shard) else peers.sum(part)
+    def forward(ctx, part: Tensor, dim: int | None, peers: KernelCollectives) -> Tensor:
+        ctx.dim, ctx.peers = dim, peers
+        return peers.sum(part, dim)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        if isinstance(ctx.placement, Shard):
-            grad = ctx.peers.gather(grad, ctx.placement.dim)
-        return grad, None, None
+        return grad if ctx.dim is None else ctx.peers.gather(grad, ctx.dim), None, None
 
 
 class _WholeByPeers(torch.autograd.Function):
@@ -85,28 +73,23 @@ class _WholeByPeers(torch.autograd.Function):
     of the gradients of the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers) -> DTensor:
+    def forward(ctx, x: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives) -> DTensor:
         ctx.mesh, ctx.placement, ctx.peers = mesh, placement, peers
-        whole = peers.gather(x, placement.dim) if isinstance(placement, Shard) else x.view_as(x)
-        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(peers.gather(x, dim_of(placement)), mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(ctx, grad: DTensor):
-        placement, peers = ctx.placement, ctx.peers
         if grad.placements[0].is_partial():
-            part = grad.to_local()
-            summed = peers.sum_part(part, placement.dim) if isinstance(placement, Shard) else peers.sum(part)
-        else:
-            summed = grad.redistribute(ctx.mesh, [placement]).to_local()
-        return summed, None, None, None
+            return ctx.peers.sum(grad.to_local(), dim_of(ctx.placement)), None, None, None
+        return grad.redistribute(ctx.mesh, [ctx.placement]).to_local(), None, None, None
 
 
-def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: Peers | None) -> DTensor:
+def whole_input(x: Tensor, mesh: DeviceMesh, placement: Placement, peers: KernelCollectives | None) -> DTensor:
     """Return a local activation, laid out by `placement`, as a DTensor that each rank has whole."""
-    shape = [*x.shape]
-    if isinstance(placement, Shard):
-        shape[placement.dim] *= mesh.size()
-    if takes(peers, shape, x.itemsize, placement):
+    shape, dim = [*x.shape], dim_of(placement)
+    if dim is not None:
+        shape[dim] *= mesh.size()
+    if not torch.compiler.is_compiling() and peers and peers.takes(shape, dim, x.itemsize):
         return _WholeByPeers.apply(x, mesh, placement, peers)
     part = DTensor.from_local(x, mesh, [placement], run_check=False)
     return part if placement.is_replicate() else part.redistribute(mesh, [Replicate()])

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
-from dtgpt.ops.collectives.peers import Peers
-from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.between import make_peers
 from dtgpt.parallel.engine import SingleStageEngine, TrainingEngine
 from dtgpt.parallel.fsdp import shard_over_data
@@ -26,7 +25,6 @@ from dtgpt.parallel.pipeline import PipelineEngine
 from dtgpt.parallel.pushed_shards import push_shards
 from dtgpt.parallel.shards import Shards
 from dtgpt.parallel.stages import keep_stage
-from dtgpt.parallel.symmetric import symmetric_memory
 from dtgpt.parallel.tensor import Table, apply_table, make_table
 from dtgpt.util.errors import UserError
 from dtgpt.util.timers import NO_TIMERS, Timers
@@ -53,7 +51,7 @@ def build_stages(
 
 def lay_out_stage(
     settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
-    peers: Peers | None = None,
+    peers: KernelCollectives | None = None,
 ) -> Decoder:  # fmt: skip
     """Return one stage on the meta device, cut as the plan says. `peers`: as of `apply_table`."""
     plan, config = settings.plan, settings.model
@@ -114,9 +112,8 @@ def make_engine(
     if settings.sums_gradients:
         hooks = not settings.plan.splits_backward
         mesh = shards.mesh
-        share = partial(symmetric_memory, mesh, mesh.dp_group, usable=TRITON)
         narrow = settings.plan.narrows_weights and settings.dtype.itemsize == 2
-        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, share if narrow else None)
+        shards.buckets = Buckets(stages, mesh.dp_group, settings.micro_batches, hooks, mesh if narrow else None)
     if settings.plan.pp == 1:
         return SingleStageEngine(stages[0], shards, graphs, timers)
     return PipelineEngine(stages, shards, graphs, settings, timers)

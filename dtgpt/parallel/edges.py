@@ -3,12 +3,10 @@ own in the memory of the rank that receives it."""
 
 from torch import Tensor
 
+from dtgpt.comm.message import Messages, open_messages
 from dtgpt.config.execution import Settings
-from dtgpt.ops.collectives.messages import Messages, bytes_for
-from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.symmetric import symmetric_memory
 
 
 class Edges:
@@ -61,11 +59,6 @@ def most_edges(place: RankCoordinates) -> int:
 
 def share_edges(settings: Settings, mesh: Mesh, shape: tuple[int, ...]) -> Edges | None:
     """Return the messages of this rank, of `shape`; None where NCCL or gloo sends them. All ranks take part."""
-    signals, dtype = most_edges(mesh.place), settings.dtype
-    places = signals * settings.micro_batches
-    size = bytes_for(places, signals, shape, dtype)
-    shared = symmetric_memory(mesh, mesh.pp_group, size, usable=TRITON)
-    if shared is None:
-        return None
-    messages = Messages(shared.of_ranks, mesh.place.pp, places, signals, shape, dtype)
-    return Edges(mesh.place, messages, settings.micro_batches)
+    edges = most_edges(mesh.place)
+    messages = open_messages(mesh, mesh.pp_group, edges * settings.micro_batches, edges, shape, settings.dtype)
+    return Edges(mesh.place, messages, settings.micro_batches) if messages else None

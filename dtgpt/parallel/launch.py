@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
+from dtgpt.liveness.interfaces import cannot_connect, check_interfaces
+from dtgpt.liveness.losses import tell
+from dtgpt.liveness.rendezvous import Rendezvous, meet, not_found, patience
+from dtgpt.liveness.watch import Watch
 from dtgpt.parallel import mesh as mesh_module
-from dtgpt.parallel.meeting import Meeting, meet, not_found, patience
 from dtgpt.parallel.mesh import Mesh, agree
-from dtgpt.parallel.network import cannot_connect, check_interfaces
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import make_table
-from dtgpt.parallel.torch_private import set_group_timeout
-from dtgpt.parallel.watch import Watch
 from dtgpt.util.console import say
-from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
+from dtgpt.util.torch_private import set_group_timeout
 
 # NCCL's watchdog then names the rank and the collective that hangs, and keeps the last ones for a post-mortem.
 NCCL_REPORTS = {
@@ -35,14 +35,6 @@ NCCL_REPORTS = {
 }
 
 was_in_group = False  # this process, at any time
-LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "remote process exit",
-)  # fmt: skip
-LATE = ("timed out", "timeout")
-
-
-class LostPeer(UserError):
-    """Another process of the run has ended."""
 
 
 @contextmanager
@@ -57,7 +49,7 @@ def open_mesh(
         make_table(settings.model, plan)  # a wrong pattern shows before anything is started
     started, mesh = plan.world > 1 and not dist.is_initialized(), None
     if started:
-        start_process_group(device, timeout, watch.meeting if watch else None, process)
+        start_process_group(device, timeout, watch.rendezvous if watch else None, process)
     try:
         if plan.world > 1:
             agree_on_run(values, plan, device)
@@ -81,17 +73,17 @@ def open_mesh(
 
 
 def start_process_group(
-    device: torch.device, timeout: float, meeting: Meeting | None = None, process: Process | None = None,
+    device: torch.device, timeout: float, rendezvous: Rendezvous | None = None, process: Process | None = None,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Join the other processes in the store of `meeting`, None: of a new one, as `process`, None: that of the
+    """Join the other processes in the store of `rendezvous`, None: of a new one, as `process`, None: that of the
     environment; or as the `arguments` of `init_process_group` say (store, rank, world_size). Small messages between
     CPUs go through gloo, on GPUs in a group of their own: of a group with two backends, torch 2.11 splits both, and
     gives gloo NCCL's options."""
     check_interfaces(device.type)
     if not arguments:
         process = process or Process.from_environment()
-        store = dist.PrefixStore("group", (meeting or meet(process, timeout)).store)
+        store = dist.PrefixStore("group", (rendezvous or meet(process, timeout)).store)
         arguments = {"store": store, "rank": process.rank, "world_size": process.world}
     settings: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=patience(timeout)), **arguments}
     if device.type == "cuda":
@@ -134,41 +126,3 @@ def code_digests() -> dict[str, str]:
     root = Path(__file__).parents[1]
     files = sorted(f for f in root.rglob("*") if f.suffix in (".py", ".cu", ".cuh"))
     return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files}
-
-
-@contextmanager
-def lost_peers_as_user_errors(timeout: float, remedy: Callable[[], str]) -> Iterator[None]:
-    """Turn what gloo, the store of the rendezvous and NCCL raise on the remaining ranks when another one has died, or
-    did not answer within `timeout` seconds, into a UserError with this remedy. NCCL's watchdog ends most such ranks by
-    itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        sentence = "another process of the run {}; see what it says, and {}"
-        if is_late(error):
-            raise UserError(sentence.format(f"did not answer within timeout={timeout:g} s", remedy())) from None
-        if is_loss(error):
-            raise LostPeer(sentence.format("ended", remedy())) from None
-        raise
-
-
-def is_late(error: BaseException) -> bool:
-    """Return whether a collective or the store has waited too long for another process."""
-    return any(words in str(error).lower() for words in LATE) and (_of_store(error) or "gloo" in str(error))
-
-
-def is_loss(error: BaseException) -> bool:
-    """Return whether a collective, or the store, has failed since another process has ended."""
-    return isinstance(error, LostPeer) or _of_store(error) or any(words in str(error) for words in LOST)
-
-
-def _of_store(error: BaseException) -> bool:
-    return isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-
-
-def tell(error: BaseException, watch: Watch) -> None:
-    """Tell the other processes why this one ends. Where the reason is the loss of one of them, wait for the verdict
-    that names it, which ends this process."""
-    if is_loss(error) and not is_late(error):
-        watch.await_verdict()
-    watch.fail(str(error).partition("\n")[0] or type(error).__name__)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.torch_private import default_store, set_group_timeout
 from dtgpt.util.errors import UserError
+from dtgpt.util.torch_private import default_store, set_group_timeout
 
 Result = TypeVar("Result")
 DIMENSIONS = ("pp", "replicate", "shard", "tp")  # dp is replicate x shard

@@ -1,6 +1,5 @@
 """What `fully_shard` gathers and scatters, sent by the GPUs' copy engines where the ranks share memory."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -12,26 +11,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from dtgpt.comm.arena import Area, aligned, share
+from dtgpt.comm.barrier import Barrier
+from dtgpt.comm.gather import PLACES, CopyGather
+from dtgpt.comm.scatter import ALIGNED, ROOM, CopyScatter
 from dtgpt.models.decoder import Decoder
-from dtgpt.ops.collectives.layout import PLACES, ROOM, aligned
-from dtgpt.ops.collectives.pushes import ALIGNED, Meeting, PushedGather, PushedScatter, meeting_bytes
-from dtgpt.ops.fast import TRITON
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.parallel.gradients import parameter_groups
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import region_of_tp
-from dtgpt.parallel.symmetric import symmetric_memory
-from dtgpt.parallel.torch_private import AllGather, ReduceScatter, gather_by_own_memory
-
-APART = 512  # bytes to which weights are aligned, as memory that torch allocates
+from dtgpt.util.torch_private import AllGather, ReduceScatter, gather_by_own_memory
 
 
-class Gather(AllGather):
+class GroupGather(AllGather):
     """The all-gather of a parameter group, from shards in the type of the weights to the memory that the modules of all
     ranks compute with. `fully_shard`, which says when, gathers and copies a single number itself."""
 
-    def __init__(self, pushed: PushedGather, device: torch.device):
-        self._pushed = pushed
+    def __init__(self, copies: CopyGather, device: torch.device):
+        self._copies = copies
         self._number = torch.zeros(1, dtype=torch.uint8, device=device)
         self._given = False
 
@@ -49,16 +46,16 @@ class Gather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill the weights of the group on all ranks."""
-        self._pushed.run()
+        self._copies.run()
 
 
-class Scatter(ReduceScatter):
+class GroupScatter(ReduceScatter):
     """Reduce-scatters of the gradients of parameter groups, which are sent as backward made them: their fp32 sums have
     the bits of sums of fp32 copies."""
 
-    def __init__(self, pushed: PushedScatter, wire: torch.dtype):
+    def __init__(self, copies: CopyScatter, wire: torch.dtype):
         """wire: of what is sent."""
-        self._pushed, self._wire = pushed, wire
+        self._copies, self._wire = copies, wire
         self._input_is_next = True
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,7 +69,7 @@ class Scatter(ReduceScatter):
     ) -> None:
         """Fill `output_tensor` with this rank's part of the sum over the ranks, in fp32 and in their order."""
         self._input_is_next = True
-        self._pushed.run(input_tensor, output_tensor)
+        self._copies.run(input_tensor, output_tensor)
 
 
 def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype) -> dict[nn.Parameter, Tensor]:
@@ -81,20 +78,18 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     16 bits that lie among these weights: the optimizer writes them, too."""
     group, ranks = mesh.devices.get_group("shard"), mesh.plan.shard
     groups = parameter_groups(part)
-    starts, total = _layout(groups, len(part.blocks), mesh, dtype)
+    sizes, places = _layout(groups, len(part.blocks), mesh, dtype)
     largest = max(sum(_padded(p, mesh) for p in parameters) for parameters in groups)
     room = min(ROOM, aligned(largest // ranks * wire.itemsize, ALIGNED)) * (ranks - 1)
-    sizes = [total, room, meeting_bytes(ranks), meeting_bytes(ranks)]
-    shared = symmetric_memory(mesh, group, sum(sizes), usable=TRITON)
-    if shared is None:
+    areas = share(mesh, group, [*sizes, room, Barrier.bytes(ranks), Barrier.bytes(ranks)])
+    if areas is None:
         return {}
-    weights, gradients, *flags = zip(*(memory.split(sizes) for memory in shared.of_ranks), strict=True)
-    first, second = (Meeting(flag, group.rank()) for flag in flags)  # of two streams
-    scatter = Scatter(PushedScatter(gradients, second), wire)
+    *weights, gradients, first, second = areas
+    gate = Barrier(first)  # of the stream of all-gathers
+    scatter = GroupScatter(CopyScatter(gradients, Barrier(second)), wire)
     shards: dict[nn.Parameter, Tensor] = {}
-    for module, parameters, start in zip((*part.blocks.values(), part), groups, starts, strict=False):
-        alone = starts.count(start) == 1
-        made, gather = _gather(parameters, [memory[start:] for memory in weights], first, alone, mesh, dtype)
+    for module, parameters, place in zip((*part.blocks.values(), part), groups, places, strict=False):
+        made, gather = _gather(parameters, weights[place], gate, places.count(place) == 1, mesh, dtype)
         shards.update((p, shard) for p, shard in zip(parameters, made, strict=True) if shard.dtype != torch.float32)
         sharded = cast(FSDPModule, module)
         sharded.set_custom_all_gather(gather)
@@ -102,42 +97,41 @@ def push_shards(part: Decoder, mesh: Mesh, dtype: torch.dtype, wire: torch.dtype
     return shards
 
 
-def _layout(groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype) -> tuple[list[int], int]:
-    """Return where in the shared memory the weights of each group begin, and the bytes of all. Blocks whose weights are
-    freed after forward use PLACES places in turn."""
+def _layout(
+    groups: list[list[nn.Parameter]], blocks: int, mesh: Mesh, dtype: torch.dtype
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of areas for weights, and which of these each group uses. Blocks whose weights are freed after
+    forward use PLACES areas in turn."""
     sizes = [sum(_weight_bytes(p, mesh, dtype) for p in parameters) for parameters in groups]
     places = min(PLACES, blocks) if mesh.plan.reshards else blocks
     largest = [max(sizes[place:blocks:places]) for place in range(places)]
-    ends = list(itertools.accumulate([*largest, *sizes[blocks:]]))
-    begins = [0, *ends[:-1]]
-    return [begins[i % places if i < blocks else i - blocks + places] for i in range(len(groups))], ends[-1]
+    return [*largest, *sizes[blocks:]], [i % places if i < blocks else i - blocks + places for i in range(len(groups))]
 
 
 def _weight_bytes(parameter: nn.Parameter, mesh: Mesh, dtype: torch.dtype) -> int:
     """Return the bytes of a parameter's place in shared memory."""
-    return aligned(math.prod(map(len, region_of_tp(parameter, mesh.place))) * dtype.itemsize, APART)
+    return aligned(math.prod(map(len, region_of_tp(parameter, mesh.place))) * dtype.itemsize)
 
 
 def _gather(
-    parameters: list[nn.Parameter], memories: Sequence[Tensor], meeting: Meeting, alone: bool, mesh: Mesh,
-    dtype: torch.dtype,
-) -> tuple[list[Tensor], Gather]:  # fmt: skip
-    """Return the shards of a group's parameters, and what gathers them into the beginning of the `memories` of all
-    ranks. alone: no other group uses this memory; shards in the type of the weights then lie in their places there,
+    parameters: list[nn.Parameter], area: Area, barrier: Barrier, alone: bool, mesh: Mesh, dtype: torch.dtype
+) -> tuple[list[Tensor], GroupGather]:
+    """Return the shards of a group's parameters, and what gathers them into the beginning of the area of all ranks.
+    alone: no other group uses this memory; shards in the type of the weights then lie in their places there,
     else each gather rounds fp32 shards into them."""
     shards: list[Tensor] = []
     places, weights, start = [], [], 0
     for parameter in parameters:
         rows, *rest = map(len, region_of_tp(parameter, mesh.place))
         size = math.prod([rows, *rest]) * dtype.itemsize
-        mine = chunk(range(rows), mesh.plan.shard, meeting.rank)
-        wholes = [memory[start : start + size].view(dtype).view(rows, *rest) for memory in memories]
+        mine = chunk(range(rows), mesh.plan.shard, barrier.rank)
+        wholes = [memory[start : start + size].view(dtype).view(rows, *rest) for memory in area.of_ranks]
         places.append([whole[mine.start : mine.stop] for whole in wholes])
-        weights.append(_alias(wholes[meeting.rank]))
+        weights.append(_alias(wholes[barrier.rank]))
         in_place = alone and dtype != torch.float32
-        shards.append(places[-1][meeting.rank] if in_place else cast(DTensor, parameter).to_local().detach())
-        start += aligned(size, APART)
-    gather = Gather(PushedGather(shards, places, meeting), memories[0].device)
+        shards.append(places[-1][barrier.rank] if in_place else cast(DTensor, parameter).to_local().detach())
+        start += aligned(size)
+    gather = GroupGather(CopyGather(shards, places, barrier), area.own.device)
     for parameter, weight in zip(parameters, weights, strict=True):
         gather_by_own_memory(parameter, weight, gather.inputs)
     return shards, gather

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as Sharded
 
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
-from dtgpt.ops.optim.adamw import largest_magnitude, squared_norm
+from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.gradients import Buckets, local_gradient
 from dtgpt.parallel.mesh import Mesh

@@ -19,12 +19,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.ops.collectives.peers import Peers
 from dtgpt.parallel.between import sum_parts, whole_input
 from dtgpt.util.errors import UserError
 
@@ -258,7 +258,7 @@ def _leaves_a_part(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 
-def apply_table(part: Decoder, mesh: DeviceMesh, table: Table, peers: Peers | None = None) -> None:
+def apply_table(part: Decoder, mesh: DeviceMesh, table: Table, peers: KernelCollectives | None = None) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
     `parallelize_module` unties. `peers`: what gathers and sums activations, where kernels can do it."""
     roles = part.config.roles

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from dtgpt.comm.gather import PLACES
+from dtgpt.comm.scatter import ROOM
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
-from dtgpt.ops.collectives.layout import PLACES, ROOM
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
@@ -17,7 +18,7 @@ from dtgpt.planning.activations import (
     score_elements,
     whole_bytes,
 )  # fmt: skip
-from dtgpt.planning.parameters import LocalParameter, gradient_bytes, parameters_of, shards_are_pushed
+from dtgpt.planning.parameters import LocalParameter, gradient_bytes, optimizer_bytes, parameters_of, shards_are_pushed
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Memory:
     """Bytes on one rank at the fullest moment of a step."""
 
     weights: int  # fp32 masters
-    optimizer: int  # two fp32 moments
+    optimizer: int  # its state
     gradients: int
     gathered: int  # weights that matmuls read: all-gathered by ZeRO, or casts
     activations: int
@@ -63,7 +64,7 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
         head += 2 * _logits(settings)
         gathered = round(gathered * in_flight / len(place.stages))
-    common = {"weights": 4 * local, "optimizer": 8 * local, "gathered": gathered}
+    common = {"weights": 4 * local, "optimizer": optimizer_bytes(held, settings), "gathered": gathered}
     # torch.distributed.pipelining keeps a buffer for every micro-batch on each edge where a rank receives; what a rank
     # sent is kept until its backward pass.
     buffers = len(place.edges) * micro_batches + in_flight if plan.pp > 1 else 0

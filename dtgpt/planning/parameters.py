@@ -19,13 +19,13 @@ GPUS_OF_HOST = 8  # that reach each other's memory
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter on a rank; sizes in elements."""
+    """A parameter on a rank; numbers of elements but for `shape`."""
 
     name: str  # of the whole parameter
     role: Role | None  # of its module
     in_block: bool
     style: ParallelStyle | None  # of tensor parallelism
-    whole: int
+    shape: Shape  # of the whole
     by_tp: int  # after tensor parallelism: what the rank computes with
     local: int  # after ZeRO: what the rank keeps
 
@@ -46,7 +46,7 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
             local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
             tied = config.tied and name == config.output_name
             whole_name = config.table_name if tied else name
-            held.append(LocalParameter(whole_name, role, in_block, style, math.prod(shape), by_tp, math.prod(local)))
+            held.append(LocalParameter(whole_name, role, in_block, style, shape, by_tp, math.prod(local)))
     return held
 
 
@@ -78,6 +78,12 @@ def gradient_width(settings: Settings) -> int:
     return settings.dtype.itemsize if narrow else 4
 
 
+def optimizer_bytes(held: list[LocalParameter], settings: Settings) -> int:
+    """Return the bytes of the optimizer's state on a rank."""
+    optimizer = settings.optimizer
+    return 0 if optimizer is None else sum(optimizer.state_bytes(p.shape, p.role) * p.local for p in held)
+
+
 def gradient_bytes(held: list[LocalParameter], settings: Settings) -> int:
     """Return the bytes of gradients on a rank."""
     plan, several = settings.plan, settings.micro_batches > 1
@@ -103,7 +109,8 @@ def shards_are_pushed(settings: Settings) -> bool:
 
 
 def state_bytes(settings: Settings, rank: int) -> int:
-    """Return the bytes of weights, gradients and AdamW's two moments on `rank`."""
+    """Return the bytes of weights, gradients and the optimizer's state on `rank`."""
     held = parameters_of(settings.model, settings.plan, rank)
     copies = settings.dtype.itemsize if settings.low_precision else 0
-    return sum(12 * p.local + copies * p.by_tp for p in held) + gradient_bytes(held, settings)
+    weights = sum(4 * p.local + copies * p.by_tp for p in held)
+    return weights + optimizer_bytes(held, settings) + gradient_bytes(held, settings)

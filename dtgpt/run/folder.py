@@ -7,6 +7,7 @@ runs/gpt2_tiny-001/
 import os
 import re
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def values_of(recipe: Any) -> dict[str, Any]:
     return {name: value for name, _, _, value in leaves(recipe)}
 
 
-def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
+def changes_since(folder: Path, values: Mapping[str, Any]) -> list[str]:
     """Return what differs between the saved recipe of a run and `values`, those with which it resumes, as `steps: 10 ->
     20`. A recipe.json that cannot be read differs in nothing."""
     try:
@@ -193,7 +194,7 @@ def changes_since(folder: Path, values: dict[str, Any]) -> list[str]:
     return changes + _note_on_min_lr(saved, values)
 
 
-def _note_on_min_lr(saved: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _note_on_min_lr(saved: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
     """Return what to do where the run goes on with a lower learning rate, but with the same one at the end."""
     before, former_least = saved_value(saved, "optimizer.lr"), saved_value(saved, "optimizer.min_lr")
     rate, least = values.get("optimizer.lr", 0.0), values.get("optimizer.min_lr", 0.0)

@@ -1,17 +1,239 @@
-"""`dtgpt compare RUN_A RUN_B`: whether the curves of two runs are equal, within rounding, or part, and what differs."""
+"""`dtgpt compare RUN_A RUN_B`: whether the curves of two runs are equal, within rounding, or part, and what differs.
 
-from collections.abc import Mapping
+The distance of two values is |a - b| / max(|a|, |b|), so that the order of the runs does not matter. Losses decide
+whether two runs part; gradient norm, learning rate and figures of tasks are shown with them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.run.fact_differences import Group, differences
-from dtgpt.run.facts import Run, open_run_or_metrics
-from dtgpt.run.two_curves import Metric, Point, compare_curves, first_difference
-from dtgpt.util.errors import UserError
+from dtgpt.config.overrides import value_text
+from dtgpt.run.history import HELD_OUT, TRAINING, Curve, Curves, Piece, Run, open_run_or_metrics
+from dtgpt.run.starts import flat
+from dtgpt.util.errors import UserError, shown_name
 
 GIVEN = "--tolerance"  # of the command line
+NAMES = {
+    "step_loss": "loss of the step", "loss": "mean loss of an interval", "validation_loss": "validation loss",
+    "test_loss": "test loss", "grad_norm": "gradient norm", "lr": "learning rate",
+}  # fmt: skip
+NOT_RECORDED = "not recorded"
+# How a step is computed: its result may differ by rounding.
+EXECUTION = (
+    "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "compile", "graph", "device",
+)  # fmt: skip
+# Fields of a recipe without influence on a curve; of these sections, all but what is measured on the way.
+WITHOUT_INFLUENCE = ("name", "timeout", "runs", "resume", "exit_after", "exit_interval")
+SECTIONS = ("log.", "checkpoint.")
+MEASURES = ("log.eval_samples", "log.eval_tasks", "log.eval_tasks_limit")
+MASKS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")  # what is done with the tokens
+MACHINE = ("python", "platform", "cuda", "packages")  # of environment.json
+
+
+class Point(NamedTuple):
+    """A metric at a step that both runs have recorded."""
+
+    step: int
+    a: float
+    b: float
+    distance: float  # inf where one is not a number
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of two runs at their common steps, of which there is one at least."""
+
+    name: str
+    points: list[Point]
+
+    @property
+    def title(self) -> str:
+        return shown_name(NAMES.get(self.name, self.name))
+
+    @property
+    def decides(self) -> bool:
+        """Whether runs part where the metric does."""
+        return self.name in TRAINING + HELD_OUT
+
+    @cached_property
+    def largest(self) -> Point:
+        return max(self.points, key=lambda point: point.distance)
+
+    @property
+    def equal_until(self) -> int | None:
+        """The last common step before the first difference of a bit; None where already the first one differs."""
+        return _equal_until(self.points)
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.largest.distance
+
+    def parting(self, tolerance: float) -> Point | None:
+        """Return the first point with a larger distance than `tolerance`."""
+        return next((point for point in self.points if point.distance > tolerance), None)
+
+
+def _equal_until(points: Iterable[Point]) -> int | None:
+    points = list(points)
+    first = min((point.step for point in points if point.distance), default=math.inf)
+    return max((point.step for point in points if point.step < first), default=None)
+
+
+def distance(a: float, b: float) -> float:
+    """Return |a - b| / max(|a|, |b|); inf where one of them is not a number."""
+    if a == b:
+        return 0.0
+    size = max(abs(a), abs(b))
+    far = abs(a / size - b / size)  # the difference itself may be beyond what a float holds
+    return far if math.isfinite(far) else math.inf
+
+
+def compare_curves(a: Run, b: Run) -> list[Metric]:
+    """Return the metrics that both runs have at a common step, losses first. Mean losses are compared where both are
+    means over the same steps; where that is not known, if there are no losses of single steps."""
+    one, other = a.curves.of, b.curves.of
+    order = {name: place for place, name in enumerate(NAMES)}
+    found: list[Metric] = []
+    for name in sorted(one.keys() & other.keys() - {"samples", "tokens"}, key=lambda n: (order.get(n, len(order)), n)):
+        metric = Metric(name, _common(one[name], other[name], is_loss=name in TRAINING + HELD_OUT))
+        if name == "loss":
+            if a.interval is None or b.interval is None:
+                points = [] if found else metric.points
+            else:
+                begins = [[(p.step - 1) // every * every for p in metric.points] for every in (a.interval, b.interval)]
+                points = [p for p, x, y in zip(metric.points, *begins, strict=True) if x == y]
+            metric = Metric(name, points)
+            if all(_are_single_steps(run.curves, points) for run in (a, b)):
+                continue  # the losses of the steps stand in the metrics already
+        if metric.points:
+            found.append(metric)
+    return found
+
+
+def _common(a: Curve, b: Curve, is_loss: bool) -> list[Point]:
+    """Return the points at common steps. What is not a number in either run is kept of losses alone: in gradient norms
+    it is an overflow of fp16."""
+    pairs = ((step, value, b[step]) for step, value in a.items() if step in b)
+    kept = [(step, x, y) for step, x, y in pairs if is_loss or not (math.isnan(x) and math.isnan(y))]
+    return [Point(step, x, y, distance(x, y)) for step, x, y in kept]
+
+
+def _are_single_steps(run: Curves, points: list[Point]) -> bool:
+    steps, means = run.of.get("step_loss", {}), run.of["loss"]
+    return all(steps.get(point.step) == means[point.step] for point in points)
+
+
+class Field(NamedTuple):
+    """A field with its values in both runs."""
+
+    name: str
+    a: str
+    b: str
+
+
+class Group(NamedTuple):
+    """The fields of a kind whose values in two runs are not the same text."""
+
+    title: str
+    fields: list[Field]
+    without: str  # runs that have not recorded the kind, as in "A and B"
+
+    @property
+    def differing(self) -> list[Field]:
+        """The fields that both runs have recorded."""
+        return [one for one in self.fields if not any(text.startswith(NOT_RECORDED) for text in (one.a, one.b))]
+
+    @property
+    def listed(self) -> list[Field]:
+        return self.differing if self.without else self.fields  # without a recipe, each field is not recorded
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.without and not self.differing
+
+
+def over_time(pieces: list[Piece], name: str) -> str:
+    """Return the value of a fact as `dp2`, or `dp2 to step 40, then tp2` where it has changed."""
+    values = [(piece.begin, piece.facts.get(name, NOT_RECORDED)) for piece in pieces]
+    (_, text), *later = [next(same) for _, same in groupby(values, key=lambda pair: pair[1])]
+    return text + "".join(f" to step {begin}, then {value}" for begin, value in later)
+
+
+def differences(a: Run, b: Run) -> dict[str, Group]:
+    """Return the groups: "recipe" and "data" decide the curve, "code" and "versions" should not change it, "execution"
+    changes its rounding alone, "other" fields do not change it."""
+    pieces = a.pieces(), b.pieces()
+
+    def group(title: str, names: Iterable[str], key: str, more: Iterable[Field] = ()) -> Group:
+        """A run has recorded the kind if it has recorded the fact `key` of each of its pieces."""
+        fields = [Field(name.partition("/")[2], *(over_time(own, name) for own in pieces)) for name in names]
+        return _group(title, [*more, *fields], [all(key in piece.facts for piece in own) for own in pieces])
+
+    def of_recipe(names: Iterable[str]) -> list[str]:
+        return [f"recipe/{name}" for name in sorted(names)]
+
+    names = {name for own in pieces for piece in own for name in piece.facts}
+    recipe = {name.removeprefix("recipe/") for name in names if name.startswith("recipe/")}
+    of_data = {name for name in recipe if name.startswith("data.") and name not in MASKS}
+    other = {n for n in recipe if n in WITHOUT_INFLUENCE or (n.startswith(SECTIONS) and n not in MEASURES)}
+    tables = {name for name in recipe if name.startswith("plans.")}
+    decides = recipe - of_data - other - tables - {*EXECUTION, "init_from"}
+    data = group("data", ["start/data", "start/tokenizer"], "start/data")
+    if data.is_equal:
+        other |= of_data
+    else:
+        data = group("data", ["start/data", "start/tokenizer", *of_recipe(of_data)], "start/data")
+    code = group("code", ["start/code"], "start/code")
+    if code.differing:
+        code = group("code", ["start/code", "start/git"], "start/code")
+    plans = {piece.facts.get("recipe/plan") for own in pieces for piece in own}
+    used = {name for name in tables if any(name.startswith(f"plans.{plan}.") for plan in plans)}
+    execution = [_resolved(name, pieces) for name in EXECUTION]
+    groups = [
+        group("recipe", of_recipe(decides), "recipe/seed", [Field("init_from", *map(_initial, pieces))]),
+        data,
+        code,
+        group("execution", execution + of_recipe(used), execution[0]),
+        _versions(a, b, Field("torch", *(over_time(own, "start/torch") for own in pieces))),
+        group("other", of_recipe(other), "recipe/seed"),
+    ]
+    return {one.title: one for one in groups}
+
+
+def _group(title: str, fields: Iterable[Field], recorded: Iterable[bool]) -> Group:
+    without = " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
+    return Group(title, [one for one in fields if one.a != one.b], without)
+
+
+def _initial(pieces: list[Piece]) -> str:
+    """Return what the run began with: `init_from`, or the run of another library that it went on with."""
+    first = pieces[0]
+    return first.facts.get("recipe/resume" if first.begin > 0 else "recipe/init_from", NOT_RECORDED)
+
+
+def _resolved(name: str, pieces: tuple[list[Piece], list[Piece]]) -> str:
+    """Return the fact to compare for a field of `EXECUTION`: what `auto` meant, where both runs have recorded that."""
+    known = all(any(f"start/{name}" in piece.facts for piece in own) for own in pieces)
+    return f"start/{name}" if known else f"recipe/{name}"
+
+
+def _versions(a: Run, b: Run, torch: Field) -> Group:
+    """Return the versions of torch over time, and those of other packages in the last start."""
+    machines = [flat({name: value for name, value in run.environment.items() if name in MACHINE}) for run in (a, b)]
+    names = sorted(set().union(*machines) - {"packages.torch"})
+    fields = [
+        Field(
+            name.removeprefix("packages."),
+            *(shown_name(value_text(own[name])) if name in own else NOT_RECORDED for own in machines),
+        )
+        for name in names
+    ]
+    return _group("versions", [torch, *fields], map(bool, machines))
 
 
 class Tolerance(NamedTuple):
@@ -49,22 +271,21 @@ class TwoRuns:
     @cached_property
     def equal_until(self) -> int | None:
         """The last of `steps` before the first loss that differs in a bit; None where the first one does."""
-        differing = (point.step for metric in self.deciding for point in metric.points if point.distance)
-        first = min(differing, default=None)
-        return max((step for step in self.steps if first is None or step < first), default=None)
+        return _equal_until(point for metric in self.deciding for point in metric.points)
 
     @property
     def is_equal(self) -> bool:
         """Whether all losses that can be compared are equal bit for bit."""
-        return self.equal_until == self.steps[-1]
+        return all(metric.is_equal for metric in self.deciding)
 
     def seen(self) -> tuple[str, int, float, float] | None:
         """Return (samples or tokens, step, number, number) of the first step after which the runs have seen different
         numbers of them; None where there is none."""
         for name in ("samples", "tokens"):
-            found = first_difference(*(run.curves.of.get(name, {}) for run in (self.a, self.b)))
-            if found is not None:
-                return name, *found
+            a, b = (run.curves.of.get(name, {}) for run in (self.a, self.b))
+            for step in a:
+                if step in b and a[step] != b[step]:
+                    return name, step, a[step], b[step]
         return None
 
 
@@ -74,7 +295,7 @@ def compare_runs(a: Path, b: Path, tolerance: float | None, by_precision: Mappin
     runs = open_run_or_metrics(a), open_run_or_metrics(b)
     if runs[0].metrics.samefile(runs[1].metrics):
         raise UserError(f"{a} and {b} are the same run, which equals itself; give two runs")
-    metrics = compare_curves(runs[0].curves, runs[1].curves, (runs[0].interval, runs[1].interval))
+    metrics = compare_curves(*runs)
     if not any(metric.decides for metric in metrics):
         has = " and ".join(f"{run.path} has {_recorded(run)}" for run in runs)
         raise UserError(
@@ -85,15 +306,15 @@ def compare_runs(a: Path, b: Path, tolerance: float | None, by_precision: Mappin
 
 
 def _recorded(run: Run) -> str:
-    training = run.curves.losses()
-    curve = training or run.curves.of["validation_loss"]
-    return f"{'losses' if training else 'validation losses'} of steps {next(iter(curve))} to {next(reversed(curve))}"
+    curve = run.curves.losses
+    kind = "validation losses" if curve is run.curves.of.get("validation_loss") else "losses"
+    return f"{kind} of steps {next(iter(curve))} to {next(reversed(curve))}"
 
 
 def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tolerance:
     """Return the largest tolerance of the precisions in which the runs were trained; that of an unknown one is the
     largest of all, that of a run which has not recorded it the smallest."""
-    names = [name for run in runs for name in _precisions(run)]
+    names = [name for run in runs for piece in run.pieces() if (name := _precision(piece))]
     if not names:
         least = min(by_precision, key=lambda name: by_precision[name])
         return Tolerance(by_precision[least], f"{least}, as the precision was not recorded")
@@ -102,13 +323,9 @@ def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tole
     return Tolerance(by_precision.get(name, most), name)
 
 
-def _precisions(run: Run) -> set[str]:
-    found: set[str] = set()
-    for piece in run.pieces():
-        name = piece.facts.get("start/precision") or piece.facts.get("recipe/precision")
-        device = piece.facts.get("start/device")
-        if name == "auto":
-            name = None if device is None else "fp32" if device.startswith("CPU") else "bf16"
-        if name:
-            found.add(name)
-    return found
+def _precision(piece: Piece) -> str | None:
+    name = piece.facts.get("start/precision") or piece.facts.get("recipe/precision")
+    device = piece.facts.get("start/device")
+    if name == "auto":
+        return None if device is None else "fp32" if device.startswith("CPU") else "bf16"
+    return name

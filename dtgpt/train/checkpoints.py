@@ -21,5 +21,5 @@ def restore(checkpoint: Checkpoint, trainer: Trainer, sizes: Callable[[int, int]
     """Load the weights, the moments and the step of a checkpoint of any plan. `sizes` returns those of the batches of a
     run that goes on at a step, after a number of samples."""
     state = checkpoint.state
-    load_training(checkpoint, trainer.shards, trainer.optimizer.adamw)
+    load_training(checkpoint, trainer.shards, trainer.optimizer.rule)
     trainer.restore(state, sizes(state["step"], state["consumed_samples"]))

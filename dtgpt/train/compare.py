@@ -16,13 +16,13 @@ from pathlib import Path
 from dtgpt.config.plan import Plan
 from dtgpt.config.plan_names import SINGLE, parse_plan
 from dtgpt.config.recipe import Recipe
-from dtgpt.parallel.process import VARIABLES
+from dtgpt.train.job import checked
 from dtgpt.train.record import Record, read_record
-from dtgpt.train.settle import check_run
 from dtgpt.train.verdict import Difference, Limits, difference, limits_of, problems
 from dtgpt.util.console import counted, hanging, say, say_error
 from dtgpt.util.environment import child_environment
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import VARIABLES
 
 REFERENCE = SINGLE
 MOVED = ("moved", "moved 2", "moved 3")  # one process that rounds otherwise, in as many ways as it takes
@@ -33,7 +33,7 @@ def compare(
 ) -> int:
     """Run the reference and each plan in processes of their own and print how they differ. Returns 0, or 1 where a plan
     is further from the reference than `tolerance` (None: by precision)."""
-    check_run(recipe)
+    checked(recipe)
     most = recipe.num_steps
     if steps > most:
         raise UserError(f"--steps {steps} is more than the recipe's {most}; use {most} or fewer")

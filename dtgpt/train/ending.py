@@ -1,17 +1,18 @@
 """The end of a run, and of an interval: what is left to do after the last step, and why a run ends before."""
 
 import signal
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from dtgpt.checkpoint.manifest import Checkpoint
+from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import PART_NAMES, Dataset, Part
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import AUTO
 from dtgpt.run.report import sample_path
 from dtgpt.run.signals import StopRequest
 from dtgpt.run.sinks import read_records
+from dtgpt.train.tasks import tasks_of
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError
 
@@ -35,9 +36,9 @@ def is_over(run: Path, checkpoint: Checkpoint, steps: int, resume: str | None) -
     return done > steps
 
 
-def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, tasks: Sequence[str], data: Dataset) -> list[str]:
-    """Return what a run that has done all its `steps` does not hold of the last one: names of LEFT. Says so where that
-    is nothing. `sample`: whether it should hold a generated text; `tasks`: those that it should have measured."""
+def left_to_do(run: Path, steps: int, seq_length: int, log: LogConfig, data: Dataset) -> list[str]:
+    """Return what a run that has done all its `steps` does not hold of the last one, of what `log` wants: names of
+    LEFT. Says so where that is nothing."""
     metrics, picture = run / "metrics.jsonl", run / "loss.png"
     records = [record for record in read_records(metrics) if record["step"] == steps]
     left: list[str] = []
@@ -46,9 +47,9 @@ def left_to_do(run: Path, steps: int, seq_length: int, sample: bool, tasks: Sequ
         if wanted and not any(record.get(f"{PART_NAMES[part]}_loss") is not None for record in records):
             left.append(part)
     measured = {name.partition("/")[0] for record in records for name in record if "/" in name}
-    if not measured.issuperset(tasks):
+    if not measured.issuperset(asked.task.name for asked in tasks_of(log)):
         left.append("tasks")
-    if sample and not sample_path(run, steps).is_file():
+    if log.sample_tokens and not sample_path(run, steps).is_file():
         left.append("sample")
     drawn = picture.is_file() and metrics.is_file() and picture.stat().st_mtime >= metrics.stat().st_mtime
     if left or (records and not drawn and find_spec("matplotlib")):

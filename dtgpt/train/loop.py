@@ -9,83 +9,89 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.load import check_same_model
+from dtgpt.checkpoint.load import check_same_model, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.dataset import PART_NAMES, Part
-from dtgpt.parallel.launch import lost_peers_as_user_errors
-from dtgpt.parallel.process import Process
-from dtgpt.parallel.watch import Watch
-from dtgpt.run.folder import RunLock, changes_since, values_of
+from dtgpt.liveness.losses import lost_peers_as_user_errors
+from dtgpt.liveness.watch import Watch
+from dtgpt.run.folder import AUTO, RunLock, values_of, why_new_run
 from dtgpt.run.report import NullReport, Report
 from dtgpt.run.signals import StopRequest
 from dtgpt.train import startup
 from dtgpt.train.checkpoints import restore, state_of
 from dtgpt.train.ending import LEFT, folder_lost, is_due, is_over, left_to_do, say_stopped
-from dtgpt.train.interval_loss import IntervalLoss, check_finite
-from dtgpt.train.settle import check_run
-from dtgpt.train.tasks import TaskEvaluation, tasks_of
+from dtgpt.train.interval_loss import IntervalLoss, check_finite, check_interval
+from dtgpt.train.job import Job, find_resume_point, make_job
+from dtgpt.train.processes import Group, join, run_watched, wait_for_others
+from dtgpt.train.tasks import TaskEvaluation
 from dtgpt.train.trainer import StepResult, Trainer
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.hardware import peak_memory
+from dtgpt.util.process import Process
 
 
 def train(recipe: Recipe) -> int:
-    """Train as the recipe says and return the exit code: 0, or 128 + the number of the signal that ended the run.
+    """Train as the recipe says and return the exit code, as `run` does."""
+    resume = find_resume_point(recipe.resume, recipe.runs, recipe.name, recipe.model.vocab_size)
+    return run(make_job(recipe, resume, Process.from_environment().world))
+
+
+def run(job: Job) -> int:
+    """Train and return the exit code: 0, or 128 + the number of the signal that ended the run.
 
     Every process calls it; those that the plan leaves over wait. Whatever is wrong with the recipe, the plan, the data
     or the machine raises UserError before a run folder is made or changed.
     """
-    stop = StopRequest(recipe.exit_after)  # the time counts from here, reading of data included
-    check_run(recipe)
-    process = Process.from_environment()
-    choice = recipe.choose_plan(process.world)
-    if process.rank >= choice.plan.world:
-        return startup.wait_for_others(process, choice, recipe.timeout, recipe.lost_after, stop)
+    stop = StopRequest(job.recipe.exit_after)  # the time counts from here, reading of data included
+    if Process.from_environment().rank >= job.choice.plan.world:
+        return wait_for_others(job, stop)
     with ExitStack() as stack:
-        begun = startup.start(recipe, stack)
-        return startup.run_watched(begun, stop, lambda: _train(begun, stop))
+        group = join(job, stack)
+        return run_watched(group, stop, lambda: _train(job, group, stop))
 
 
-def _train(begun: startup.Started, stop: StopRequest) -> int:
-    recipe, mesh = begun.recipe, begun.mesh
+def _train(job: Job, group: Group, stop: StopRequest) -> int:
+    recipe, mesh, resume = job.recipe, group.mesh, job.resume
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock())
-        foreign, checkpoint = startup.find_foreign_run(recipe.resume, recipe.model, recipe.num_steps), None
-        if foreign is None:
-            checkpoint = startup.find_checkpoint_to_resume(recipe.resume, recipe.runs, recipe.name, mesh, lock)
-        if checkpoint:
+        former, checkpoint = resume.run, None
+        if former is not None:
+            mesh.on_rank_0(lambda: lock.take(former))
+            checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval)
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
-            run = checkpoint.folder.parents[1]
-            if is_over(run, checkpoint, recipe.num_steps, recipe.resume):
+            if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
                 return 0
-        dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, begun.process)
+        elif recipe.resume == AUTO:
+            say(why_new_run(Path(recipe.runs), recipe.name))
+
+        dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
         left: list[str] = []
-        if checkpoint and checkpoint.state["step"] == recipe.num_steps:
-            sizes = recipe.num_steps, recipe.model.seq_length
-            tasks = [asked.task.name for asked in tasks_of(recipe.log)]
-            left = mesh.on_rank_0(lambda: left_to_do(run, *sizes, bool(recipe.log.sample_tokens), tasks, dataset))
+        if former and checkpoint and checkpoint.state["step"] == recipe.num_steps:
+            steps, length = recipe.num_steps, recipe.model.seq_length
+            left = mesh.on_rank_0(lambda: left_to_do(former, steps, length, recipe.log, dataset))
             if not left:
                 return 0
+
         stack.enter_context(stop)
-        trainer = startup.make_trainer(begun, dataset, resuming=bool(checkpoint or foreign))
-        loop = Loop(recipe, trainer, lock, stop, begun.watch)
+        trainer = startup.make_trainer(job, group, dataset)
+        loop = Loop(recipe, trainer, lock, stop, group.watch)
         if checkpoint:
             loop.resume(checkpoint)
-        elif foreign:
-            seen = foreign.state["step"], foreign.state["consumed_samples"]
-            startup.take_over(foreign, trainer, recipe.batch_sizes(*seen))
+        elif resume.foreign:
+            startup.take_over(resume.foreign, trainer, recipe.batch_sizes)
         if loop.interrupted():
             return loop.stopped("before the first step")
-        if checkpoint:
-            changes = mesh.on_rank_0(lambda: changes_since(run, values_of(recipe.resolved())))
-            say("\n  ".join(["resuming, with other options than before:" if changes else "resuming", *changes]))
-            mesh.on_rank_0(lambda: startup.leave_newer(run, trainer.step))
-        else:
-            run = startup.new_run(recipe.runs, recipe.name, mesh, lock, recipe.init_from, dataset.tokenizer)
-        return loop.run_to_end(run, left)
+
+        if former is None:
+            named = recipe.runs, recipe.name
+            folder = mesh.on_rank_0(lambda: startup.new_run(*named, lock, recipe.init_from, dataset.tokenizer))
+            return loop.run_to_end(folder, left)
+        values = values_of(recipe.resolved())
+        mesh.on_rank_0(lambda: startup.continue_run(former, values, trainer.step))
+        return loop.run_to_end(former, left)
 
 
 class Due(NamedTuple):
@@ -126,8 +132,10 @@ class Loop:
         with ExitStack() as stack:
 
             def open_report() -> None:
-                made = recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step
-                self.report = stack.enter_context(Report(*made, trainer.samples_before))
+                report = Report(
+                    recipe, trainer.settings, self.mesh, trainer.dataset, run, trainer.step, trainer.samples_before
+                )
+                self.report = stack.enter_context(report)
 
             self.mesh.on_rank_0(open_report)
 
@@ -137,8 +145,15 @@ class Loop:
             if self.watch:
                 self.watch.step, self.watch.remedy = trainer.step, remedy
             stack.enter_context(lost_peers_as_user_errors(recipe.timeout, remedy))
-            held, kept = (trainer.shards, trainer.optimizer.adamw), (options.keep_last, options.keep_every)
-            saver = Saver(checkpoints, *held, *kept, background=options.background, timeout=recipe.timeout)
+            saver = Saver(
+                checkpoints,
+                trainer.shards,
+                trainer.optimizer.rule,
+                options.keep_last,
+                options.keep_every,
+                background=options.background,
+                timeout=recipe.timeout,
+            )
             self.saver = stack.enter_context(saver)
             trainer.before_update = self.saver.before_update
             early = self.report_left(left) if left else self.take_steps()

@@ -41,7 +41,7 @@ class Record:
 
     @property
     def travel(self) -> float:
-        """How far AdamW may have moved a weight."""
+        """How far the optimizer may have moved a weight."""
         return sum(self.rates)
 
 

@@ -9,23 +9,23 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dtgpt.checkpoint.load import FREE, check_same_architecture
+from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_optimizer
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
 from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
-from dtgpt.config.recipe import RUN_NAME, Recipe
+from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
-from dtgpt.data.checks import check_data
+from dtgpt.config.sections import OptimizerConfig
 from dtgpt.data.megatron.prepared import is_prepared
-from dtgpt.interop.open import is_foreign_run, open_config, open_training
+from dtgpt.interop.open import open_config
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.source import TrainingSource
-from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, run_to_resume, saved_value
-from dtgpt.train.own_tokenizer import model_to_begin_with, named_by_option, with_own_tokenizer
-from dtgpt.util import console
-from dtgpt.util.console import hanging, say
+from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
+from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
+from dtgpt.train.own_tokenizer import named_by_option
+from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError, shown
-from dtgpt.util.field_types import check_value, kinds_of, misfit
+from dtgpt.util.field_types import kinds_of, misfit
 
 # What a recipe file leaves to the run: the tokenizer of its data, or of the model that it began with.
 TAKEN = (("data.tokenizer", "auto"), ("data.tokenizer_file", None))
@@ -42,59 +42,33 @@ def override(file: Recipe, words: list[str]) -> Recipe:
 
 
 def settle(file: Recipe, options: Options) -> Recipe:
-    """Return the recipe to work on: that of the recipe file with the values of `options`.
-
-    Raises UserError where a run to resume or a model to begin with is not as it must be.
-    """
+    """Return the recipe to work on: that of the recipe file with the values of `options`, which this takes out of
+    `options`. Raises UserError where a run to resume or a model to begin with is not as it must be."""
     given, asked = set(options), take(file, options)
-    if (foreign := open_training(asked.resume, asked.model.vocab_size)) is not None:
-        return _recipe_of_foreign_run(foreign, named_by_option(asked, given), given)
-    run, chosen = run_of(asked.resume, asked.runs, asked.name)
-    if run is not None:
+    resume = find_resume_point(asked.resume, asked.runs, asked.name, asked.model.vocab_size)
+    return settle_at(resume, file, asked, given)
+
+
+def settle_at(resume: ResumePoint, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
+    """Return the recipe to work on, as `settle` does, for a run that begins at `resume`. `asked`: the recipe of `file`
+    with the values of the options `given`."""
+    if resume.foreign is not None:
+        return _recipe_of_foreign_run(resume.foreign, named_by_option(asked, given), given)
+    if (run := resume.run) is not None:
         recipe = recipe_of_run(run, file, asked, given)
-        return recipe if recipe.train_samples is None else _counted_on(recipe, run, chosen)
+        return recipe if recipe.train_samples is None else _counted_on(recipe, run, resume.checkpoint)
     if asked.init_from:
         values = model_values(Path(asked.init_from), asked.model, given)
         return replace_values(named_by_option(asked, given), values)
     return asked
 
 
-def check_run(recipe: Recipe) -> None:
-    """Raise UserError, one sentence, on the first value that cannot be trained with, or that does not fit the data."""
-    recipe.validate()
-    begin = model_to_begin_with(recipe.init_from, recipe.resume)
-    check_data(with_own_tokenizer(recipe).data, recipe.model.vocab_size, begin)
-
-
-def counted(recipe: Recipe, first_step: int = 0, first_sample: int = 0) -> Recipe:
-    """Return the run with `steps` in place of `train_samples`, as `Recipe.counted` does. The order of prepared data
-    depends on the number of samples asked for, which is therefore kept."""
-    data = recipe.data
-    if recipe.train_samples is not None and data.train_samples is None and is_prepared(data.path):
-        data = replace(data, train_samples=recipe.train_samples)
-    return replace(recipe.counted(first_step, first_sample), data=data)
-
-
-def plan_error(error: UserError, plan: str, run: Path | None) -> UserError:
-    """Return the error to raise where the plan cannot be used; if it is the plan of the resumed `run`, it says so."""
-    if run is None or saved_value(read_recipe(run), "plan") != plan:
-        return error
-    return UserError(f"{error}; plan={plan} is that of the run: give --plan for another one")
-
-
-def run_of(resume: str | None, runs: str, name: str) -> tuple[Path | None, Path | None]:
-    """Return `run_to_resume` for a recipe with these values, which were not checked yet."""
-    if resume and is_foreign_run(resume):
-        return None, None
-    if resume:
-        check_value("name", name, RUN_NAME)  # by which `auto` searches
-    return run_to_resume(resume or None, Path(runs), name)
-
-
 def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]) -> Recipe:
     """Return the recipe with which `run` goes on: its own, with the values of `asked` for the options `given` and for
     the fields of OF_ONE_START. What an older run does not have, and `plans`, are the recipe file's."""
     saved, kept = read_recipe(run), {}
+    kind = saved_value(saved, "optimizer.kind")
+    check_same_optimizer(run, OptimizerConfig.kind if kind is ABSENT else kind, asked.optimizer.kind)
     try:
         unknown = list(_unknown(saved, {name for name, *_ in leaves(file)}))
     except ValueError as error:
@@ -122,8 +96,8 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
     if unknown:
         say(f"{run}/recipe.json has {', '.join(unknown)}, which this dtgpt does not know and ignores", warning=True)
     if file.train_samples is not None:
-        check_run(file)
-        file = counted(file)
+        checked(file)
+        file = with_steps(file)
     _say_kept({name: attrgetter(name)(file) for name in kept}, kept)
     init_from = asked.init_from if "init_from" in given and asked.resume != AUTO else None  # it has its weights
     resume = str(run) if asked.resume == AUTO else asked.resume
@@ -133,7 +107,7 @@ def recipe_of_run(run: Path, file: Recipe, asked: Recipe, given: Collection[str]
 def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
     """Return the recipe of a resumed run with `steps` in place of `train_samples`: those of its checkpoint, and as many
     as the samples after it fill, whatever sizes its steps had."""
-    check_run(recipe)
+    checked(recipe)
     found = chosen or max(list_checkpoints(run / "checkpoints"), key=step_of, default=None)
     try:
         state = read_state(found) if found else {}
@@ -141,15 +115,15 @@ def _counted_on(recipe: Recipe, run: Path, chosen: Path | None) -> Recipe:
         state = {}
     step, seen = state.get("step", 0), state.get("consumed_samples", 0)
     if seen > recipe.train_samples:
-        raise UserError(f"{run} has already seen {console.counted(seen, 'sample')}; raise --train_samples to go on")
-    return counted(recipe, step, seen)
+        raise UserError(f"{run} has already seen {counted(seen, 'sample')}; raise --train_samples to go on")
+    return with_steps(recipe, step, seen)
 
 
 def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection[str]) -> Recipe:
     """Return the recipe with which a run of another library goes on: `asked`, with the dimensions of its model and the
     order of its samples. Say what else that run was asked for."""
     recipe = replace_values(asked, _dimensions(run.path, run.config, asked.model, given, exact=True))
-    check_run(recipe)
+    checked(recipe)
     other = {n: v for n, v in run.values.items() if n not in given and attrgetter(n)(recipe) != v}
     if other:
         changes = [f"  {name}: {value_text(attrgetter(name)(recipe))} -> {value_text(v)}" for name, v in other.items()]
@@ -158,8 +132,8 @@ def _recipe_of_foreign_run(run: TrainingSource, asked: Recipe, given: Collection
         say("\n".join([*lines, hanging(f"to keep them, give {options}", 2)]))
     step, seen = run.state["step"], run.state["consumed_samples"]
     if recipe.train_samples is not None and seen > recipe.train_samples:
-        raise UserError(f"{run.path} has already seen {console.counted(seen, 'sample')}; raise --train_samples")
-    recipe = counted(recipe, step, seen)
+        raise UserError(f"{run.path} has already seen {counted(seen, 'sample')}; raise --train_samples")
+    recipe = with_steps(recipe, step, seen)
     if run.order_samples is not None and "data.train_samples" not in given and is_prepared(recipe.data.path):
         if recipe.batch_sizes(step, seen).before(recipe.num_steps) <= run.order_samples:
             return replace(recipe, data=replace(recipe.data, train_samples=run.order_samples))

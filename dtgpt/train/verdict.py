@@ -6,8 +6,8 @@ model multiplies rounding. What comes later is therefore held against one proces
 initial weights were moved by their last bit. Learning rates and loss scales are equal, bit for bit.
 
 A gradient or weight is compared tensor by tensor, ||a - b|| / ||b||, and the worst tensor counts. A weight's difference
-is held against how far AdamW may have moved it where that is more: a bias that begins at zero makes whole steps by
-the sign of what may be rounding. Elements whose gradient is rounding alone stay out (`ModelConfig.comparable`).
+is held against how far the optimizer may have moved it where that is more: a bias that begins at zero makes whole steps
+by the sign of what may be rounding. Elements whose gradient is rounding alone stay out (`ModelConfig.comparable`).
 """
 
 import math
@@ -153,9 +153,9 @@ def _limit_of_kind(key: str, limits: Limits) -> float:
 
 
 def _rounding(key: str, rounded: Sequence[Difference]) -> float:
-    """Return what rounding explains of the difference of a tensor. AdamW makes whole steps of gradients that are
-    rounding, by their sign: in which bias an element turns is chance, so that any weight may differ by twice as much as
-    the one that differs most."""
+    """Return what rounding explains of the difference of a tensor. Some optimizers make whole steps of gradients
+    that are rounding, by their sign: in which bias an element turns is chance, so that any weight may differ by twice
+    as much as the one that differs most."""
     own = ROUNDINGS * max((other.tensors.get(key, 0.0) for other in rounded), default=0.0)
     return max([own, *(2 * other.weight for other in rounded)]) if key.startswith("weight/") else own
 

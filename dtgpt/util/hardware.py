@@ -16,6 +16,8 @@ from torch import Tensor
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
+TRITON = importlib.util.find_spec("triton") is not None
+
 # Dense bf16 peak in FLOP/s by the vendors' data sheets, by words of the name that CUDA reports; the first match counts.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,

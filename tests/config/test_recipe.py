@@ -12,7 +12,7 @@ from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.overrides import apply_overrides, leaves, replace_values, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.data.checks import with_tokenizer
-from dtgpt.train.settle import check_run
+from dtgpt.train.job import checked
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, annotations, kinds_of
 
@@ -150,6 +150,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
         (["--exit_interval", "-1"], ["exit_interval=-1", "0 or more"]),
         (["--optimizer.decay_steps", "0"], ["decay_steps=0", "1 or more"]),
         (["--optimizer.wsd_decay", "7"], ["wsd_decay=7.0", "more than 0 and at most 1"]),
+        (["--optimizer.kind", "muon"], ["optimizer.kind='muon' is not an optimizer; use adamw"]),
         (["--model.init_std", "-1"], ["init_std=-1.0"]),
         (["--model.hidden_size", "1000000000000"], ["hidden_size=1000000000000", "at most 1000000"]),
         (["--data.tokenizer", "bpe", "--model.vocab_size", "512"], ["bpe_vocab_size=1024", "vocab_size=512"]),
@@ -185,7 +186,7 @@ def test_a_bad_override_is_answered_in_one_sentence(recipe, arguments, words):
 )
 def test_values_that_cannot_be_trained_with_are_refused(recipe, arguments, words):
     with pytest.raises(UserError) as error:
-        check_run(apply_overrides(recipe, arguments))
+        checked(apply_overrides(recipe, arguments))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

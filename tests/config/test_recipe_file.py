@@ -8,7 +8,8 @@ import pytest
 
 from dtgpt.cli import main, run_recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
-from dtgpt.train.settle import check_run, load_recipe
+from dtgpt.train.job import checked
+from dtgpt.train.settle import load_recipe
 from dtgpt.util.errors import UserError
 from tests.support.programs import run_program
 from tests.support.runs import change
@@ -142,7 +143,7 @@ def test_the_recipe_of_readme_trains_as_it_is_written(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(gzip.decompress(packed.read_bytes()))
     monkeypatch.chdir(tmp_path)
     recipe = recipe_module(["mine.py"], "train").recipe()
-    check_run(recipe)
+    checked(recipe)
     assert recipe.data.path == "my.txt" and recipe.plan_for(1).world == 1
     options = (
         "--model.num_layers 1 --model.hidden_size 16 --model.num_heads 2 --model.seq_length 8 --device cpu --steps 2"

@@ -149,7 +149,7 @@ def test_help_names_every_option(capsys):
     assert all(word in told for word in ("--json-keys TEXT ...", "--append-eod", "--merge TEXT ...", "--vocab-size"))
     assert tokenizer_command(["-h"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("--json-keys TEXT ...", ".csv", "--output "))
+    assert all(word in told for word in ("--json-keys TEXT ...", ".jsonl", "--output "))
 
 
 def test_a_tokenizer_trained_on_own_text_prepares_it(tmp_path, monkeypatch, capsys):

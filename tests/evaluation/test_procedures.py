@@ -1,4 +1,4 @@
-"""The procedures of Megatron-LM, lm-evaluation-harness and llm.c: recorded cases, and independent computations."""
+"""The procedures of Megatron-LM and llm.c: recorded cases, and independent computations."""
 
 import json
 import math
@@ -8,11 +8,11 @@ import pytest
 
 from dtgpt.data.tokenizers.char import Ids
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
-from dtgpt.evaluation import hellaswag, lambada, wikitext
+from dtgpt.evaluation import lambada, wikitext
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.catalog import asked_for, prepare, tasks_and_files
 from dtgpt.evaluation.scoring import TokenScores
-from dtgpt.evaluation.tasks import TaskOptions, encode_pairs
+from dtgpt.evaluation.tasks import TaskOptions
 from dtgpt.util.errors import UserError
 from tests.support.serving import serving_cases
 from tests.support.vocabularies import gpt2_files, rank_file
@@ -64,14 +64,10 @@ def test_rules_of_the_detokenizer_in_their_order(text, expected):
 @pytest.mark.parametrize("tokens", [2, 5, 6, 11, 12, 23])
 @pytest.mark.parametrize("step", [None, 1, 2, 5])
 def test_every_token_but_the_first_is_counted_once(tokens, step):
-    for windows in (wikitext.overlapping_windows(tokens, 5, step), wikitext.rolling_windows(tokens, 5)):
-        counted = [place for window in windows for place in range(window.counted, window.end)]
-        assert counted == list(range(1, tokens))
-        assert all(end - first <= 6 for first, _, end in windows)
-
-
-def test_windows_that_roll_have_as_much_context_as_there_is():
-    assert wikitext.rolling_windows(13, 5) == [(0, 1, 6), (5, 6, 11), (7, 11, 13)]
+    windows = wikitext.overlapping_windows(tokens, 5, step)
+    counted = [place for window in windows for place in range(window.counted, window.end)]
+    assert counted == list(range(1, tokens))
+    assert all(end - first <= 6 for first, _, end in windows)
 
 
 def scores_of(samples: list[Sample], weight: float = 0.01) -> list[TokenScores]:
@@ -119,31 +115,12 @@ def test_exponents_of_megatron_are_capped(tmp_path):
     assert metrics["ppl"] == metrics["adjusted_ppl"] == math.exp(20) and metrics["loss"] > 20
 
 
-def test_perplexity_article_by_article(tmp_path):
-    samples, result = measured(tmp_path, "wikitext103", ARTICLES, positions=8, form="lm-eval")
-    pages = [" = One = \n \n He 's here , isn 't he ? 20 ° C \n = = Part = = \n more ", " = Two = \n \n the rest \n"]
-    end = BYTES.end_of_text
-    for page in pages:
-        ids = [end, *BYTES.encode(wikitext.detokenize(page))]
-        own = [samples.pop(0) for _ in wikitext.rolling_windows(len(ids), 8)]
-        assert own[0].ids[0] == end and [i for s in own for i in s.ids[s.context :]] == ids[1:]
-    assert not samples and result.samples == 2
-    assert result.details["words"] == 22 + 7  # split at white space, the empty texts at both ends included
-    assert result.details["bytes"] == sum(len(page.encode()) for page in pages)
-    metrics = result.metrics
-    assert math.log(metrics["byte_perplexity"]) / math.log(2) == pytest.approx(metrics["bits_per_byte"])
-    nats = math.log(metrics["word_perplexity"]) * result.details["words"]
-    assert nats == pytest.approx(math.log(metrics["byte_perplexity"]) * result.details["bytes"])
-
-
 ROWS = ["", " = One = \n", "", ' He said , " no " . \n']
 JOINED = ' \n = One = \n \n He said , " no " . \n'
 
 
 @pytest.mark.parametrize("name, content", [
-    ("wiki.txt", JOINED), ("wiki.csv", '""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
-    ("exported.txt", '""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
-    ("named.csv", 'text\n""\n" = One = \n"\n""\n" He said , "" no "" . \n"\n'),
+    ("wiki.txt", JOINED),
     ("rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS)),
     ("stripped.jsonl", "".join(json.dumps({"text": row.rstrip("\n")}) + "\n" for row in ROWS)),
     ("rows.json", json.dumps([{"text": row} for row in ROWS])),
@@ -172,17 +149,8 @@ def test_lambada_of_megatron(tmp_path):
     assert [len(s.ids) - s.context for s in last] == [1, 1, 1]
 
 
-def test_lambada_of_the_harness(tmp_path):
-    samples, result = measured(tmp_path, "lambada", "I saw  the cat\nend of ``\n", form="lm-eval")
-    assert samples == [Sample(BYTES.encode("I saw  the cat"), 10), Sample(BYTES.encode("end of ``"), 6)]
-    found = scores_of(samples)
-    assert result.metrics["ppl"] == pytest.approx(math.exp(-np.mean([own.logprob for own in found])))
-    assert result.metrics["acc"] == np.mean([own.all_greedy for own in found])
-
-
 @pytest.mark.parametrize("name, content", [
     ("x.jsonl", '{"text": "one two"}\n\n{"text": "three four"}\n'), ("x.txt", "one two\nthree four\n"),
-    ("x.csv", "id,text\n1,one two\n2,three four\n"), ("y.csv", "one two\nthree four\n"),
     ("x.json", '[{"text": "one two"}, {"text": "three four"}]'),
     ("lambada", '{"text": "one two"}\n{"text": "three four"}'),
 ])  # fmt: skip
@@ -191,16 +159,6 @@ def test_every_form_of_lambada_is_the_same_data(tmp_path, name, content):
     (asked,) = tasks_and_files(f"lambada:{tmp_path / name}", TaskOptions())
     expected = [Sample(BYTES.encode("one two"), 6), Sample(BYTES.encode("three four"), 9)]
     assert prepare(asked, BYTES, 99)[1].samples == expected
-
-
-def test_blanks_at_the_end_of_a_context_go_to_the_continuation(gpt2):
-    pairs = [("Hello ", "world"), ("Hello", " world"), ("", "Hello world"), ("", "<|endoftext|>"), ("a b", "c")]
-    found = encode_pairs(gpt2, pairs)
-    assert found[0] == found[1] == (gpt2.encode("Hello"), gpt2.encode(" world"))
-    assert found[2] == ([gpt2.end_of_text], gpt2.encode("Hello world"))
-    assert found[3] == ([gpt2.end_of_text], gpt2.encode("<|endoftext|>"))
-    whole = gpt2.encode("a bc")
-    assert found[4] == (whole[:2], whole[2:])
 
 
 ITEM = {
@@ -226,28 +184,10 @@ def test_hellaswag_of_llmc(tmp_path):
     assert result.samples == 2 and result.line is None
 
 
-def test_hellaswag_of_the_harness(tmp_path):
-    samples, result = measured(tmp_path, "hellaswag", items(), 99, "data.jsonl", form="lm-eval")
-    query = "Roof: A man sits. x He. it"
-    endings = ["is one.", "is two", "is three, longer", "four"]
-    assert [BYTES.decode(s.ids) for s in samples] == [f"{query} {ending}" for ending in endings]
-    assert {s.context for s in samples} == {len(query)}
-    sums = np.array([own.logprob for own in scores_of(samples)])
-    by_characters = sums / [len(ending) for ending in endings]
-    assert result.metrics["acc"] == (sums.argmax() == 2) and result.metrics["acc_norm"] == (by_characters.argmax() == 2)
-
-
-@pytest.mark.parametrize("name, content", [
-    ("x.txt", f"Roof: {ITEM['ctx']}\n2\n" + "\n".join(ITEM["endings"]) + "\n"),
-    ("x.csv", "ctx,label,endings\n" + f'{ITEM["ctx"]},2,"{json.dumps(ITEM["endings"])}"\n'.replace('"', '""').replace(
-        ',2,""', ',2,"').replace('""\n', '"\n')),
-    ("y.csv", "ctx,label,ending0,ending1,ending2,ending3\n"
-        + ",".join([ITEM["ctx"], "2", *(f'"{ending}"' for ending in ITEM["endings"])]) + "\n"),
-])  # fmt: skip
-def test_every_form_of_hellaswag_is_the_same_item(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
+def test_a_hellaswag_of_plain_text_has_the_same_items(tmp_path):
+    (tmp_path / "x.txt").write_text(f"Roof: {ITEM['ctx']}\n2\n" + "\n".join(ITEM["endings"]) + "\n")
     expected, _ = measured(tmp_path, "hellaswag", items(), 99, "data.jsonl")
-    (asked,) = tasks_and_files(f"hellaswag:{tmp_path / name}", TaskOptions())
+    (asked,) = tasks_and_files(f"hellaswag:{tmp_path / 'x.txt'}", TaskOptions())
     assert prepare(asked, BYTES, 99)[1].samples == expected
 
 
@@ -263,18 +203,14 @@ def test_a_begin_of_text_stands_only_before_the_first_text(tmp_path):
     rank_file(tmp_path / "tokenizer.model")
     bare, opens = (open_tokenizer(str(tmp_path / "tokenizer.model"), begin=begin) for begin in (False, True))
     begin = opens.begin_of_text
-    assert encode_pairs(opens, [("", "the quick")]) == [([begin], bare.encode("the quick"))]
-    assert encode_pairs(opens, [("the ", "quick")]) == [([begin, 257], bare.encode(" quick"))]
-    assert encode_pairs(bare, [("", "the")]) == [([bare.end_of_text], [257])]
-    contents = {"hellaswag": items(), "lambada": '{"text": "the quick brown fox"}\n', "wikitext103": ARTICLES}
-    for name, form in (("hellaswag", None), ("hellaswag", "lm-eval"), ("lambada", None), ("wikitext103", "lm-eval")):
-        path = tmp_path / ("data.txt" if name == "wikitext103" else "data.jsonl")
-        path.write_text(contents[name])
-        (asked,) = asked_for([name], [str(path)], TaskOptions(form=form, strict=name == "lambada"))
+    contents = {"hellaswag": items(), "lambada": '{"text": "the quick brown fox"}\n'}
+    for name, content in contents.items():
+        path = tmp_path / "data.jsonl"
+        path.write_text(content)
+        (asked,) = asked_for([name], [str(path)], TaskOptions(strict=name == "lambada"))
         expected, found = (prepare(asked, tokenizer, 500)[1].samples for tokenizer in (bare, opens))
         for theirs, (ids, context) in zip(expected, found, strict=True):
-            drop = [bare.end_of_text] if name == "wikitext103" else []
-            assert ids == [begin, *theirs.ids[len(drop) :]] and context == theirs.context + 1 - len(drop)
+            assert ids == [begin, *theirs.ids] and context == theirs.context + 1
 
 
 def test_a_limit_measures_the_first_ones(tmp_path):
@@ -282,16 +218,10 @@ def test_a_limit_measures_the_first_ones(tmp_path):
     assert len(samples) == 8 and result.samples == 2
     samples, result = measured(tmp_path, "wikitext103", ARTICLES, 8, limit=3)
     assert len(samples) == 3 and result.samples == 24 and result.metrics["loss"] > 0
-    samples, result = measured(tmp_path, "wikitext103", ARTICLES, 99, limit=1, form="lm-eval")
-    assert len(samples) == 1 and result.samples == 1
 
 
 def test_numbers_that_have_no_perplexity():
     assert lambada.perplexity([TokenScores(np.full(9, -1e3, np.float32), np.zeros(9, bool))] * 2) == math.inf
-
-
-def test_markup_of_wikihow():
-    assert hellaswag.clean("  a [title] b [x] c  ") == "a. b c"
 
 
 def test_a_tokenizer_that_does_not_encode_text_is_refused(tmp_path):

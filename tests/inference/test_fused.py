@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from dtgpt.comm import arena
+from dtgpt.comm.arena import SWITCH
 from dtgpt.inference import fused
 from dtgpt.inference.fused import FusedStage
-from dtgpt.parallel import symmetric
-from dtgpt.parallel.symmetric import SWITCH
 
 
 class Group:
@@ -19,10 +19,10 @@ class Group:
 def process(monkeypatch) -> Group:
     """A process in its first group, which has made no exchange yet."""
     group = Group()
-    monkeypatch.setattr(symmetric, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    monkeypatch.setattr(arena, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     monkeypatch.setattr(fused, "_exchanges", {})
-    monkeypatch.setattr(symmetric, "_first_group", None)
-    monkeypatch.setattr(fused, "make_exchange", lambda mesh: "exchange")
+    monkeypatch.setattr(arena, "_first_group", None)
+    monkeypatch.setattr(fused, "make_exchange", lambda mesh, group: "exchange")
     monkeypatch.delenv(SWITCH, raising=False)
     return group
 
@@ -61,6 +61,6 @@ def test_more_ranks_than_an_exchange_has_places_use_nccl(monkeypatch):
 
 def test_a_second_process_group_uses_nccl(monkeypatch):
     assert exchange_of(monkeypatch) == exchange_of(monkeypatch) == "exchange"
-    monkeypatch.setattr(symmetric.dist.group, "WORLD", Group())
+    monkeypatch.setattr(arena.dist.group, "WORLD", Group())
     assert exchange_of(monkeypatch) is None
     assert dist.group.WORLD is None  # the real one was left alone

@@ -19,7 +19,6 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.interop.inspect import inspect
 from dtgpt.interop.open import open_source
-from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.interop.test_interop_foreign import checkpoint, llmc_file
@@ -152,7 +151,7 @@ def test_a_path_that_does_not_exist_is_called_that(tmp_path, monkeypatch, capsys
         assert code == 2 and out == "" and err.count("\n") == 1 and f"{words[1]} does not exist; give " in err, err
     for action in (
         lambda: dtgpt.load("nothing"),
-        lambda: load_initial_weights(tmp_path / "nothing", CONFIG, None, None, None),
+        lambda: open_source(tmp_path / "nothing"),
     ):
         refused(action, "nothing does not exist")
     (tmp_path / "link").symlink_to("gone")

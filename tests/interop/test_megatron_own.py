@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import dtgpt
+from dtgpt.checkpoint.load import load_weights
 from dtgpt.interop.megatron.export import save_megatron
 from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.open import open_source
 from dtgpt.models.source import load_model
 from dtgpt.parallel.shards import Shards
-from dtgpt.train.startup import load_initial_weights
 from dtgpt.util.errors import UserError
 from dtgpt.util.pickles import open_pickle
 from dtgpt.util.unpickler import StandIn
@@ -81,7 +81,7 @@ def test_a_run_begins_with_the_weights_of_the_tree(tree):
         shard.local.zero_()
     shards.publish()
     assert distance(tree, tree, model) > 0.1
-    load_initial_weights(tree, model.config, None, shards, model.mesh)
+    load_weights(open_source(tree, model.mesh), shards)
     assert distance(tree, tree, model) < 1e-5
 
 

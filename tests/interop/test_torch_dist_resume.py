@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtgpt.checkpoint.load import Saved, read_part
-from dtgpt.checkpoint.manifest import MOMENTS, Checkpoint
+from dtgpt.checkpoint.manifest import Checkpoint
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.sections import CheckpointConfig, DataConfig, LogConfig, OptimizerConfig
 from dtgpt.data.tokenizers.char import Char
@@ -19,8 +19,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.models.source import parameter_shapes
 from dtgpt.run.sinks import read_records
+from dtgpt.train.job import checked
 from dtgpt.train.loop import train
-from dtgpt.train.settle import check_run
 from dtgpt.train.settle import override as settle
 from dtgpt.util.errors import UserError
 from tests.support.archives import unpack
@@ -90,7 +90,7 @@ def tensors_of(checkpoint):
     """Weights and moments of a checkpoint of dtgpt, whole, by its names."""
     source, found = Saved(checkpoint), {}
     for name, shape in parameter_shapes(source.config).items():
-        for suffix in ("", *(f".{moment}" for moment in MOMENTS)):
+        for suffix in ("", ".exp_avg", ".exp_avg_sq"):
             found[name + suffix] = torch.empty(shape)
             read_part(checkpoint, name + suffix, shape, tuple(map(range, shape)), found[name + suffix])
     return source.config, found
@@ -171,7 +171,7 @@ def check_state(path, state, **expected):
         part = tuple(range(n // 3, n) for n in shape)
         cut = tuple(slice(r.start, r.stop) for r in part)
         assert torch.equal(run.read(name), state[name])
-        for moment in MOMENTS:
+        for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(run.read_moment(name, moment, part), state[f"{name}.{moment}"][cut])
     return run
 
@@ -272,7 +272,7 @@ def test_a_run_of_megatron_takes_a_text_by_its_own_tokenizer_alone(own_trees, tm
     with pytest.raises(UserError, match=rf"{tree} has no tokenizer by which data\.path=.*raw\.txt becomes tokens"):
         settle(recipe, words)
     Char([chr(97 + i) for i in range(min(26, recipe.model.vocab_size))]).save(tree / "tokenizer.json")
-    assert check_run(settle(recipe, words)) is None
+    assert checked(settle(recipe, words)).data.tokenizer_file == str(tree)
     with pytest.raises(UserError, match="was trained with another tokenizer"):
         train(settle(change(recipe, data={"tokenizer": "char"}), words))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dtgpt.models.layers import Context
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.fast import split_backward
-from tests.support.bodies_layer_norm import capture, custom_ops, keys_of
+from tests.support.bodies_norm import capture, custom_ops, keys_of
 
 CONFIG = LlamaConfig(
     num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=10, ffn_hidden_size=24, seq_length=16,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.optim import adamw
-from dtgpt.ops.optim.adamw import Accumulator, AdamW, Slot, squared_norm
+from dtgpt.ops.optim.adamw import AdamW, Slot
+from dtgpt.ops.optim.gradients import Accumulator, squared_norm
 from tests.support.bodies_adamw import (
     DTYPES,
     SETTINGS,
@@ -157,7 +158,7 @@ def test_mixed_dtypes():
 
 def interpreted() -> None:
     """Run by the test below in a process of its own: the kernels, on CPU tensors."""
-    adamw.has_triton = lambda x: True
+    adamw.has_triton = importlib.import_module("dtgpt.ops.optim.gradients").has_triton = lambda x: True
     kernels = importlib.import_module("dtgpt.ops.optim.adamw_kernels")
     kernels.CHUNK = 1024
     follow_truth(torch.bfloat16, torch.bfloat16, steps=3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtgpt.ops.attention.cached import attend_rows, attend_rows_reference, write_prompts
 from dtgpt.ops.decode.blocks import embed, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
-from dtgpt.ops.norm.rms_norm import rms_norm_reference
+from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.pointwise.swiglu import reference as swiglu
 from dtgpt.ops.rotary.rotary import rotate
 from dtgpt.ops.rotary.table import Rotation, angle_table
@@ -74,7 +74,7 @@ def wide(value):
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
-        return rms_norm_reference(x, weight, EPS)
+        return norm_reference(x, weight, None, EPS)
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
@@ -131,7 +131,7 @@ class Case:
         if rotary is None:
             return q, k, v
         if rotary.q_norm is not None and rotary.k_norm is not None:
-            q, k = rms_norm_reference(q, rotary.q_norm, EPS), rms_norm_reference(k, rotary.k_norm, EPS)
+            q, k = norm_reference(q, rotary.q_norm, None, EPS), norm_reference(k, rotary.k_norm, None, EPS)
         cosine, sine = rotary.table[:, self.positions].unsqueeze(-2)
         return rotate(q, cosine, sine), rotate(k, cosine, sine), v
 

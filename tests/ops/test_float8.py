@@ -13,7 +13,7 @@ from dtgpt.ops.fp8.mlp import fp8_mlp
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize, quantize_and_sum
 from dtgpt.ops.pointwise import swiglu
-from tests.ops.test_layer_norm import needs_triton
+from tests.ops.test_norm import needs_triton
 from tests.support.bodies_float8 import (
     E4M3,
     E5M2,

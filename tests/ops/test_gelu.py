@@ -7,8 +7,8 @@ from torch.library import opcheck
 
 from dtgpt.ops.pointwise import bias, gelu
 from dtgpt.ops.pointwise.linear import linear, linear_by_column_sum
-from tests.ops.test_layer_norm import interpret, needs_triton
-from tests.support.bodies_layer_norm import check, check_gelu, custom_ops, cut_linear, draw, results
+from tests.ops.test_norm import interpret, needs_triton
+from tests.support.bodies_norm import check, check_gelu, custom_ops, cut_linear, draw, results
 from tests.support.ranks import pool
 
 CUDA = torch.device("cuda")

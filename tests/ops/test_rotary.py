@@ -5,12 +5,12 @@ import torch
 from torch.library import opcheck
 
 from dtgpt.ops.fast import split_backward
-from dtgpt.ops.norm.rms_norm import rms_norm_reference
+from dtgpt.ops.norm.norm import norm_reference
 from dtgpt.ops.rotary import rotary as ops
 from dtgpt.ops.rotary.rotary import rotary_qkv
 from dtgpt.ops.rotary.table import angle_table
-from tests.ops.test_layer_norm import interpret, needs_triton
-from tests.support.bodies_layer_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes
+from tests.ops.test_norm import interpret, needs_triton
+from tests.support.bodies_norm import EPS, ROTATION, capture, check_rotary, custom_ops, results, saved_bytes
 
 CUDA = torch.device("cuda")
 BOTH = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
@@ -28,7 +28,7 @@ def test_the_reference_turns_pairs_of_columns_as_complex_numbers(normed):
     turn = torch.complex(cosine, sine)[positions][:, :, None, None]
     found = rotary_qkv(qkv, positions, ROTATION, 10, *pair, eps=EPS)
     for head, weight in zip((qkv[..., :3, :], qkv[..., 3:4, :]), pair or (None, None), strict=True):
-        head = head if weight is None else rms_norm_reference(head, weight, EPS)
+        head = head if weight is None else norm_reference(head, weight, None, EPS)
         turned = torch.complex(*head.chunk(2, dim=-1)) * turn
         true = torch.cat([turned.real, turned.imag], dim=-1).flatten(2, 3)
         torch.testing.assert_close(found[head.shape[3] == 1], true)

@@ -7,8 +7,8 @@ from torch.library import opcheck
 
 from dtgpt.ops.pointwise import swiglu as ops
 from dtgpt.ops.pointwise.swiglu import swiglu
-from tests.ops.test_layer_norm import interpret, needs_triton
-from tests.support.bodies_layer_norm import capture, check_swiglu, custom_ops, results, saved_bytes
+from tests.ops.test_norm import interpret, needs_triton
+from tests.support.bodies_norm import capture, check_swiglu, custom_ops, results, saved_bytes
 
 CUDA = torch.device("cuda")
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtgpt.comm.arena import SWITCH
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.parallel.coordinates import RankCoordinates
 from dtgpt.parallel.edges import Edges, most_edges
 from dtgpt.parallel.graphs import WARM_UP
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.process import Process
-from dtgpt.parallel.symmetric import SWITCH
 from dtgpt.train.record import Record, record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
-from tests.ops.test_exchange import run_on_two_gpus
+from dtgpt.util.process import Process
+from tests.support.gpus import run_on_two_gpus
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OPTIONS = "--model.num_layers 4 --model.dropout 0.1 --micro_batch_size 2 --global_batch_size 8 --compile off"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtgpt.comm.reduce import FlatSum
 from dtgpt.parallel.gradients import Bucket, Buckets
 from tests.support.bodies_gradients import by_hand, error_of_sum, losses_of, make_model, over_replicas, summed
 from tests.support.ranks import pool
@@ -61,7 +62,7 @@ def test_there_is_a_bucket_for_each_block_and_one_for_the_ends():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_a_bucket_is_taken_when_all_have_arrived_in_whatever_order(order):
     parameters = [nn.Parameter(torch.zeros(n + 1, dtype=torch.bfloat16)) for n in range(3)]
-    bucket = Bucket(parameters, None, passes=2, hooks=True)
+    bucket = Bucket(parameters, FlatSum(torch.zeros(6), None), passes=2, hooks=True)
     bucket.begin()
     for micro_batch in (1, 2):
         for position, index in enumerate(order):

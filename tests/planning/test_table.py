@@ -89,7 +89,7 @@ def test_a_rank_sends_what_rings_send():
     assert sent_bytes(pipelined, 5000)["pp"] == 2 * 16 * activations / 8
 
 
-@pytest.mark.parametrize("more", [[], ["--rank", "0"], ["--plans", "dp", "tp2"]], ids=["plan", "rank", "table"])
+@pytest.mark.parametrize("more", [[], ["--plans", "dp", "tp2"]], ids=["plan", "table"])
 def test_a_gpu_that_cannot_train_in_fp8_is_refused(capsys, more):
     """It is the sentence with which a run would be refused there."""
     words = ["plan", str(RECIPES / "gpt2_tiny.py"), "--precision", "fp8", "--gpu", "a100-40gb", *more]

@@ -163,21 +163,6 @@ def test_what_random_samples_keep_in_memory_is_bounded(monkeypatch, capsys, boun
     assert (f"within {bound} MiB" if within else f"ABOVE {bound} MiB") in capsys.readouterr().out
 
 
-def plans(arguments: list[str]) -> list[tuple]:
-    sys.path.insert(0, BENCHMARKS)
-    sys.argv = ["plans.py", *arguments]
-    from plans import main
-
-    return [(r["plan"], r["batch"], r["gpus"], r["step"] > 0, r["loss"]) for r in main()]
-
-
-def test_several_plans_are_measured_in_one_process_group(small):
-    wanted = ["--plans", "dp2", "tp2_sp", "--micro_batches", "2", "--dropout", "0"]
-    for found in pool().run(2, plans, [*small, *wanted]):
-        (dp, *dp_sizes, _), (tp, *tp_sizes, _) = found
-        assert (dp, *dp_sizes) == ("dp2", [2, 2, 2], 2, True) and (tp, *tp_sizes) == ("tp2_sp", [1, 2, 2], 2, True)
-
-
 def scaling(arguments: list[str]) -> dict[str, float]:
     sys.path.insert(0, BENCHMARKS)
     sys.argv = ["scaling.py", *arguments]
@@ -210,18 +195,6 @@ def test_runs_that_differ_in_rounding_or_seed_are_compared_by_their_means(capsys
     runs = [{"losses": [loss] * 2, "held_out": loss, "held_out_loaded": loss} for loss in (1.0, 2.0, 1.5, 3.0)]
     curve_precision.say_means("fp8", runs[2:], runs[:2])
     assert "2.2500 (1.5000 to 3.0000), +0.7500, standard error 0.2500" in capsys.readouterr().out
-
-
-def test_a_curve_is_held_against_two_others(small, monkeypatch, capsys):
-    import curve
-
-    small = [*small[: small.index("--warmup")], *small[small.index("--warmup") + 2 :]]
-    call(curve.main, "curve.py", small, monkeypatch)
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" against")[0].strip() for line in printed[:2]] == ["captured", "uncaptured again"]
-    assert all("largest 0.0e+00" in line for line in printed[:2])  # on a CPU all three are the same run
-    first, last = printed[2].removeprefix("losses ").split(",")[0].split(" -> ")
-    assert float(last) < float(first)
 
 
 def test_ways_to_generate_are_measured_beside_the_bound(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ def hang(*_, **__):
 CASES = {f"rank {r} dies in {what}": {r: (point, die)} for what, point in POINTS.items() for r in (0, 1)}
 CASES["rank 0 never starts"] = {0: None}
 CASES["rank 1 never starts"] = {1: None}
-CASES["rank 0 dies before the others join"] = {0: ("dtgpt.parallel.watch.meet", begin_to_meet_and_die)}
+CASES["rank 0 dies before the others join"] = {0: ("dtgpt.liveness.watch.meet", begin_to_meet_and_die)}
 CASES["rank 0 never comes to torchrun's store"] = {0: None}
 CASES["rank 1 dies in the first step of a pipeline"] = CASES["rank 1 dies in the first step"]
 CASES["rank 1 dies in the first step of zero3"] = CASES["rank 1 dies in the first step"]

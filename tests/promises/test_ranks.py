@@ -85,22 +85,21 @@ def test_next_call_may_make_the_same_mesh_of_other_groups():
 def test_traceback_of_a_failing_rank_arrives_while_the_others_are_blocked():
     pool().run(2, os.getpid)
     start = time.monotonic()
-    with pytest.raises(
-        RankFailed, match=r"rank 1 of 2 failed:\n(?s:.*)ValueError: bad number\n(?s:.*)a note on stderr"
-    ):
+    told = r"ranks \[1\] of 2: ValueError: bad number(?s:.*)a note on stderr(?s:.*)ValueError: bad number"
+    with pytest.raises(RankFailed, match=told):
         pool().run(2, raise_on, 1)
     assert time.monotonic() - start < 10
     assert pool().run(2, sum_over_ranks, 1) == [3, 3]
 
 
 def test_killed_rank_is_named():
-    with pytest.raises(RankFailed, match="rank 1 of 2 died with exit code -9"):
+    with pytest.raises(RankFailed, match=r"ranks \[1\] of 2: a process died with exit code -9"):
         pool().run(2, kill_on, 1)
     assert pool().run(2, sum_over_ranks, 1) == [3, 3]
 
 
 def test_hung_rank_is_named_with_its_stack():
     pool().run(2, os.getpid)
-    with pytest.raises(RankFailed, match=r"ranks \[1\] did not return within 1 s(?s:.*)in sleep_on"):
+    with pytest.raises(RankFailed, match=r"ranks \[1\] of 2: no answer within 1 s(?s:.*)in sleep_on"):
         pool().run(2, sleep_on, 1, timeout=1)
     assert pool().run(2, sum_over_ranks, 1) == [3, 3]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.cli import main
-from dtgpt.run.curves import read_curves
+from dtgpt.run.history import read_curves
 from dtgpt.run.plot import check_picture, plot_runs
 from dtgpt.run.sinks import JsonLines, progress_line, read_records, sparkline
 from dtgpt.run.tensorboard import scalar_events

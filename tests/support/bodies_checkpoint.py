@@ -22,7 +22,6 @@ import dtgpt.parallel.shards
 from dtgpt.checkpoint import load, save
 from dtgpt.checkpoint import staging as host
 from dtgpt.checkpoint.load import find_checkpoint, load_training
-from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.checkpoint.save import Saver
 from dtgpt.config.recipe import Recipe
 from dtgpt.parallel.shards import slices
@@ -51,15 +50,15 @@ def change_state(folder: Path, changes: dict[str, Any]) -> None:
 def saving(recipe: Recipe, run: Trainer, checkpoints: Path, **options: Any) -> Iterator[Loop]:
     """Yield a `Loop` around `run` that saves into the folder `checkpoints`."""
     loop = Loop(recipe, run, RunLock(), StopRequest())
-    with Saver(checkpoints, run.shards, run.optimizer.adamw, **options) as loop.saver:
+    with Saver(checkpoints, run.shards, run.optimizer.rule, **options) as loop.saver:
         run.before_update = loop.saver.before_update
         yield loop
 
 
 def tensors_of(run: Trainer):
     """(suffix of the name in a checkpoint, what gives a shard's tensor) of weights and moments."""
-    adamw = run.optimizer.adamw
-    moments = [(f".{m}", lambda s, m=m: getattr(adamw, m)[s.index]) for m in MOMENTS]
+    rule = run.optimizer.rule
+    moments = [(f".{name}", lambda s, name=name: rule.state(s.index)[name]) for name in rule.state(0)]
     return [("", lambda s: s.local), *moments]
 
 
@@ -94,7 +93,7 @@ def load_each(recipe: Recipe, folders: list[Path]) -> dict[str, str]:
                 if shard.low_precision is not None:
                     shard.low_precision.fill_(torch.nan)
             step = max((folder / "checkpoints").glob("step_*"))
-            load_training(find_checkpoint(run.mesh, folder, step), run.shards, run.optimizer.adamw)
+            load_training(find_checkpoint(run.mesh, folder, step), run.shards, run.optimizer.rule)
             for shard in run.shards:
                 for suffix, value in tensors_of(run):
                     if not torch.equal(value(shard), truth[shard.name + suffix][slices(shard.region)]):
@@ -224,7 +223,7 @@ def memory_of_loading(recipe: Recipe, folder: Path, greedy: bool) -> tuple[int, 
             tensor.fill_(torch.nan)
         dist.barrier()
         with Peak() as peak:
-            load_training(find_checkpoint(run.mesh, folder, folder), run.shards, run.optimizer.adamw)
+            load_training(find_checkpoint(run.mesh, folder, folder), run.shards, run.optimizer.rule)
         if any(not tensor.isfinite().all() for tensor in owned):
             raise AssertionError("not all was loaded")
         return sum(tensor.nbytes for tensor in owned), peak.growth

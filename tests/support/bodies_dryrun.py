@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtgpt.train.one_rank import BuiltRank, describe_built
 from dtgpt.train.startup import open_trainer
+from tests.support.one_rank import BuiltRank, describe_built
 
 
 class Messages(TorchDispatchMode):
@@ -43,4 +43,4 @@ def memory_of_weights(recipe) -> int:
 def built(recipe) -> BuiltRank:
     """What this rank of a real process group holds."""
     with open_trainer(recipe) as training:
-        return describe_built(training.stages, training.shards, training.optimizer.adamw, training.settings)
+        return describe_built(training.stages, training.shards, training.optimizer.rule, training.settings)

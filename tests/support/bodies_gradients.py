@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtgpt.comm.reduce import NarrowSum
 from dtgpt.models.decoder import Decoder, build_model
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import root_key
-from dtgpt.parallel.gradients import Buckets, NarrowSum
+from dtgpt.parallel.gradients import Buckets
 
 CPU = torch.device("cpu")
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=100, dropout=0.1)

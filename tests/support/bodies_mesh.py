@@ -18,11 +18,11 @@ from dtgpt.ops.random.philox import root_key
 from dtgpt.parallel.build import build_stages
 from dtgpt.parallel.launch import agree_on_run, open_mesh
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.process import Process
 from dtgpt.parallel.tensor import SequencePositions
 from dtgpt.run.folder import values_of
 from dtgpt.train.startup import read_dataset, read_on_every_node
 from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
 from tests.support.bodies_shards import settings_of
 
 CPU = torch.device("cpu")

@@ -10,19 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtgpt.comm import arena
+from dtgpt.comm.barrier import Barrier
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan_names import parse_plan
 from dtgpt.config.sections import OptimizerConfig
 from dtgpt.models.batch import Batch
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.ops.collectives.pushes import Meeting
 from dtgpt.ops.random.philox import root_key
-from dtgpt.optim.update import make_optimizer
-from dtgpt.parallel import build, pushed_shards
+from dtgpt.parallel import pushed_shards
 from dtgpt.parallel.build import build_stages, make_engine
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
-from dtgpt.parallel.torch_private import SharedMemory
 
 CPU = torch.device("cpu")
 ROOM = 1 << 10  # so that gradients arrive in several turns
@@ -36,7 +35,9 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
     count: Counter[str] = Counter()
     groups: list[dist.ProcessGroup] = []
 
-    def symmetric_memory(mesh: Mesh, group: dist.ProcessGroup, size: int, usable: bool) -> SharedMemory:
+    def shared_memory(mesh: Mesh, group: dist.ProcessGroup, size: int, usable: bool) -> list[Tensor] | None:
+        if group is mesh.pp_group:  # messages need streams of a GPU
+            return None
         count["shared"] += 1
         count["bytes"] += size
         groups[:] = [group]
@@ -44,18 +45,16 @@ def shared_files(folder: Path) -> Iterator[Counter[str]]:
         paths = [folder / f"{count['shared']}-{name}" for name in names]
         paths[group.rank()].write_bytes(bytes(size))
         dist.barrier(group)
-        maps = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
-        return SharedMemory(maps[group.rank()], tuple(maps))
+        return [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
 
-    def meet(meeting: Meeting) -> None:
+    def wait(barrier: Barrier) -> None:
         count["met"] += 1
         dist.barrier(groups[0])
 
     with (
-        mock.patch.object(build, "symmetric_memory", symmetric_memory),
-        mock.patch.object(pushed_shards, "symmetric_memory", symmetric_memory),
+        mock.patch.object(arena, "shared_memory", shared_memory),
         mock.patch.object(pushed_shards, "ROOM", ROOM),
-        mock.patch.object(Meeting, "run", meet),
+        mock.patch.object(Barrier, "wait", wait),
     ):
         yield count
 
@@ -74,7 +73,7 @@ def gradients(plan: str, micro_batches: int) -> list[Tensor]:
     resolved = settings.plan
     mesh = Mesh(resolved, CPU)
     stages, shards = build_stages(settings, mesh, root_key(5))
-    adamw = make_optimizer(shards, OptimizerConfig(lr=0.1))
+    adamw = OptimizerConfig(lr=0.1).make(shards)
     engine = make_engine(stages, shards, settings, Graphs(enabled=False))
     for step in range(2):
         ids = mesh.place.dp * micro_batches + torch.arange(micro_batches) + 100 * step

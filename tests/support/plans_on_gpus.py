@@ -18,11 +18,11 @@ import torch
 
 from dtgpt.config.execution import choose_device
 from dtgpt.parallel.launch import end_process_group, start_process_group
-from dtgpt.parallel.process import VARIABLES, Process
 from dtgpt.train.record import Record, move_weights, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
 from dtgpt.train.startup import open_trainer
 from dtgpt.util.environment import child_environment
+from dtgpt.util.process import VARIABLES, Process
 
 
 def work(job: dict, folder: Path) -> None:

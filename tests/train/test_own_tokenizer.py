@@ -9,8 +9,9 @@ import pytest
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer
+from dtgpt.train.job import checked
 from dtgpt.train.loop import train
-from dtgpt.train.settle import check_run, override, settle
+from dtgpt.train.settle import override, settle
 from dtgpt.util.errors import UserError
 from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
@@ -50,7 +51,7 @@ def test_a_text_gets_the_tokenizer_of_the_model(raw, models, large, capsys):
     for kind, path in models.items():
         begun = settle(change(raw, name=f"of-{kind}"), {"init_from": [str(path)]})
         begun = replace(begun, model=replace(begun.model, vocab_size=60000)) if large else begun
-        check_run(begun)
+        checked(begun)
         if not large:
             train(begun)
             assert load_tokenizer(newest_run(begun)).ranks == load_tokenizer(models["run"]).ranks
@@ -104,7 +105,7 @@ def test_a_model_without_a_tokenizer_says_what_to_do(raw, models, tmp_path):
         (models["hf"] / name).unlink()
     for changes in ({}, {"data": {"path": None}}, {"model": {"vocab_size": 60000}}):
         with pytest.raises(UserError, match=r"hf has no tokenizer by which .*--data\.tokenizer_file F") as told:
-            check_run(replace(change(raw, **changes), init_from=str(models["hf"])))
+            checked(replace(change(raw, **changes), init_from=str(models["hf"])))
         assert "\n" not in str(told.value)
     train(override(raw, ["--init_from", str(models["hf"]), "--data.tokenizer", "bytes"]))
 
@@ -113,7 +114,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(raw, models, tmp_path):
     varied = [f"{text} {i * 7919 % 1000}abc{i}" for i, text in enumerate(TEXTS)]
     make_tokenizer("bpe", varied, 500).save(models["hf"] / "tokenizer.json")
     with pytest.raises(UserError, match="has 500 tokens, the model 400; give the one that the model was trained with"):
-        check_run(override(raw, ["--init_from", str(models["hf"])]))
+        checked(override(raw, ["--init_from", str(models["hf"])]))
 
 
 def prepared(raw, tmp_path, tokenizer):

@@ -55,7 +55,7 @@ def test_a_step_that_fp16_skipped_before_a_resume_had_the_former_batch_size(reci
     run = resumed(replace(recipe, global_batch_size=16), run)
     run.train_step()
     assert run.optimizer.lr.item() == pytest.approx(3e-3)
-    run.optimizer.adamw.updates += 1
+    run.optimizer.rule.updates += 1
     run.train_step()
     assert run.optimizer.lr.item() == pytest.approx(3e-3 * 72 / 80)
 
@@ -98,7 +98,7 @@ def test_the_next_update_waits_until_a_save_has_its_copies(recipe, tmp_path, mon
         copied.append(self)
 
     monkeypatch.setattr(StagedFile, "copy", late)
-    with Saver(tmp_path, run.shards, run.optimizer.adamw) as saver:
+    with Saver(tmp_path, run.shards, run.optimizer.rule) as saver:
         saver.save(0, {"step": 0})
         threading.Timer(0.2, go_on.set).start()
         saver.before_update()

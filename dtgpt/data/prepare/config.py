@@ -16,7 +16,7 @@ class PrepareConfig:
     """In Python, a list or a single value may stand for a tuple, and any path for a text."""
 
     input: Annotated[tuple[str, ...], "inputs, in addition to INPUT"] = ()
-    json_keys: Annotated[tuple[str, ...], "JSON keys, or columns of a .csv; each becomes a dataset"] = ("text",)
+    json_keys: Annotated[tuple[str, ...], "JSON keys; each becomes a dataset"] = ("text",)
     merge: Annotated[
         tuple[str, ...], "datasets, or globs, to join in this order into PREFIX.bin and .idx, instead of reading inputs"
     ] = ()
@@ -38,7 +38,7 @@ class PrepareConfig:
     prepend_bos: Annotated[bool, "prepend the begin-of-text token to each text"] = False
     encode_special: Annotated[bool, "encode <|endoftext|> and other special tokens' names as these tokens"] = False
     workers: Annotated[int, "number of encoding processes; 0: one for each core", Bounds(0, 1024)] = 0
-    input_format: Annotated[Literal["auto", "jsonl", "csv", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
+    input_format: Annotated[Literal["auto", "jsonl", "txt"], "auto: by suffix; jsonl on standard input"] = "auto"
     txt: Annotated[Literal["file", "line"], "what a document of a .txt is; empty lines are skipped"] = "file"
     strict: Annotated[bool, "stop at the first broken line instead of skipping it"] = False
     broken: Annotated[str | None, "file to list all broken lines in, as JSON: source, line, reason"] = None

@@ -1,19 +1,13 @@
-"""One document from one line, one file or one record: `{key: [pieces of text]}`, or the reason why it is not one."""
+"""One document from one line or one file: `{key: [pieces of text]}`, or the reason why it is not one."""
 
-import csv
-import io
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dtgpt.util.errors import UserError, shown
 
-if TYPE_CHECKING:
-    from _csv import Reader as _Reader
-
 BLOCK = 1 << 20  # bytes
 LONGEST = 1 << 28  # bytes of a line, which takes several times as much memory when it is parsed
-LONGEST_FIELD = 1 << 27  # characters of a field of CSV, of four bytes each while it is read
 LONGEST_TEXT = 1 << 30  # bytes of a text that is one document
 STDIN = "-"
 ONE_A_LINE = "dtgpt reads one object a line, as jq -c . writes (jq -c '.[]' of an array)"
@@ -34,7 +28,7 @@ class Broken(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An input: its path, and "jsonl", "csv", "txt" (one document) or "lines" (one a line)."""
+    """An input: its path, and "jsonl", "txt" (one document) or "lines" (one a line)."""
 
     path: str
     kind: str
@@ -135,51 +129,3 @@ def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -
     except UnicodeDecodeError as error:
         line = count_lines(bytes(data[: error.start])) + 1
         return Broken(source.name, line, f"not UTF-8 (byte {error.start + 1} of the file)")
-
-
-def csv_documents(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
-    """Yield columns by the names in the first row. A record may have several lines; its first is its number."""
-    csv.field_size_limit(LONGEST_FIELD)
-    lines = (
-        line
-        for _, data in whole_lines(source, pieces)
-        for line in io.StringIO(data.decode(errors="surrogateescape"), newline="")
-    )
-    reader = csv.reader(lines, strict=True)
-    try:
-        header = next(reader, [])
-    except csv.Error as error:
-        raise UserError(f"{source.name}, line 1: the column names are not CSV ({error}); fix them") from None
-    if not header:
-        raise UserError(f"{source.name} has no header, a first line that names its columns; add one to it")
-    missing = [key for key in keys if key not in header]
-    if missing:
-        raise UserError(
-            f"{source.name} has no column {shown(missing[0])}, only {', '.join(header)[:200]}; name the "
-            "right one with --json-keys"
-        )
-    columns = [header.index(key) for key in keys]
-    yield from _records(source, reader, dict(zip(keys, columns, strict=True)))
-
-
-def _records(source: Source, reader: "_Reader", columns: dict[str, int]) -> Iterator[Document | Broken]:
-    while True:
-        number = reader.line_num + 1
-        try:
-            row = next(reader)
-            if not row:
-                continue
-            document = {key: [row[column]] for key, column in columns.items()}
-            for (text,) in document.values():
-                text.isascii() or text.encode()
-            yield document
-        except StopIteration:
-            return
-        except csv.Error as error:
-            last = reader.line_num
-            until = f"; a quote may be missing: the record goes on to line {last}" if last > number else ""
-            yield Broken(source.name, number, f"not CSV ({error}){until}")
-        except IndexError:
-            yield Broken(source.name, number, f"{len(row)} columns, fewer than the header names")
-        except UnicodeEncodeError:
-            yield Broken(source.name, number, "not UTF-8")

@@ -1,4 +1,4 @@
-"""Documents for `dtgpt prepare`: JSON lines, CSV and plain text, from files and standard input.
+"""Documents for `dtgpt prepare`: JSON lines and plain text, from files and standard input.
 
 The parent process cuts inputs into blocks of about `BLOCK` bytes without looking into them where it can; a block gives
 its documents in the worker that encodes them. A document is `{key: [pieces of text]}`; what cannot be read is a
@@ -26,7 +26,6 @@ from dtgpt.data.prepare.documents import (
     Document,
     Source,
     Unreadable,
-    csv_documents,
     json_document,
     text_line,
     whole_lines,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
 POLL = 0.5  # seconds
-KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "txt"}
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Lines:
 
 @dataclass
 class Parsed:
-    """Documents that had to be parsed in order. `position` as in Lines."""
+    """Documents that are whole files. `position` as in Lines."""
 
     position: int
     items: list[Document | Broken]
@@ -78,7 +77,7 @@ class Parsed:
 def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> list[Source]:
     """Return the inputs that `patterns` (paths, globs and "-" for standard input) name, those of a glob sorted.
 
-    kind: "auto" (by suffix) or "jsonl", "csv", "txt". txt: whether a text has a document per "file" or "line". Raises
+    kind: "auto" (by suffix) or "jsonl", "txt". txt: whether a text has a document per "file" or "line". Raises
     UserError, before hours of work, if one does not exist, cannot be opened or is not of a known kind.
     """
     names = [name for pattern in patterns for name in _expand(pattern)]
@@ -114,13 +113,12 @@ def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines 
     for source in sources:
         with _opened(source) as raw:
             pieces = decompressed(raw, source.name)
-            if source.kind in ("csv", "txt"):
-                for found in _parsed(source, pieces, keys):
-                    items.append(found)
-                    size += sum(map(len, chain(*found.values()))) if isinstance(found, dict) else 0
-                    if size >= BLOCK:  # small files share a block
-                        yield Parsed(before + _position(raw), items)
-                        items, size = [], 0
+            if source.kind == "txt":
+                items.append(found := whole_text(source, pieces, keys))
+                size += sum(map(len, chain(*found.values()))) if isinstance(found, dict) else 0
+                if size >= BLOCK:  # small files share a block
+                    yield Parsed(before + _position(raw), items)
+                    items, size = [], 0
             else:
                 if items:
                     yield Parsed(before, items)
@@ -130,10 +128,6 @@ def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines 
             before += _position(raw)
     if items:
         yield Parsed(before, items)
-
-
-def _parsed(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Iterator[Document | Broken]:
-    return csv_documents(source, pieces, keys) if source.kind == "csv" else iter([whole_text(source, pieces, keys)])
 
 
 def _expand(pattern: str) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.checkpoint.manifest import MOMENTS
 from dtgpt.interop.foreign import DTYPES
 from dtgpt.interop.megatron.config import shift_norm
 from dtgpt.interop.megatron.flattened import check_shape
@@ -22,11 +21,13 @@ from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, distributed_folder
 from dtgpt.models.source import Part, TrainingSource, parameter_shapes
+from dtgpt.ops.optim.adamw import AdamW
 from dtgpt.optim.loss_scale import check_state
 from dtgpt.util.errors import UserError, shown
 
 STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)exp_avg\.")
 BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = ("fp32_param", "param", "master_param")
 DEEPEST = 4  # dictionaries around the state of one optimizer
 WEIGHTS_ALONE = "begin a new run with its weights: --init_from {}"
@@ -45,6 +46,8 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WS
 class MegatronTraining(TrainingSource):
     """The run whose checkpoint `folder` is. `vocab_size`: tokens of the recipe's model, taken where the table is padded
     from that. Raise UserError where weights, moments or counters are missing, or are not to be read."""
+
+    optimizer = AdamW.kind
 
     def __init__(self, folder: Path, vocab_size: int):
         distributed = distributed_folder(folder)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtgpt.ops.decode.exchange import Exchange, Fields
+from dtgpt.comm.exchange import Exchange, Fields
 from dtgpt.ops.decode.weights import BlockWeights
-from dtgpt.ops.extension import library
 from dtgpt.ops.fast import has_hopper, multiprocessors
+from dtgpt.util.extension import library
 
 SOURCE = Path(__file__).with_name("rows.cu")
 MOST_ROWS, MOST_ROWS_OF_LARGE = 4, 2  # beyond, the kernels of `kernels.py` are as fast; large: not all weights are kept

@@ -1,4 +1,4 @@
-"""Triton kernels of `layer_norm`, `rms_norm` and `residual`. Needs Triton.
+"""Triton kernels of `norm` and `residual`. Needs Triton.
 
 Tiles are taken from the last rows to the first. The matrix product before a kernel writes its rows from the first to
 the last, so that the L2 cache still holds the last ones, and the product after it reads those first that the kernel
@@ -165,12 +165,13 @@ def tiling(x: Tensor, key: Tensor | None, rows: int, warps: int, launch: Launch)
 
 def norm_forward(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float, key: Tensor | None, p: float, start: Sequence[int], launch: Launch = NORM_FORWARD,
+    eps: float, key: Tensor | None, p: float, start: Sequence[int], launch: Launch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return (total, normed, mean, rstd): total is None without a branch, the others without a weight.
 
     A weight without a bias is that of an RMSNorm: mean is None, rstd the reciprocal root of the mean square plus eps.
     """
+    launch = launch or (RMS_FORWARD if weight is not None and bias is None else NORM_FORWARD)
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     total = None if branch is None else torch.empty_like(x)
     normed = mean = rstd = None
@@ -190,13 +191,14 @@ def norm_forward(
 def norm_backward(
     d_normed: Tensor | None, d_sum: Tensor | None, total: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
     weight: Tensor | None, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int],
-    launch: Launch = NORM_BACKWARD,
+    launch: Launch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return (dx, d_branch, dweight, dbias, d_branch_bias).
 
     d_branch is None without a key (it equals dx), dx without d_normed (it equals d_sum), dbias without a mean (that of
     an RMSNorm), and the gradient of a vector where the vector is None. One of d_normed and d_sum is a tensor.
     """
+    launch = launch or (RMS_BACKWARD if weight is not None and mean is None else NORM_BACKWARD)
     d_normed, d_sum, total = (None if t is None else t.contiguous() for t in (d_normed, d_sum, total))
     like = d_sum if d_normed is None else d_normed
     assert like is not None

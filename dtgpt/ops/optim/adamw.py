@@ -7,11 +7,9 @@ may capture it.
 
 Reference: `reference`, one tensor in plain torch. Fast path: one Triton kernel for all tensors, 28 bytes per parameter
 with bf16 gradients and weights. It is not a custom op, since neither autograd nor torch.compile sees an optimizer step.
-Sharding rule: everything except the norms is elementwise, so a rank passes its shard of each tensor, whatever its
-placement; sums of squares of different shards add up.
+Sharding rule: everything is elementwise, so a rank passes its shard of each tensor, whatever its placement.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fast import has_triton
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of weights
+from dtgpt.ops.optim.gradients import DTYPES, checked
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,13 @@ def reference(
 
 
 class AdamW:
-    """Update weights and their moments.
+    """Update weights and their moments: an `Optimizer` (`dtgpt.ops.optim.optimizer`).
 
     The whole state is `exp_avg` and `exp_avg_sq`, fp32 and in the order of the slots, and `updates`, the number of
     updates applied. To restore the state, copy into these tensors.
     """
+
+    kind = "adamw"
 
     def __init__(self, slots: Sequence[Slot], beta1: float, beta2: float, eps: float, weight_decay: float):
         """Raise ValueError where a slot does not meet the requirements of `Slot`."""
@@ -74,6 +73,10 @@ class AdamW:
             columns = [*addresses, narrow, [int(slot.decay) for slot in slots]]
             self._table = adamw_kernels.Table([m.numel() for m in self._masters], columns, device)
 
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return the moments of slot `index`, by their names in checkpoints."""
+        return {"exp_avg": self.exp_avg[index], "exp_avg_sq": self.exp_avg_sq[index]}
+
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], lr: Tensor, scale: Tensor, skip: Tensor | None = None) -> None:
         """Apply one update.
@@ -83,7 +86,7 @@ class AdamW:
         changes, whatever the values of gradients and scale. Raises ValueError where a gradient does not have its slot's
         shape and device.
         """
-        gradients = _checked(gradients, self._masters)
+        gradients = checked(gradients, self._masters)
         numbers = self._numbers(lr, scale)
         if self._table is not None:
             from dtgpt.ops.optim import adamw_kernels
@@ -116,65 +119,6 @@ class AdamW:
                 slot.low_precision.copy_(rounded if skip is None else torch.where(skip, slot.low_precision, rounded))
 
 
-class Accumulator:
-    """Sum gradients of micro-batches in fp32 `totals`, contiguous tensors whose memory must not be replaced."""
-
-    def __init__(self, totals: Sequence[Tensor]):
-        for i, total in enumerate(totals):
-            if total.dtype != torch.float32 or not total.is_contiguous():
-                raise ValueError(f"total {i} must be fp32 and contiguous")
-        self.totals = list(totals)
-        self._table = None
-        if has_triton(self.totals[0]):
-            from dtgpt.ops.optim import adamw_kernels
-
-            sizes, addresses = [t.numel() for t in totals], [t.data_ptr() for t in totals]
-            self._table = adamw_kernels.Table(sizes, [addresses], self.totals[0].device)
-
-    @torch.no_grad()
-    def store(self, gradients: Sequence[Tensor]) -> None:
-        """Set totals = gradients, those of the first micro-batch. PyTorch's kernel converts all in a few launches."""
-        torch._foreach_copy_(self.totals, _checked(gradients, self.totals))
-
-    @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add gradients to the totals in one pass. (PyTorch launches one kernel per tensor where dtypes differ.)"""
-        gradients = _checked(gradients, self.totals)
-        if self._table is not None:
-            from dtgpt.ops.optim import adamw_kernels
-
-            adamw_kernels.accumulate(self._table, gradients)
-        else:
-            torch._foreach_add_(self.totals, gradients)
-
-
-@torch.no_grad()
-def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, fp32 `[len(gradients)]`, accumulated in fp32 at least.
-
-    PyTorch's kernel reads every gradient once, in a few launches for all, and adds the chunks of a tensor in a fixed
-    order without atomics: equal gradients give equal sums.
-    """
-    return _norms(gradients, 2).square_()
-
-
-def largest_magnitude(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of each tensor, fp32 `[len(gradients)]`; 0 for an empty one."""
-    return _norms(gradients, math.inf)
-
-
-def _norms(gradients: Sequence[Tensor], order: float) -> Tensor:
-    """Return the norm of each tensor. PyTorch's kernel, which handles empty tensors inconsistently, gets the others."""
-    norms = torch.zeros(len(gradients), device=gradients[0].device)
-    filled = [(g, norm) for g, norm in zip(gradients, norms.unbind(), strict=True) if g.numel()]
-    if filled:
-        tensors, cells = zip(*filled, strict=True)
-        # On a CPU it adds one square after the other: in fp32, a sum of 10^7 would be wrong by 4e-4.
-        inner = torch.float64 if norms.device.type == "cpu" else torch.float32
-        torch._foreach_copy_(cells, torch._foreach_norm(tensors, order, dtype=inner))
-    return norms
-
-
 def _check_slot(i: int, slot: Slot) -> None:
     master, narrow = slot.master, slot.low_precision
     if master.dtype != torch.float32 or not master.is_contiguous():
@@ -185,14 +129,3 @@ def _check_slot(i: int, slot: Slot) -> None:
         raise ValueError(f"slot {i}: the narrow weight must be bf16 or fp16, and contiguous")
     if narrow.shape != master.shape or narrow.device != master.device:
         raise ValueError(f"slot {i}: master and narrow weight must be of one shape and on one device")
-
-
-def _checked(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients, contiguous. Raises ValueError where one does not fit its tensor of `others`."""
-    if len(gradients) != len(others):
-        raise ValueError(f"{len(gradients)} gradients for {len(others)} tensors")
-    for i, (gradient, other) in enumerate(zip(gradients, others, strict=True)):
-        if gradient.shape != other.shape or gradient.device != other.device or gradient.dtype not in DTYPES:
-            found = f"{gradient.dtype} {tuple(gradient.shape)} on {gradient.device}"
-            raise ValueError(f"gradient {i} is {found}; its tensor is {tuple(other.shape)} on {other.device}")
-    return [gradient.contiguous() for gradient in gradients]

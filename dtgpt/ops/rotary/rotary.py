@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fast import takes_custom_op
+from dtgpt.ops.norm.norm import norm_reference, reciprocal_root, rms_norm_gradient
 from dtgpt.ops.norm.residual import like
-from dtgpt.ops.norm.rms_norm import reciprocal_root, rms_norm_gradient, rms_norm_reference
 from dtgpt.ops.rotary.table import Rotation, angle_table
 
 
@@ -26,7 +26,7 @@ def reference(
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k = q.to(wide), k.to(wide)
     if q_weight is not None and k_weight is not None:
-        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
+        q, k = norm_reference(q, q_weight, None, eps), norm_reference(k, k_weight, None, eps)
     cosine, sine = _angles(table, positions, qkv.shape[1])
     return rotate(q, cosine, sine).to(qkv.dtype), rotate(k, cosine, sine).to(qkv.dtype), v
 

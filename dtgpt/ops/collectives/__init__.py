@@ -1,1 +1,0 @@
-"""Collectives of large tensors through memory that the ranks of one host share."""

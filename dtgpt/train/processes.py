@@ -1,0 +1,115 @@
+"""The processes of a run: they meet, agree on what they run, and watch each other; those that the plan leaves over
+wait."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dtgpt.config.execution import Settings, choose_device
+from dtgpt.config.recipe import Recipe
+from dtgpt.liveness.losses import lost_peers_as_user_errors
+from dtgpt.liveness.watch import Watch, watch_peers
+from dtgpt.parallel.launch import open_mesh
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.planning.parameters import state_bytes
+from dtgpt.run.folder import values_of
+from dtgpt.run.signals import StopRequest
+from dtgpt.run.sinks import check_wandb
+from dtgpt.run.tensorboard import import_tensorboard
+from dtgpt.train.job import Job
+from dtgpt.train.tasks import tasks_of
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError
+from dtgpt.util.hardware import check_memory, memory_errors_as_user_errors
+from dtgpt.util.process import Process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The processes of a run once they have met, as one of them sees them."""
+
+    settings: Settings
+    mesh: Mesh
+    process: Process  # this one among those that the plan uses
+    watch: Watch | None  # over the other processes, those that wait too
+
+
+def join(job: Job, stack: ExitStack) -> Group:
+    """Check the job against this machine, then bring the processes of its plan together; `stack` ends the process
+    group. Raises UserError in a process that the plan leaves over."""
+    recipe, choice, everyone = job.recipe, job.choice, Process.from_environment()
+    if everyone.rank >= choice.plan.world:
+        raise UserError(f"the plan {choice.plan.name} leaves rank {everyone.rank} over; only dtgpt train lets it wait")
+    for line in choice.describe():
+        say(line)
+    process = everyone.among(choice.plan.world)
+    settings = check_machine(job, process)
+    stack.enter_context(memory_errors_as_user_errors("lower micro_batch_size (the curve stays the same)"))
+    watch = None
+    if everyone.world > 1 and not dist.is_initialized():
+        watch = stack.enter_context(watch_over(everyone, job))
+    stack.enter_context(lost_peers_as_user_errors(recipe.timeout, lambda: "start the run again"))
+    mesh = stack.enter_context(open_mesh(settings, recipe.timeout, process, what_ranks_agree_on(job), watch))
+    return Group(settings=settings, mesh=mesh, process=process, watch=watch)
+
+
+def check_machine(job: Job, process: Process) -> Settings:
+    """Return the settings of the job on this machine. Raises UserError where a device, its memory, a package or the
+    file of a task is missing."""
+    recipe = job.recipe
+    check_wandb(recipe.log.wandb)
+    if recipe.log.tensorboard:
+        import_tensorboard()
+    tasks_of(recipe.log)
+    device = choose_device(recipe.device, process.local_rank)
+    for note in recipe.notes(job.choice, device.type):
+        say(note, warning=True)
+    settings = recipe.settings(job.choice.plan, device)
+    check_memory(state_bytes(settings, process.rank), process.local_world, device)
+    return settings
+
+
+def what_ranks_agree_on(job: Job) -> dict[str, str]:
+    """Return the values of the recipe by name; as `resume`, the checkpoint or run that was found."""
+    values = {name: str(value) for name, value in values_of(job.recipe).items()}
+    found = job.resume.checkpoint or job.resume.run
+    return values if found is None else {**values, "resume": str(found)}
+
+
+def wait_for_others(job: Job, stop: StopRequest) -> int:
+    """Return the exit code of the run, for which a process that the plan leaves over waits without memory of a GPU. It
+    ends like the others where a process is lost, and passes a signal that it gets on to rank 0."""
+    with watch_over(Process.from_environment(), job) as watch, stop:
+        watch.remedy = lambda: "go on with --resume if the run has a checkpoint, else start it again"
+        return watch.wait_for_end(lambda: stop.requested)
+
+
+def run_watched(group: Group, stop: StopRequest, work: Callable[[], int]) -> int:
+    """Return the exit code that `work` returns, and tell it to the processes that wait. A signal that one of these gets
+    reaches rank 0 as a request to its `stop`."""
+    if group.watch is None:
+        return work()
+    group.watch.on_stop = stop.ask
+    code = work()
+    if group.process.rank == 0:
+        group.watch.end_run(code)
+    return code
+
+
+@contextmanager
+def watch_over(process: Process, job: Job) -> Iterator[Watch]:
+    """Yield the watch over all processes, which have agreed on the plan; those that wait are not in the process group.
+    Raises UserError where they do not meet within the recipe's `timeout`, or this one differs from rank 0."""
+    recipe: Recipe = job.recipe
+    with watch_peers(process, recipe.timeout, recipe.lost_after) as watch:
+        store, plan = watch.rendezvous.store, job.choice.plan.name
+        if process.rank == 0:
+            store.set("plan", plan)
+        if len(job.choice.fits) > 1 and (theirs := store.get("plan").decode()) != plan:
+            raise UserError(
+                f"rank {process.rank} differs from rank 0 in the plan: {plan} there, {theirs} on rank 0; start every "
+                "rank with the same command on the same code"
+            )
+        yield watch

@@ -1,0 +1,75 @@
+"""All names of PyTorch that dtgpt uses although they are private, or public in newer versions only."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # noqa: F401, what groups take
+from torch.distributed.tensor import DTensor
+
+from dtgpt.util.hardware import count_memory
+
+
+def default_store() -> dist.Store:
+    """Return the store through which the ranks of the default group met. Raises RuntimeError where there is none."""
+    try:
+        return distributed_c10d._get_default_store()
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set how long a collective of the group may wait. Public from torch 2.14 on."""
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the equal parts of all ranks into one tensor. `all_gather_into_tensor` before torch 2.13, which warns of
+    that name on the user's terminal."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, part, group=group)
+
+
+def gather_by_own_memory(parameter: nn.Parameter, weight: Tensor, inputs: Callable[[Any], tuple[Any, Any]]) -> None:
+    """Let modules compute with `weight`, whose memory a custom all-gather fills, where `fully_shard` would copy what it
+    has gathered. inputs: `fsdp_pre_all_gather` of torch's extension for weights that are gathered in another form,
+    which `fully_shard` looks up on the local tensor of a parameter: here a plain tensor, not one of a subclass."""
+
+    def use_weight(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        return None if out is not None else (weight, ())
+
+    local: Any = cast(DTensor, parameter)._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = inputs, use_weight
+
+
+def forget_meshes() -> None:
+    """Clear the caches of DTensor, which take meshes of the same ranks for equal, also when the groups of the first are
+    gone. To be called after the end of a process group, where the process goes on to another one."""
+    from torch.distributed.tensor import _redistribute, debug  # slow to import
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    if clear := getattr(_redistribute, "clear_redistribute_planner_cache", None):
+        clear()
+
+
+def share_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return `size` bytes of zeros of each rank of the group, uint8, as this rank's GPU reaches them. This rank's live
+    as long as its own tensor or a view of it. All ranks take part. Raises an exception of any kind where torch has no
+    symmetric memory, or where the GPUs cannot share theirs."""
+    from torch.distributed import _symmetric_memory  # of torch with CUDA
+
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    count_memory(own)
+    # What the handle returns is an address without an owner, also for this rank: the memory is freed with `own`.
+    of_ranks = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+    of_ranks[group.rank()] = own
+    return of_ranks

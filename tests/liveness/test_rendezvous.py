@@ -1,0 +1,59 @@
+"""The meeting of the processes of a run, where one of them never comes."""
+
+import socket
+import time
+
+import pytest
+import torch
+from torch.distributed import FileStore, TCPStore
+
+from dtgpt.liveness import rendezvous
+from dtgpt.parallel import launch
+from dtgpt.util.errors import UserError
+from dtgpt.util.process import Process
+
+TORCHRUNS = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(TORCHRUNS, raising=False)
+    return number
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, monkeypatch, rank):
+    """The timeout of the run is 10 minutes, and nobody would end those who wait."""
+    monkeypatch.setattr(rendezvous, "ALONE", 1.0)
+    monkeypatch.setenv("RANK", str(rank))
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"did not find each other .*came within 1 s.*start all of them with torchrun"):
+        rendezvous.meet(Process(rank=rank, world=2), 600)
+    assert time.monotonic() - begin < 10
+
+
+def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "ALONE", 0.0)
+    monkeypatch.setenv(TORCHRUNS, "True")
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"rank 1 of 2 did not come in time"):
+        rendezvous.meet(Process(rank=0, world=2), 1.0)
+    assert time.monotonic() - begin >= 1.0 and rendezvous.patience(600) == 600 and store is not None
+
+
+def test_a_process_that_dies_before_the_group_is_complete_is_not_awaited_for_long(port, monkeypatch, tmp_path):
+    monkeypatch.setattr(rendezvous, "ALONE", 1.0)
+    monkeypatch.setattr(launch, "was_in_group", False)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="not all of them came within 1 s"):
+        launch.start_process_group(
+            torch.device("cpu"), 600, store=FileStore(str(tmp_path / "store"), 2), rank=0, world_size=2
+        )
+    assert time.monotonic() - begin < 10

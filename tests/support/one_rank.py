@@ -1,0 +1,183 @@
+"""One rank of a plan, built as training builds it but alone and on the meta device, compared with what planning says of it."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtgpt.config.execution import Settings
+from dtgpt.config.plan import ResolvedPlan
+from dtgpt.config.sections import OptimizerConfig
+from dtgpt.models.decoder import Decoder
+from dtgpt.ops.optim.optimizer import Optimizer
+from dtgpt.parallel.build import build_stages, make_engine
+from dtgpt.parallel.coordinates import RankCoordinates
+from dtgpt.parallel.graphs import Graphs
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.shards import Shard, Shards, region_of_tp
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.parameters import gradient_bytes, gradients_are_cut, optimizer_bytes, parameters_of
+from dtgpt.util.torch_private import forget_meshes
+
+BYTES = "weights, fp32", "moments, fp32", "gradients", "16-bit weights"
+Groups = dict[str, list[int]]  # of one rank: tp, dp, pp, and ends, the two ranks that may share a tied table
+
+
+@dataclass(frozen=True)
+class BuiltParameter:
+    """A parameter as a rank holds it."""
+
+    name: str
+    whole: tuple[int, ...]
+    local: tuple[int, ...]  # what the optimizer works on
+    by_tp: int  # elements after tensor parallelism, before ZeRO
+    placement: str  # the cut dimension of each degree, such as `tp 0, dp 0`
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """What one rank holds before the first step; bytes without padding."""
+
+    place: RankCoordinates
+    groups: Groups
+    blocks: list[list[int]]  # of each of its stages
+    parameters: list[BuiltParameter]
+    weights: int  # fp32 masters
+    low_precision: int  # 16-bit copies that modules compute with
+    gradients: int
+    padding: int  # further bytes that the buckets of gradients hold
+    moments: int
+
+    def bytes(self) -> dict[str, int]:
+        """Return what planning says, too, by the names of `planned_bytes`."""
+        sizes = self.weights, self.moments, self.gradients, self.low_precision
+        return dict(zip(BYTES, sizes, strict=True))
+
+
+def build_rank(settings: Settings, optimizer: OptimizerConfig, rank: int) -> BuiltRank:
+    """Return `rank` as `Trainer` builds it: mesh, stages, shards, buckets and optimizer, all without memory."""
+    with open_one_rank(settings.plan, rank) as mesh:
+        stages, shards = build_stages(settings, mesh, key=None)
+        make_engine(stages, shards, settings, Graphs(enabled=False))
+        return describe_built(stages, shards, optimizer.make(shards), settings)
+
+
+def describe_built(stages: list[Decoder], shards: Shards, optimizer: Optimizer, settings: Settings) -> BuiltRank:
+    """Return what a rank holds of a model, by `build_stages`, `make_engine` and `OptimizerConfig.make`."""
+    place = shards.mesh.place
+    gradients, padding = _gradients(shards, settings)
+    return BuiltRank(
+        place=place,
+        groups=groups_of(shards.mesh),
+        blocks=[[int(index) for index in stage.blocks] for stage in stages],
+        parameters=[_parameter(shard, place) for shard in shards],
+        weights=sum(shard.local.nbytes for shard in shards),
+        low_precision=sum(shard.low_precision.nbytes for shard in shards if shard.low_precision is not None),
+        gradients=gradients,
+        padding=padding,
+        moments=sum(t.nbytes for shard in shards for t in optimizer.state(shard.index).values()),
+    )
+
+
+def differences(built: BuiltRank, settings: Settings) -> list[str]:
+    """Return a sentence for each way in which a rank is not as planning says; none where all is well."""
+    plan, place = settings.plan, built.place
+    held, ranges = parameters_of(settings.model, plan, place.rank), block_ranges(settings.model, plan)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("process groups", built.groups, planned_groups(place)),
+        ("blocks", built.blocks, [list(ranges[stage]) for stage in place.stages]),
+    ]
+    expected = planned_bytes(settings, place.rank)
+    pairs += [(f"bytes of {what}", here, expected[what]) for what, here in built.bytes().items()]
+    found = [f"{what}: built {here}, planned {there}" for what, here, there in pairs if here != there]
+    have = Counter((p.name, math.prod(p.local), p.by_tp) for p in built.parameters)
+    want = Counter((p.name, p.local, p.by_tp) for p in held)
+    for how, some in (("built", have - want), ("planned", want - have)):
+        found += [f"{name}: {how} with {n} elements, {m} before ZeRO" for name, n, m in some]
+    return found
+
+
+def planned_bytes(settings: Settings, rank: int) -> dict[str, int]:
+    """Return what planning says of the bytes on `rank`, by the names BYTES."""
+    held = parameters_of(settings.model, settings.plan, rank)
+    local, by_tp = sum(p.local for p in held), sum(p.by_tp for p in held)
+    narrow = settings.dtype.itemsize * by_tp if settings.low_precision else 0
+    sizes = 4 * local, optimizer_bytes(held, settings), gradient_bytes(held, settings), narrow
+    return dict(zip(BYTES, sizes, strict=True))
+
+
+def _parameter(shard: Shard, place: RankCoordinates) -> BuiltParameter:
+    parameter, cuts = shard.parameter, []
+    if isinstance(parameter, DTensor):
+        degrees = {"tp": "tp", "shard": "dp"}
+        named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        dims = [(degrees.get(name), getattr(cut, "dim", None)) for name, cut in named]  # None: replicated
+        cuts = sorted((f"{degree} {dim}" for degree, dim in dims if degree and dim is not None), reverse=True)
+    by_tp = _elements_of_tp(shard, place)
+    return BuiltParameter(shard.name, tuple(parameter.shape), tuple(shard.local.shape), by_tp, ", ".join(cuts))
+
+
+def _elements_of_tp(shard: Shard, place: RankCoordinates) -> int:
+    return math.prod(map(len, region_of_tp(shard.parameter, place)))
+
+
+def _gradients(shards: Shards, settings: Settings) -> tuple[int, int]:
+    """Return (bytes of gradients at the end of a step, bytes of padding). Buckets have them from the start; without,
+    autograd and `fully_shard` make them in backward: as the parameters are, in fp32 under ZeRO."""
+    buckets, place = shards.buckets, shards.mesh.place
+    if buckets is None:
+        cut, used = gradients_are_cut(settings), 0
+        for shard in shards:
+            width = 4 if settings.plan.zero else shard.parameter.element_size()
+            used += width * (shard.local.numel() if cut else _elements_of_tp(shard, place))
+        return used, 0
+    used, padding = buckets.bytes()
+    if not buckets.hooks:  # gradients stay on the parameters until the end of the step
+        used += sum(shard.local.nbytes for shard in shards)
+    return used, padding
+
+
+@contextmanager
+def open_one_rank(plan: ResolvedPlan, rank: int) -> Iterator[Mesh]:
+    """Yield the mesh of `rank` on the meta device, in a process group whose other members do not exist. What is built
+    on this mesh has shapes and placements, but no memory."""
+    several = plan.world > 1
+    if several:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    try:
+        yield Mesh(plan, torch.device("meta"))
+    finally:
+        if several:
+            dist.destroy_process_group()
+            forget_meshes()
+
+
+def groups_of(mesh: Mesh) -> Groups:
+    """Return the ranks of the groups that `mesh` has made, without groups of one rank."""
+    if mesh.world == 1:
+        return {}
+    made = {"tp": mesh.tp_group, "dp": mesh.devices.get_group("shard" if mesh.plan.zero else "replicate")}
+    made |= {"pp": mesh.pp_group, "ends": mesh.tied_group}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in made.items() if group is not None}
+    return {name: members for name, members in ranks.items() if len(members) > 1}
+
+
+def planned_groups(place: RankCoordinates) -> Groups:
+    """Return what `groups_of` must be, by the order of the ranks alone."""
+    plan, last = place.plan, place.plan.stage_rank(place.plan.num_stages - 1)
+    first = place.rank - place.tp - place.dp * plan.tp
+    groups = {
+        "tp": [first + place.dp * plan.tp + tp for tp in range(plan.tp)],
+        "dp": [first + dp * plan.tp + place.tp for dp in range(plan.dp)],
+        "pp": [place.neighbour(pp) for pp in range(plan.pp)],
+    }
+    if last and place.pp in (0, last):
+        groups["ends"] = [place.neighbour(0), place.neighbour(last)]
+    return {name: members for name, members in groups.items() if len(members) > 1}
