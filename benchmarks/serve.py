@@ -32,7 +32,7 @@ from dtgpt.checkpoint.export import save_weights
 from dtgpt.data.tokenizers.open import make_tokenizer
 from dtgpt.inference.generator import Need
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.warm_up import warm_up
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
 from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M, GPT2_774M, GPT2_1558M, GPT2Config
@@ -89,8 +89,8 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> None:
     """Print tokens/s of the engine alone."""
     model = dtgpt.load(folder, device=args.device, slots=args.clients)
 
-    def job(asked: dict[str, Any]) -> Job:
-        return Job(asked["prompt"], Options(max_new_tokens=asked["max_tokens"], seed=asked["seed"], ends=False))
+    def job(asked: dict[str, Any]) -> PromptJob:
+        return PromptJob(asked["prompt"], Options(max_new_tokens=asked["max_tokens"], seed=asked["seed"], ends=False))
 
     def work(session: Session) -> float:
         warm_up(session, args.clients, model.config.seq_length, model.mesh.device.type == "cuda")

@@ -1,9 +1,7 @@
 """`dtgpt eval`: measure a model on LAMBADA, WikiText-103 and HellaSwag."""
 
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import dtgpt
 from dtgpt.checkpoint.load import Saved
 from dtgpt.commands.command import Command
+from dtgpt.commands.generated import ProgressLines
 from dtgpt.commands.model_options import Device, MaxLength, MergeFile, Precision, TokenizerName, VocabFile
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation.catalog import Asked, asked_for, prepare
@@ -18,10 +17,10 @@ from dtgpt.evaluation.files import DataFile
 from dtgpt.evaluation.report import Measured, as_json, megatron_lines, table, task_lines
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.evaluation.tasks import Prepared, TaskOptions
+from dtgpt.inference.broadcast import from_rank_0
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
-from dtgpt.inference.share import from_rank_0
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
@@ -31,9 +30,6 @@ from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import device_name, memory_errors_as_user_errors
 from dtgpt.util.storage import check_can_write, write_json
 from dtgpt.util.threads import Threads
-
-LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
-COLUMNS = 79
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +109,7 @@ def measure(scorer: Scorer, asked: Sequence[Asked], prepared: Sequence[tuple[Dat
             scorer.score(None)
             continue
         file, (samples, to_result) = prepared[number]
-        progress = Progress(one.task.name, len(samples), scorer.mesh.plan.dp)
+        progress = SampleProgress(one.task.name, len(samples), scorer.mesh.plan.dp)
         scores = scorer.score(samples, progress.add)
         progress.finish()
         if scores is not None:
@@ -166,36 +162,29 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     say(f"results -> {path}")
 
 
-class Progress:
-    """Lines of progress of a task on stderr: on a terminal one that is renewed."""
+class SampleProgress(ProgressLines):
+    """Lines of progress of a task."""
 
     def __init__(self, name: str, samples: int, replicas: int):
-        """replicas: of the model, each of which scores its share of the samples; `add` counts those of one."""
+        """replicas: of the model, each of which scores its part of the samples; `add` counts those of one."""
+        super().__init__()
         self._name, self._samples, self._replicas, self._done = name, samples, replicas, 0
-        self._terminal = sys.stderr.isatty()
-        self._begin = self._last = time.monotonic()
 
     def add(self, samples: int) -> None:
         """Count samples that are done."""
         self._done = min(self._samples, self._done + samples * self._replicas)
-        now = time.monotonic()
-        if now - self._last >= LAP[not self._terminal]:
-            self._last = now
-            self._say("\r" if self._terminal else "\n")
+        self.say_at_times(self._state)
 
     def finish(self) -> None:
         """Report the end."""
         self._done = self._samples
-        self._say("\n")
+        self.say(self._state())
 
-    def _say(self, end: str) -> None:
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        text = f"{self._name}: {self._done:,}/{counted(self._samples, 'sample')} in {duration(seconds)}"
+    def _state(self) -> str:
+        text = f"{self._name}: {self._done:,}/{counted(self._samples, 'sample')} in {duration(self.seconds)}"
         if self._done < self._samples:
-            text += f", {duration(seconds * (self._samples - self._done) / max(self._done, 1))} left"
-        with suppress(OSError):
-            sys.stderr.write((text.ljust(COLUMNS) if end == "\r" else text) + end)
-            sys.stderr.flush()
+            text += f", {duration(self.seconds * (self._samples - self._done) / max(self._done, 1))} left"
+        return text
 
 
 command = Command(

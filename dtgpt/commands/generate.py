@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -16,30 +16,41 @@ from dtgpt.commands.serve import KEY
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import open_model
 from dtgpt.inference.model import Model
-from dtgpt.inference.options import MOST_SEQUENCES, NAMES, read_options
+from dtgpt.inference.options import OPTIONS, read_options
 from dtgpt.inference.prompts import encode, tokenizer_of
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import PATH, Bounds
 from dtgpt.util.hardware import memory_errors_as_user_errors
 
-NEW_TOKENS = 200  # where nothing is said of it
+NEW_TOKENS = OPTIONS["max_new_tokens"].offer.initial  # where nothing is said of it
+
+
+def sampling_words() -> Any:
+    """Return a dataclass of the options that `dtgpt.inference` declares for this command. Ids and biases are words; no
+    `max_new_tokens` stands for the initial number, or for as many as the model has positions for."""
+    found = []
+    for option in OPTIONS.values():
+        offer, type_, default = option.offer, option.kind, option.default
+        if offer.command is None:
+            continue
+        if type_ not in (bool, int, float):
+            type_, default = tuple[str, ...], ()
+        default, text = default if offer.initial is None else offer.initial, option.help
+        if option.name == "logit_bias":
+            text = f"{text}, as ID:NUMBER"
+        if option.name == "max_new_tokens":
+            type_, default, text = int | None, None, f"{text}; none: {NEW_TOKENS}"
+        bounds = Bounds(option.least, option.most)
+        rules = (bounds,) if option.kind in (int, float) else ()
+        found.append((offer.command, Annotated[type_, text, *rules], field(default=default)))
+    return make_dataclass("SamplingWords", found, frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
-    convert` reads. Under torchrun, the processes share the model by a plan.
-
-    A text depends on the prompt, its number in the file, the options and the seed, and not on other prompts or the
-    plan.
-    """
-
-    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
-        "prompt": "prompts and results", "max_new_tokens": "sampling", "num_beams": "beam search",
-        "stop_strings": "end of a text", "plan": "execution", "tokenizer": "tokenizer",
-    }  # fmt: skip
+class PromptOptions:
+    """Where prompts come from and where texts go."""
 
     prompt: Annotated[str, "text to continue; empty: begin a document"] = ""
     prompts_file: Annotated[
@@ -47,31 +58,12 @@ class GenerateOptions:
     ] = None
     output: Annotated[str | None, "new file for the results, as JSON lines; none: the terminal", PATH] = None
     interactive: Annotated[bool, "read prompts from the terminal, until Ctrl-D; Ctrl-C ends a text"] = False
-    num_samples: Annotated[int, "number of texts for each prompt", Bounds(1, MOST_SEQUENCES)] = 1
-    max_new_tokens: Annotated[
-        int | None, f"largest number of tokens to add; none: {NEW_TOKENS}, or as many as the model has positions for",
-        Bounds(1),
-    ] = None  # fmt: skip
-    min_new_tokens: Annotated[int, "smallest number of tokens to add", Bounds(0)] = 0
-    temperature: Annotated[float, "sampling temperature; 0: always the likeliest token", Bounds(0)] = 0.8
-    top_k: Annotated[int, "number of likeliest tokens to choose from; 0: all", Bounds(0)] = 50
-    top_p: Annotated[float, "choose from the likeliest tokens up to this sum of probabilities; 1: all"] = 1.0
-    top_p_decay: Annotated[float, "factor of top_p at each token; 0: none"] = 0.0
-    top_p_bound: Annotated[float, "top_p does not decay below"] = 0.0
-    frequency_penalty: Annotated[float, "taken from a logit for each time that its token was generated"] = 0.0
-    presence_penalty: Annotated[float, "taken from a logit if its token was generated"] = 0.0
-    logit_bias: Annotated[tuple[str, ...], "numbers to add to logits, as ID:NUMBER"] = ()
-    no_repeat_ngram_size: Annotated[int, "length of token sequences that must not come twice; 0: any may"] = 0
-    prevent_newline_after_colon: Annotated[bool, "never draw a newline after a colon"] = False
-    seed: Annotated[int, "seed of the draws"] = 0
-    num_beams: Annotated[int, "sequences that a beam search follows; 1: no search", Bounds(1, MOST_SEQUENCES)] = 1
-    length_penalty: Annotated[float, "a beam's score is divided by length ** length_penalty"] = 1.0
-    early_stopping: Annotated[bool, "end a beam search as soon as num_beams sequences have ended"] = False
-    stop_strings: Annotated[tuple[str, ...], "texts before which the text ends"] = ()
-    stop_token_ids: Annotated[tuple[str, ...], "ids of tokens that end a text"] = ()
-    ends: Annotated[bool, "end a text at the end of text"] = True
-    stop_on_eol: Annotated[bool, "end a text after its first line, and not at the end of text"] = False
-    stop_on_double_eol: Annotated[bool, "end a text after an empty line, and not at the end of text"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the model runs."""
+
     plan: PlanName = None
     device: Device = "auto"
     precision: Precision = "auto"
@@ -80,6 +72,25 @@ class GenerateOptions:
     tokenizer: TokenizerName = None
     vocab_file: VocabFile = None
     merge_file: MergeFile = None
+
+
+SamplingWords: Any = sampling_words()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Execution, SamplingWords, PromptOptions):  # fields are listed from the last base on
+    """Continue texts with a model. MODEL is a run folder, whose newest checkpoint is used, or any model that `dtgpt
+    convert` reads. Under torchrun, the processes share the model by a plan.
+
+    A text depends on the prompt, its number in the file, the options and the seed, and not on other prompts or the
+    plan.
+    """
+
+    headings: ClassVar[dict[str, str]] = {  # in `--help`, from the named field on
+        "prompt": "prompts and results", "max_new_tokens": "sampling", "stop_token_ids": "end of a text",
+        "num_samples": "several texts, beam search", "stop_strings": "end of a text",
+        "plan": "execution", "tokenizer": "tokenizer",
+    }  # fmt: skip
 
 
 @memory_errors_as_user_errors("ask for fewer texts at the same time (--slots) or shorter ones (--max-length)")
@@ -138,11 +149,12 @@ def explain(name: str, value: str) -> str | None:
 
 def sampling_of(options: GenerateOptions) -> dict[str, Any]:
     """Return the options of the command line that `read_options` knows."""
-    given = {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
-    stops = [_number(word, int, "--stop-token-ids") for word in options.stop_token_ids]
-    pairs = [word.partition(":") for word in options.logit_bias]
-    bias = {_number(i, int, "--logit-bias"): _number(x, float, "--logit-bias") for i, _, x in pairs}
-    return {**given, "num_return_sequences": options.num_samples, "stop_token_ids": stops, "logit_bias": bias}
+    names = {one.name: one.offer.command for one in OPTIONS.values() if one.offer.command is not None}
+    given = {name: getattr(options, word) for name, word in names.items()}
+    given["stop_token_ids"] = [_number(word, int, "--stop-token-ids") for word in given["stop_token_ids"]]
+    pairs = [word.partition(":") for word in given["logit_bias"]]
+    given["logit_bias"] = {_number(i, int, "--logit-bias"): _number(x, float, "--logit-bias") for i, _, x in pairs}
+    return given
 
 
 def _number(word: str, kind: type, option: str) -> Any:
@@ -153,17 +165,17 @@ def _number(word: str, kind: type, option: str) -> Any:
         raise UserError(f"{option} takes words such as {example}, and {shown(word)} is not a number") from None
 
 
-def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> Job:
+def make_job(model: Model, line: Line, base: dict[str, Any], index: int) -> PromptJob:
     """Return the job of a prompt whose options are `base` and its own. Raise UserError where it cannot be done."""
     ids = encode(line.prompt, model.tokenizer, model.config)
     own = {name: value for name, value in line.options.items() if value is not None}
-    job = Job(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
+    job = PromptJob(ids, read_options({**base, **own}, len(ids), model.config, NEW_TOKENS), index)
     model.generator.check(job)
     return job
 
 
 def _show(model: Model, base: dict[str, Any], prompt: str) -> None:
-    jobs: list[Job] = []
+    jobs: list[PromptJob] = []
 
     def prepare() -> Need:
         jobs.append(make_job(model, Line(1, prompt, {}), base, 0))
@@ -184,15 +196,11 @@ def _converse(model: Model, base: dict[str, Any]) -> None:
 
     def prepare() -> Need:
         model.tokenizer  # noqa: B018  # which says why there is none
-        shortest = Job([0], read_options(base, 1, model.config, NEW_TOKENS))
+        shortest = PromptJob([0], read_options(base, 1, model.config, NEW_TOKENS))
         model.generator.check(shortest)  # options that are wrong for any prompt
         return Need(shortest.rows, shortest.rows)
 
     model.generator.run(prepare, work)
-
-
-def _result_file(options: GenerateOptions) -> ResultFile:
-    return ResultFile(Path(options.output) if options.output else None)
 
 
 def _lines(options: GenerateOptions) -> list[Line]:
@@ -202,8 +210,8 @@ def _lines(options: GenerateOptions) -> list[Line]:
 
 def _write_results(model: Model, base: dict[str, Any], options: GenerateOptions) -> None:
     lines: list[Line] = []
-    jobs: list[Job] = []
-    results = _result_file(options)
+    jobs: list[PromptJob] = []
+    results = ResultFile(Path(options.output) if options.output else None)
 
     def prepare() -> Need:
         results.check()

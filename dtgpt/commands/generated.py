@@ -16,7 +16,7 @@ from typing import Self
 from dtgpt.commands.prompts import Line
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.finite import NotFinite
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.util.console import counted, duration, say_error, write
 from dtgpt.util.errors import UserError, remedy
 
@@ -24,7 +24,7 @@ COLUMNS = 79
 LAP = 1.0, 10.0  # seconds between two lines of progress, on a terminal and in a log
 
 
-def show(session: Session, prompt: str, job: Job, stopped: Callable[[], bool] = lambda: False) -> None:
+def show(session: Session, prompt: str, job: PromptJob, stopped: Callable[[], bool] = lambda: False) -> None:
     """Write a prompt and its continuation to stdout as it is generated, or several when all are complete. `stopped`:
     whether to end with what there is."""
     number, several = session.submit(job), job.rows > 1
@@ -92,7 +92,7 @@ class Keyboard:
         self._stopped = True
 
 
-def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], Job]) -> None:
+def converse(session: Session, keyboard: Keyboard, make: Callable[[str, int], PromptJob]) -> None:
     """Continue one prompt after the other, each without those before it. `make`: the job of a prompt and its number."""
     for turn, prompt in enumerate(keyboard.prompts()):
         try:
@@ -123,7 +123,12 @@ class ResultFile:
     def write(self, lines: list[Line], results: Iterator[list[Completion]]) -> None:
         """Write the texts of each line in the order of the lines, and progress to stderr. Raise UserError where the
         file cannot be written; it keeps all complete lines. Where nobody reads stdout on, end."""
-        progress = Progress(len(lines))
+        progress, done, tokens = ProgressLines(), 0, 0
+
+        def state() -> str:
+            count = f"{done}/{counted(len(lines), 'prompt')}, {counted(tokens, 'token')}"
+            return f"{count} in {duration(progress.seconds)}, {tokens / progress.seconds:,.0f} tokens/s"
+
         with self._open() as file:
             for line, completions in zip(lines, results, strict=True):
                 for choice, found in enumerate(completions):
@@ -132,8 +137,10 @@ class ResultFile:
                         self._append(file, text)
                     elif not self._print(text):
                         return
-                progress.add(sum(len(found.ids) for found in completions))
-        progress.finish(self._path)
+                done += 1
+                tokens += sum(len(found.ids) for found in completions)
+                progress.say_at_times(state)
+        progress.say(state(), f" -> {self._path}\n" if self._path else "\n")
 
     def _open(self) -> AbstractContextManager[FileIO | None]:
         """Open the new file, without a buffer; no path: stdout, which is None."""
@@ -193,31 +200,27 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-class Progress:
+class ProgressLines:
     """Lines of progress on stderr: on a terminal one that is renewed."""
 
-    def __init__(self, prompts: int):
-        self._prompts, self._done, self._tokens = prompts, 0, 0
+    def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._begin = self._last = time.monotonic()
 
-    def add(self, tokens: int) -> None:
-        """Count a prompt that is done, with its new tokens."""
-        self._done += 1
-        self._tokens += tokens
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return max(time.monotonic() - self._begin, 1e-9)
+
+    def say_at_times(self, text: Callable[[], str]) -> None:
+        """Write a line, unless the last one is recent."""
         now = time.monotonic()
         if now - self._last >= LAP[not self._terminal]:
             self._last = now
-            self._say("\r" if self._terminal else "\n")
+            self.say(text(), "\r" if self._terminal else "\n")
 
-    def finish(self, path: Path | None) -> None:
-        """Report the end. `path`: of the results."""
-        self._say(f" -> {path}\n" if path else "\n")
-
-    def _say(self, end: str) -> None:
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        done = f"{self._done}/{counted(self._prompts, 'prompt')}, {counted(self._tokens, 'token')}"
-        text = f"{done} in {duration(seconds)}, {self._tokens / seconds:,.0f} tokens/s"
+    def say(self, text: str, end: str = "\n") -> None:
+        """Write a line; where nobody reads stderr, nothing."""
         with suppress(OSError):
             sys.stderr.write((text.ljust(COLUMNS) if end == "\r" else text) + end)  # over a longer line before
             sys.stderr.flush()

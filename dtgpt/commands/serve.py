@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.model_options import Device, MaxLength, MergeFile, PlanName, Precision, TokenizerName, VocabFile
+from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.finite import WEIGHTS, has_finite_weights
 from dtgpt.inference.generator import Need
 from dtgpt.inference.load import open_model
@@ -16,7 +17,6 @@ from dtgpt.inference.memory import MOST_SLOTS
 from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
-from dtgpt.inference.share import true_everywhere
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
@@ -120,14 +120,14 @@ def _follow(model: Model, need: Need, seconds: float) -> None:
 
 def _server(model: Model, name: str, options: ServeOptions, listener: socket.socket, key: str | None) -> "Server":
     from dtgpt.serve.guard import names_of
-    from dtgpt.serve.limits import Limits
+    from dtgpt.serve.limits import RequestLimits
     from dtgpt.serve.server import Server
     from dtgpt.serve.service import Service
-    from dtgpt.serve.worker import Worker
+    from dtgpt.serve.worker import EngineWorker
 
     generator = model.generator
-    limits = Limits(queue=options.queue, seconds=options.seconds)
-    worker = Worker(generator.check, lambda: generator.slots, limits)
+    limits = RequestLimits(queue=options.queue, seconds=options.seconds)
+    worker = EngineWorker(generator.check, lambda: generator.slots, limits)
     service = Service(
         generator, worker, name, api_key=key, hosts=names_of(options.host, listener),
         log_prompts=options.log_prompts,

@@ -26,7 +26,7 @@ from dtgpt.evaluation.harness_faults import checked, harness_errors_as_user_erro
 from dtgpt.evaluation.harness_options import Wanted, read_generation
 from dtgpt.evaluation.shared_model import SharedModel, open_shared
 from dtgpt.inference.options import read_options
-from dtgpt.inference.session import Job
+from dtgpt.inference.session import PromptJob
 from dtgpt.util.console import counted, say
 from dtgpt.util.errors import UserError, shown_name
 
@@ -141,11 +141,11 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _job(self, context: str, wanted: Wanted, index: int) -> Job:
+    def _job(self, context: str, wanted: Wanted, index: int) -> PromptJob:
         """Return the job of a request, whose context is cut on the left where the new tokens need its positions."""
         ids = self.tok_encode(context)[-(self.positions - wanted.new_tokens) :] or [self.prefix_token_id]
         given = {**wanted.options, "max_new_tokens": wanted.new_tokens}
-        return Job(ids, read_options(given, len(ids), self.shared.model.config), index)
+        return PromptJob(ids, read_options(given, len(ids), self.shared.model.config), index)
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
         """Return (log-probability, whether each token is the likeliest) of the second part of each pair, after the

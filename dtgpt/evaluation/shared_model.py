@@ -7,11 +7,11 @@ from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import Sample
 from dtgpt.evaluation.scoring import TokenScores, scorer_of
+from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.generator import Need, need_of
 from dtgpt.inference.load import load
 from dtgpt.inference.model import Model
-from dtgpt.inference.session import Job, Session
-from dtgpt.inference.share import share
+from dtgpt.inference.session import PromptJob, Session
 
 SCORE, GENERATE, END = "score", "generate", "end"
 
@@ -48,7 +48,7 @@ class SharedModel:
         self._in_step = True
         return scores
 
-    def generate(self, jobs: Sequence[Job], progress: Callable[[int], None]) -> list[str]:
+    def generate(self, jobs: Sequence[PromptJob], progress: Callable[[int], None]) -> list[str]:
         """Return the text of each job, which has one sequence."""
         self._command(GENERATE)
 
@@ -77,7 +77,7 @@ class SharedModel:
         """Take part in what rank 0 asks for, until it ends."""
         mesh = self.model.mesh
         while True:
-            kind, tokens = share(mesh)
+            kind, tokens = broadcast_json(mesh)
             if kind == END:
                 return
             if kind == SCORE:
@@ -95,7 +95,7 @@ class SharedModel:
 
     def _command(self, kind: str, tokens: int | None = None) -> None:
         self._in_step = False
-        share(self.model.mesh, [kind, tokens])
+        broadcast_json(self.model.mesh, [kind, tokens])
 
 
 def _unused(*_: object) -> Any:

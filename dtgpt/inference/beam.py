@@ -45,7 +45,7 @@ class Beams:
             raise UserError(f"num_beams={self.width} cannot give {choices} sequences; use {choices} or more beams")
 
 
-class Row(NamedTuple):
+class BeamRow(NamedTuple):
     """A row of the next step: the row of this step that it continues, and the token that it adds."""
 
     source: int
@@ -95,7 +95,7 @@ class BeamSearch:
         """The hypotheses kept so far, best first."""
         return sorted(self._kept, key=lambda hypothesis: -hypothesis.score)
 
-    def advance(self, candidates: Sequence[Candidates]) -> list[Row]:
+    def advance(self, candidates: Sequence[Candidates]) -> list[BeamRow]:
         """Return the rows of the next step; no rows: the search is over. `candidates`: of the one row of the first
         step, then of the rows that the last call returned, in that order. A token of probability 0 is not one."""
         best = self._best(candidates)
@@ -106,7 +106,7 @@ class BeamSearch:
         rows, opened = [], []
         for rank, (row, extended) in enumerate(best):
             if extended.ids[-1] not in self.stop_ids:
-                rows.append(Row(row, extended.ids[-1]))
+                rows.append(BeamRow(row, extended.ids[-1]))
                 opened.append(extended)
             elif rank < self.beams.width:  # an end that is not likely enough is dropped, not kept
                 self._keep(extended, ended=True)

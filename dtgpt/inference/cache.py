@@ -28,14 +28,14 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Prompts(NamedTuple):
+class PromptRows(NamedTuple):
     """The first tokens of several sequences, perhaps with others behind them that pad them to one length: what the
     cache keeps of these is overwritten before it is read. The scratch slot alone may occur more than once."""
 
     slots: Tensor  # int64 [B]
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """One token each of several sequences."""
 
     slots: Tensor  # int64 [B]
@@ -69,7 +69,7 @@ class Cache:
         for core, _ in self._cores:
             core.cache = None
 
-    def expect(self, work: Chunk | Prompts | Rows | None) -> None:
+    def expect(self, work: Chunk | PromptRows | DecodeRows | None) -> None:
         """Set which tokens the stages run next; None: none of a step of inference."""
         for layer in self.layers:
             layer.work = work
@@ -87,15 +87,15 @@ class LayerCache:
 
     def __init__(self, backend: Backend, keys: Tensor, values: Tensor):
         self.backend, self.keys, self.values = backend, keys, values
-        self.work: Chunk | Prompts | Rows | None = None
+        self.work: Chunk | PromptRows | DecodeRows | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep k and v `[B, M, N_kv, D]` of the tokens of `work`, and return their attention `[B, M, N, D]`, each
         over its own sequence; B is 1, but for prompts. Tokens after those of a chunk pad it: they get zeros."""
         work = self.work
-        if isinstance(work, Rows):
+        if isinstance(work, DecodeRows):
             return attend_rows(q[0], k[0], v[0], self.keys, self.values, *work)[None]
-        if isinstance(work, Prompts):
+        if isinstance(work, PromptRows):
             write_prompts(k, v, self.keys, self.values, work.slots)
             return causal_attention(q, k, v, backend=self.backend)
         if work is None:

@@ -18,7 +18,7 @@ from dtgpt.inference.messages import Channel
 from dtgpt.inference.prompt_batches import group_prompts
 from dtgpt.inference.request import NOT_FINITE, PROMPT, Event, Request
 from dtgpt.inference.results import Pending
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import variant_of
 from dtgpt.inference.scheduler import IDLE_TOKENS, PromptChunk, Round, Row, Scheduler, Start
 from dtgpt.inference.slot_state import SlotState
@@ -70,10 +70,10 @@ class Engine:
     ):  # fmt: skip
         """Allocate the cache of `slots` sequences. `vocab_size`: ids that may be drawn and asked for, those of the
         tokenizer; None: of the model. `timeout`: seconds that collectives of the mesh wait, for messages. `graphs`: as
-        of `Runner`."""
+        of `ModelRunner`."""
         self.config, self.mesh, self.slots, self.timeout = config, mesh, slots, timeout
         self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
-        self._runner = Runner(stages, mesh, config, dtype, slots, vocab_size, graphs)
+        self._runner = ModelRunner(stages, mesh, config, dtype, slots, vocab_size, graphs)
         self._channel = Channel(mesh)
         self.commands = Leader(self._runner, self._channel)  # of rank 0
         self._submitted = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtgpt.comm.arena import may_share
 from dtgpt.comm.exchange import MOST_RANKS, Exchange, make_exchange
-from dtgpt.inference.cache import Cache, LayerCache, Rows
+from dtgpt.inference.cache import Cache, DecodeRows, LayerCache
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
 from dtgpt.ops.attention.cached import HEAD_SIZES
@@ -35,7 +35,7 @@ class FusedStage:
         self._head = None if head is None else head.decode_weights()
         self._exchange: Exchange | None = None
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: Tensor, rows: DecodeRows) -> Tensor:
         """Return activations `[1, B, H]`, or of the last stage logits fp32 `[1, B, V]` or `[1, B, V_local]`, of tokens
         `[1, B]` or activations."""
         if self._embedding is not None:
@@ -62,7 +62,7 @@ class FusedStage:
             _exchanges[mesh.plan.tp] = make_exchange(mesh, mesh.tp_group)
         self._exchange = _exchanges[mesh.plan.tp]
 
-    def _embed(self, tokens: Tensor, rows: Rows) -> Tensor:
+    def _embed(self, tokens: Tensor, rows: DecodeRows) -> Tensor:
         """Return activations `[1, B, H]` of tokens `[1, B]`."""
         weights, mesh = self._embedding, self._mesh
         assert weights is not None

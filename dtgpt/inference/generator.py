@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.broadcast import broadcast_json, from_rank_0
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, free_memory, slots_that_fit
 from dtgpt.inference.prompts import special_ids, tokenizer_of
 from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.session import Job, Session
-from dtgpt.inference.share import from_rank_0, share
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -40,7 +40,7 @@ class Need(NamedTuple):
     at_once: int  # of one prompt
 
 
-def need_of(jobs: Sequence[Job]) -> Need:
+def need_of(jobs: Sequence[PromptJob]) -> Need:
     """Return what the cache needs for at least one job."""
     return Need(sum(job.rows for job in jobs), max(job.rows for job in jobs))
 
@@ -94,7 +94,7 @@ class Generator:
             return GPT2_IDS if self.config.vocab_size == GPT2_124M.vocab_size else SpecialIds()
         return special_ids(saved) if saved.spells else SpecialIds()
 
-    def check(self, job: Job) -> None:
+    def check(self, job: PromptJob) -> None:
         """Raise UserError for a job that this model can never do."""
         job.request(self.special).validate(self.vocab_size, self.config.seq_length, MOST_SLOTS)
         if job.options.stop_strings and not self.tokenizer.spells:  # or raises where there is none at all
@@ -201,11 +201,11 @@ class Generator:
             if self._stream is stream:
                 self._stream = None
                 stream.session.close()
-                share(self.mesh, [stream.seen, finite])
+                broadcast_json(self.mesh, [stream.seen, finite])
 
     def _share(self, value: Any = None, finite: bool = True) -> Any:
         """Return on every rank the value of rank 0. Raise NotFinite where rank 0 met logits that are not."""
-        value, finite = share(self.mesh, [value, finite])
+        value, finite = broadcast_json(self.mesh, [value, finite])
         if not finite:
             raise NotFinite
         return value
@@ -269,5 +269,5 @@ class Generator:
                 f"positions and {byte_size(self.bytes_per_slot)} each; a smaller max_length makes room for more",
                 warning=True,
             )
-        sizes = min(wanted, fits), share(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
+        sizes = min(wanted, fits), broadcast_json(self.mesh, self.vocab_size if self.mesh.rank == 0 else None)
         self._engine = Engine(self.stages, self.mesh, self.config, self.dtype, *sizes, graphs=True)

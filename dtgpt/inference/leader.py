@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtgpt.inference.messages import Channel, Kind
 from dtgpt.inference.results import Pending
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.liveness.losses import lost_peers_as_user_errors
 from dtgpt.ops.sampling.scores import Scores
 from dtgpt.ops.sampling.sequences import Sampled, Variant
@@ -19,9 +19,9 @@ FAILURE = "inference failure"  # the name under which the rank that fails first 
 
 
 class Leader:
-    """The commands of a `Runner`, on rank 0. Each is executed by all ranks."""
+    """The commands of a `ModelRunner`, on rank 0. Each is executed by all ranks."""
 
-    def __init__(self, runner: Runner, channel: Channel):
+    def __init__(self, runner: ModelRunner, channel: Channel):
         self._runner, self._channel = runner, channel
 
     def prefill(self, slot: int, ids: Sequence[int], first: int = 0) -> None:
@@ -70,7 +70,7 @@ class Leader:
         self._channel.close()
 
 
-def follow(runner: Runner, channel: Channel) -> None:
+def follow(runner: ModelRunner, channel: Channel) -> None:
     """Execute the commands of rank 0, until it releases this rank."""
     while True:
         kind, payload = channel.receive()
@@ -81,7 +81,7 @@ def follow(runner: Runner, channel: Channel) -> None:
         _execute(runner, kind, payload)
 
 
-def _execute(runner: Runner, kind: Kind, payload: list[int]) -> None:
+def _execute(runner: ModelRunner, kind: Kind, payload: list[int]) -> None:
     half = len(payload) // 2
     match kind:
         case Kind.PREFILL:

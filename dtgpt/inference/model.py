@@ -23,9 +23,9 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion, completion_of, score_of, to_plain
 from dtgpt.inference.generator import Generator, Need, need_of
 from dtgpt.inference.options import read_options
-from dtgpt.inference.prompts import Prompts, read_prompts
+from dtgpt.inference.prompts import GivenPrompts, read_prompts
 from dtgpt.inference.request import check_range
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.step import gather_columns
 from dtgpt.inference.text import segments
 from dtgpt.models.batch import Batch
@@ -86,13 +86,10 @@ class Model:
         details: return `Completion` objects, with ids, log-probabilities and the reason of the end.
         return_full_text: begin each continuation with its prompt.
 
-        options, as in transformers where it has them: max_new_tokens (default: 64, or as many as the positions of the
-        model leave), min_new_tokens, do_sample (False: always the likeliest token), temperature, top_k, top_p,
-        top_p_decay, top_p_bound, frequency_penalty, presence_penalty, logit_bias (a dict from ids),
-        no_repeat_ngram_size, num_return_sequences (above 1: a list for each prompt), num_beams, length_penalty,
-        early_stopping, stop_strings (the text ends before the first of them), stop_token_ids, ends (False: the end of
-        text does not end a sequence), stop_on_eol, stop_on_double_eol, prevent_newline_after_colon, seed; with details
-        also top_logprobs and prompt_logprobs. `dtgpt.inference.options.Options` describes each.
+        options: those of `dtgpt.inference.options.Options`, named as in transformers where it has them;
+        docs/generation.md describes each. max_new_tokens is by default 64, or as many as the positions of the model
+        leave; num_return_sequences above 1 gives a list for each prompt; top_logprobs and prompt_logprobs go with
+        details.
 
         A continuation is a function of its prompt, the options, the seed and the prompt's index in the list. The other
         prompts and the plan change nothing but the rounding of logits.
@@ -133,8 +130,8 @@ class Model:
 
     def _run(self, prompts: Any, options: Mapping[str, Any], plain: Callable[[list[Completion]], Any]) -> Any:
         """Return the prompts, and under "found" what `plain` makes of the sequences of each."""
-        asked: list[Prompts] = []
-        jobs: list[Job] = []
+        asked: list[GivenPrompts] = []
+        jobs: list[PromptJob] = []
 
         def prepare() -> Need:
             asked.append(self._read(prompts))
@@ -147,8 +144,8 @@ class Model:
         return self.generator.run(prepare, work)
 
     def _stream(self, prompts: Any, more: bool, options: Mapping[str, Any]) -> Iterator[Any]:
-        asked: list[Prompts] = []
-        jobs: list[Job] = []
+        asked: list[GivenPrompts] = []
+        jobs: list[PromptJob] = []
 
         def prepare() -> Need:
             if more:
@@ -165,11 +162,11 @@ class Model:
 
         return self.generator.stream(prepare, work)
 
-    def _read(self, prompts: Any) -> Prompts:
+    def _read(self, prompts: Any) -> GivenPrompts:
         return read_prompts(prompts, lambda: self.tokenizer, self.config)
 
-    def _jobs(self, asked: Prompts, options: Mapping[str, Any]) -> list[Job]:
-        jobs = [Job(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
+    def _jobs(self, asked: GivenPrompts, options: Mapping[str, Any]) -> list[PromptJob]:
+        jobs = [PromptJob(ids, read_options(options, len(ids), self.config), i) for i, ids in enumerate(asked.ids)]
         for job in jobs:
             self.generator.check(job)
         return jobs

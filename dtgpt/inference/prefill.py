@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from dtgpt.inference.broadcast import true_everywhere
 from dtgpt.inference.graphs import StepGraphs
 from dtgpt.inference.prompt_batches import BATCH_TOKENS, padded_length, padded_size
-from dtgpt.inference.share import true_everywhere
 from dtgpt.inference.step import Step
 from dtgpt.util.hardware import to_device
 from dtgpt.util.matmul import without_split_k

@@ -20,7 +20,7 @@ from dtgpt.util.errors import UserError, shown
 KINDS = "a text, a list of ids, or a list of either"
 
 
-class Prompts(NamedTuple):
+class GivenPrompts(NamedTuple):
     """Prompts, and in which form they were given."""
 
     ids: list[list[int]]
@@ -28,7 +28,7 @@ class Prompts(NamedTuple):
     single: bool  # one prompt, not a list of them
 
 
-def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig) -> Prompts:
+def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: ModelConfig) -> GivenPrompts:
     """Return prompts given as a text, a list or tensor of ids, or a list of either. `tokenizer`: returns that of the
     model, or raises UserError. Raise UserError for any other value, an empty list, and ids that the model does not
     have."""
@@ -39,8 +39,8 @@ def read_prompts(prompts: Any, tokenizer: Callable[[], Tokenizer], config: Model
     if not _is_list(several):
         raise UserError(f"{shown(prompts)} is not a prompt; give {KINDS}")
     if all(isinstance(prompt, str) for prompt in several):
-        return Prompts([encode(text, tokenizer(), config) for text in several], list(several), single)
-    return Prompts([check_ids(prompt, config) for prompt in several], None, single)
+        return GivenPrompts([encode(text, tokenizer(), config) for text in several], list(several), single)
+    return GivenPrompts([check_ids(prompt, config) for prompt in several], None, single)
 
 
 def encode(text: str, tokenizer: Tokenizer, config: ModelConfig, special: bool = False) -> list[int]:

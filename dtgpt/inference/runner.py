@@ -27,7 +27,7 @@ ROWS_OF_SHORT_STEPS = 8
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a decode step: few shapes, thus few graphs
 
 
-class Runner:
+class ModelRunner:
     """The cache and the state of `slots` sequences, and the stages that work on them.
 
     All ranks call the same methods in the same order with the same arguments. Between the first of them and `detach`

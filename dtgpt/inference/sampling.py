@@ -1,12 +1,14 @@
-"""What a request may ask of sampling, its checks, and how it becomes the parameters of a sequence on the device."""
+"""The options of a sequence: their one declaration, their checks, and the parameters that they become on the device."""
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
+from dtgpt.inference.text import check_stop_strings
 from dtgpt.ops.random.philox import fold_words
 from dtgpt.ops.sampling.sequences import (
     MOST_BIASES,
@@ -19,11 +21,12 @@ from dtgpt.ops.sampling.sequences import (
     pack,
 )
 from dtgpt.util.errors import UserError, shown
+from dtgpt.util.field_types import Bounds
 
-HIGHEST_TEMPERATURE = 100.0  # as Megatron-LM's server
 GREEDY_BELOW = 1e-4  # a lower temperature takes the likeliest token: quotients by it would leave fp32
-LARGEST_TOP_K = 2**31 - 1
-BIAS, PENALTY = 100.0, 2.0  # largest absolute values, as OpenAI's API
+LARGEST = 2**31 - 1
+BIAS = 100  # largest absolute value, as in OpenAI's API
+FRACTION, PENALTY = Bounds(0, 1), Bounds(-2, 2)
 
 
 class SpecialIds(NamedTuple):
@@ -35,51 +38,120 @@ class SpecialIds(NamedTuple):
     colon: int | None = None  # ":"
 
 
+@dataclass(frozen=True)
+class Control:
+    """How the web page offers an option. `slide`: the end of its slider; 0: none. `example`: of a text to type.
+    `beams`: whether it counts in a beam search, too."""
+
+    group: str
+    label: str
+    step: float = 1
+    least: float | None = None  # number that the page takes, where it is above the bound
+    slide: float = 0
+    example: str = ""
+    beams: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where an option can be set beside `Model.generate`: its name on the command line of `dtgpt generate`, as a key of
+    OpenAI's API and of Megatron-LM's; "": the name of the field; None: nowhere. `initial`: the default of the command
+    and of the page, where it is not that of the field. `page`: its control; None: the page does not derive one."""
+
+    command: str | None = ""
+    openai: str | None = ""
+    megatron: str | None = None
+    initial: Any = None
+    page: Control | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a sequence goes on and where it ends."""
 
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0  # what would end the sequence is banned before
-    temperature: float = 1.0  # 0: always the likeliest token
-    top_k: int = 0  # number of likeliest tokens to choose from; 0: all
-    top_p: float = 1.0  # choose from the likeliest tokens up to this sum of probabilities; 0 or 1: from all
-    top_p_decay: float = 0.0  # factor of top_p at each new token; 0: none
-    top_p_bound: float = 0.0  # top_p does not decay below
-    frequency_penalty: float = 0.0  # subtracted from a logit for each time that the token was generated
-    presence_penalty: float = 0.0  # subtracted from a logit if the token was generated
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    no_repeat_ngram_size: int = 0  # tokens in an n-gram that must not come twice, prompt included; 0: no rule
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ends: bool = True  # the end of text ends the sequence
-    stop_on_eol: bool = False  # a newline, single or double, ends it, and the end of text does not
-    stop_on_double_eol: bool = False  # a double newline, or two newlines, end it, and the end of text does not
-    prevent_newline_after_colon: bool = False
+    max_new_tokens: Annotated[
+        int, "largest number of tokens to add; lower by default where the model has fewer positions left",
+        Bounds(0, LARGEST),
+        Offer(
+            openai="max_tokens", megatron="tokens_to_generate", initial=200,
+            page=Control("main", "Length", least=1, slide=1024, beams=True),
+        ),
+    ] = 64  # fmt: skip
+    min_new_tokens: Annotated[
+        int, "smallest number of tokens to add: what would end the text cannot come before", Bounds(0, LARGEST),
+        Offer(openai="min_tokens", page=Control("end", "Length at least")),
+    ] = 0  # fmt: skip
+    temperature: Annotated[
+        float, "sampling temperature; 0: always the likeliest token", Bounds(0, 100),
+        Offer(megatron="temperature", initial=0.8, page=Control("main", "Temperature", step=0.05, slide=2)),
+    ] = 1.0  # fmt: skip
+    top_k: Annotated[
+        int, "choose from the k likeliest tokens, and those as likely as the last of them; 0: from all",
+        Bounds(0, LARGEST), Offer(megatron="top_k", initial=50, page=Control("main", "Top k")),
+    ] = 0  # fmt: skip
+    top_p: Annotated[
+        float, "choose from the likeliest tokens, up to the one with which their probabilities exceed p; 1: from all",
+        FRACTION, Offer(megatron="top_p", page=Control("main", "Top p", step=0.01, slide=1)),
+    ] = 1.0  # fmt: skip
+    top_p_decay: Annotated[
+        float, "the t-th new token, from 0, has top_p x decay^t; 0: no decay", FRACTION,
+        Offer(megatron="top_p_decay", page=Control("more", "Top p decay", step=0.01)),
+    ] = 0.0  # fmt: skip
+    top_p_bound: Annotated[
+        float, "top_p does not decay below this", FRACTION,
+        Offer(megatron="top_p_bound", page=Control("more", "Top p bound", step=0.01)),
+    ] = 0.0  # fmt: skip
+    min_p: Annotated[
+        float, "choose from the tokens that are at least min_p times as likely as the likeliest; 0: from all", FRACTION,
+        Offer(page=Control("main", "Min p", step=0.01, slide=1)),
+    ] = 0.0  # fmt: skip
+    frequency_penalty: Annotated[
+        float, "taken from a logit for each time that its token was generated", PENALTY,
+        Offer(page=Control("penalties", "Frequency penalty", step=0.1)),
+    ] = 0.0  # fmt: skip
+    presence_penalty: Annotated[
+        float, "taken from a logit if its token was generated", PENALTY,
+        Offer(page=Control("penalties", "Presence penalty", step=0.1)),
+    ] = 0.0  # fmt: skip
+    logit_bias: Annotated[
+        Mapping[int, float], "numbers to add to the logits of up to 300 ids",
+        Offer(page=Control("penalties", "Logit bias", example="50256: -100, 198: 2.5")),
+    ] = field(default_factory=dict)  # fmt: skip
+    no_repeat_ngram_size: Annotated[
+        int, "no sequence of n tokens comes twice, prompt included; 0: any may", Bounds(0, MOST_NGRAM),
+        Offer(page=Control("penalties", "No n-gram twice")),
+    ] = 0  # fmt: skip
+    prevent_newline_after_colon: Annotated[
+        bool, "no newline is drawn after a colon (Megatron-LM)",
+        Offer(megatron="prevent_newline_after_colon", page=Control("more", "No line end after a colon", beams=True)),
+    ] = False  # fmt: skip
+    seed: Annotated[
+        int, "seed of the draws: the same seed gives the same text", Bounds(-(2**63), 2**64 - 1),
+        Offer(megatron="random_seed", page=Control("more", "Seed", least=0)),
+    ] = 0  # fmt: skip
+    stop_token_ids: Annotated[
+        tuple[int, ...], "ids of tokens that end a text",
+        Offer(page=Control("end", "Stop at ids", example="50256, 198")),
+    ] = ()  # fmt: skip
+    ends: Annotated[bool, "end a text at the end of text", Offer(openai=None)] = True
+    stop_on_eol: Annotated[
+        bool, "end a text after its first line, and not at the end of text (Megatron-LM)",
+        Offer(megatron="stop_on_eol", page=Control("end", "Stop at a line end")),
+    ] = False  # fmt: skip
+    stop_on_double_eol: Annotated[
+        bool, "end a text after an empty line, and not at the end of text (Megatron-LM)",
+        Offer(megatron="stop_on_double_eol", page=Control("end", "Stop at an empty line")),
+    ] = False  # fmt: skip
 
     def validate(self, vocab_size: int, positions: int) -> None:
         """Raise UserError for a value that a model of these sizes cannot work with."""
-        _check_whole("max_new_tokens", self.max_new_tokens, 0, positions)
-        _check_whole("min_new_tokens", self.min_new_tokens, 0, positions)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise UserError(
-                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; use at most that"
-            )
-        _check_number("temperature", self.temperature, 0, HIGHEST_TEMPERATURE)
-        _check_whole("top_k", self.top_k, 0, LARGEST_TOP_K)
-        for name in ("top_p", "top_p_decay", "top_p_bound"):
-            _check_number(name, getattr(self, name), 0, 1)
-        if self.top_p_bound > self.top_p:
-            raise UserError(f"top_p_bound={self.top_p_bound} is above top_p={self.top_p}; use at most that")
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(name, getattr(self, name), -PENALTY, PENALTY)
-        _check_whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MOST_NGRAM)
-        _check_whole("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_bias(self.logit_bias, vocab_size)
-        _check_stops(self.stop_token_ids, vocab_size)
-        for name in ("ends", "stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={shown(getattr(self, name))} is not a switch; use true or false")
+        kind: Any = type(self)
+        for option in declared(kind).values():
+            option.check(getattr(self, option.name), vocab_size, positions)
+        for name, most in (("min_new_tokens", "max_new_tokens"), ("top_p_bound", "top_p")):
+            if getattr(self, name) > getattr(self, most):
+                rule = f"is above {most}={getattr(self, most)}; use at most that"
+                raise UserError(f"{name}={getattr(self, name)} {rule}")
 
     @property
     def greedy(self) -> bool:
@@ -90,13 +162,65 @@ class Sampling:
     def filters(self) -> bool:
         """Whether draws are from fewer tokens than all."""
         top_p = self.top_p > 0 and (self.top_p < 1 or 0 < self.top_p_decay < 1)
-        return not self.greedy and (self.top_k > 0 or top_p)
+        return not self.greedy and (self.top_k > 0 or top_p or self.min_p > 0)
 
     @property
     def edits(self) -> bool:
         """Whether a rule other than that of n-grams changes logits."""
         values = (self.frequency_penalty, self.presence_penalty, self.logit_bias, self.min_new_tokens)
         return self.prevent_newline_after_colon or any(values)
+
+
+class Option(NamedTuple):
+    """A declared field of `Sampling` or of a class derived from it."""
+
+    name: str
+    kind: Any  # bool, int, float, or a tuple or Mapping of these
+    help: str
+    least: float
+    most: float
+    offer: Offer
+    default: Any
+
+    def check(self, value: Any, vocab_size: int = LARGEST, positions: int = LARGEST, name: str = "") -> None:
+        """Raise UserError for a value that a model of these sizes cannot work with. `name`: of the option for the user,
+        where it is not that of the field."""
+        name = name or self.name
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise UserError(f"{name}={shown(value)} is not a switch; use true or false")
+        elif self.kind is int:
+            sizes = {"max_new_tokens": positions, "min_new_tokens": positions, "top_logprobs": vocab_size}
+            check_whole(name, value, self.least, min(self.most, sizes.get(self.name, self.most)))
+        elif self.kind is float:
+            check_number(name, value, self.least, self.most)
+        elif get_origin(self.kind) is Mapping:
+            _check_bias(name, value, vocab_size)
+        elif get_args(self.kind)[0] is int:
+            _check_ids(name, value, vocab_size)
+        elif not isinstance(value, tuple):
+            raise UserError(f"{name}={shown(value)} is not a text or a list of texts; give one")
+        else:
+            check_stop_strings(value)
+
+
+def _name(given: str | None, field_name: str) -> str | None:
+    return field_name if given == "" else given
+
+
+@cache
+def declared(kind: type[Sampling]) -> dict[str, Option]:
+    """Return the declared options of a dataclass, by name."""
+    hints, found = get_type_hints(kind, include_extras=True), {}
+    for one in fields(kind):
+        type_, text, *extras = get_args(hints[one.name])
+        bounds = next((extra for extra in extras if isinstance(extra, Bounds)), Bounds())
+        least, most = (math.nan if limit is None else limit for limit in (bounds.at_least, bounds.at_most))
+        (offer,) = (extra for extra in extras if isinstance(extra, Offer))
+        offer = replace(offer, command=_name(offer.command, one.name), openai=_name(offer.openai, one.name))
+        default = {} if get_origin(type_) is Mapping else one.default
+        found[one.name] = Option(one.name, type_, text, least, most, offer, default)
+    return found
 
 
 def variant_of(samplings: Iterable[Sampling], alternatives: int = 0) -> Variant:
@@ -132,15 +256,10 @@ def parameters_of(sampling: Sampling, special: SpecialIds, prompt: int, prompt_i
         newline=newline,
         paired_newline=NONE if paired is None else paired,
     )
-    floats = Floats(
-        temperature=0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature,
-        top_p=sampling.top_p,
-        top_p_decay=sampling.top_p_decay,
-        top_p_bound=sampling.top_p_bound,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-    )
-    return pack(integers, floats, sampling.logit_bias, endings_of(sampling, special))
+    values = {name: getattr(sampling, name) for name in Floats._fields}
+    if sampling.temperature < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    return pack(integers, Floats(**values), sampling.logit_bias, endings_of(sampling, special))
 
 
 def endings_of(sampling: Sampling, special: SpecialIds) -> list[int]:
@@ -154,38 +273,32 @@ def endings_of(sampling: Sampling, special: SpecialIds) -> list[int]:
     return [*sampling.stop_token_ids, *(token for token in rule if token is not None)]
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    if not _is_whole(value) or not least <= value <= most:
+def check_whole(name: str, value: Any, least: float, most: float) -> None:
+    """Raise UserError for what is not a whole number within bounds. True and False are not numbers."""
+    if type(value) is not int or not least <= value <= most:
         raise UserError(f"{name}={shown(value)} is not valid; use a whole number from {least} to {most}")
 
 
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    if not _is_number(value) or not least <= value <= most:
+def check_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise UserError for what is not a number within bounds. A whole number stands for a float."""
+    if type(value) not in (int, float) or not least <= value <= most:
         raise UserError(f"{name}={shown(value)} is not valid; use a number from {least:g} to {most:g}")
 
 
-def _check_bias(bias: Any, vocab_size: int) -> None:
+def _check_bias(name: str, bias: Any, vocab_size: int) -> None:
     if not isinstance(bias, Mapping):
-        raise UserError(f"logit_bias={shown(bias)} is not a mapping; map token ids to numbers")
+        raise UserError(f"{name}={shown(bias)} is not a mapping; map token ids to numbers")
     if len(bias) > MOST_BIASES:
-        raise UserError(f"logit_bias has {len(bias)} tokens; give {MOST_BIASES} at most")
+        raise UserError(f"{name} has {len(bias)} tokens; give {MOST_BIASES} at most")
     for token, value in bias.items():
-        _check_whole("a token of logit_bias", token, 0, vocab_size - 1)
-        _check_number(f"logit_bias of token {token}", value, -BIAS, BIAS)
+        check_whole(f"a token of {name}", token, 0, vocab_size - 1)
+        check_number(f"{name} of token {token}", value, -BIAS, BIAS)
 
 
-def _check_stops(stops: Any, vocab_size: int) -> None:
-    if not isinstance(stops, tuple | list):
-        raise UserError(f"stop_token_ids={shown(stops)} is not a list; give a list of token ids")
-    if len(stops) > MOST_STOPS:
-        raise UserError(f"stop_token_ids has {len(stops)} tokens; give {MOST_STOPS} at most")
-    for token in stops:
-        _check_whole("a token of stop_token_ids", token, 0, vocab_size - 1)
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    if not isinstance(ids, tuple | list):
+        raise UserError(f"{name}={shown(ids)} is not a list; give a list of token ids")
+    if len(ids) > MOST_STOPS:
+        raise UserError(f"{name} has {len(ids)} tokens; give {MOST_STOPS} at most")
+    for token in ids:
+        check_whole(f"a token of {name}", token, 0, vocab_size - 1)

@@ -18,7 +18,7 @@ from dtgpt.util.errors import UserError
 AHEAD = 2  # requests that wait in the engine, for each slot
 
 
-class Job(NamedTuple):
+class PromptJob(NamedTuple):
     """A prompt and what is wanted of it."""
 
     ids: list[int]
@@ -53,7 +53,7 @@ class Job(NamedTuple):
         )  # fmt: skip
 
 
-class Update(NamedTuple):
+class SequenceUpdate(NamedTuple):
     """What a step added to a sequence. `completions`: with the last update of a job, all of its sequences."""
 
     job: int  # as `Session.submit` numbers it
@@ -75,7 +75,7 @@ class Session:
         self._open: dict[int, _OpenJob] = {}
         self._closed = False
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: PromptJob) -> int:
         """Hand a job to the engine; return its number."""
         handle = self._engine.submit(job.request(self._special))
         self._open[handle] = _OpenJob(job, self._tokenizer, self._special)
@@ -85,13 +85,13 @@ class Session:
         """End a job with what it has."""
         self._engine.cancel(number)
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[SequenceUpdate]:
         """Let the engine work; return what it has made since. Raise UserError where the session was closed."""
         if self._closed:
             raise UserError("the model was used again before a stream had ended; read it to its end, or close it first")
         return [update for event in self._engine.step() if (update := self._take(event)) is not None]
 
-    def finite_step(self) -> list[Update]:
+    def finite_step(self) -> list[SequenceUpdate]:
         """Do what `step` does. Raise NotFinite where logits that are not finite end a job."""
         updates = self.step()
         if any(update.finish == NOT_FINITE for update in updates):
@@ -128,13 +128,13 @@ class Session:
         """Whether any job is not finished."""
         return bool(self._open)
 
-    def stream(self, job: Job) -> Iterator[Update]:
+    def stream(self, job: PromptJob) -> Iterator[SequenceUpdate]:
         """Yield what each step adds to a job, to its end."""
         self.submit(job)
         while self.busy:
             yield from self.finite_step()
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[list[Completion]]:
+    def run(self, jobs: Iterable[PromptJob]) -> Iterator[list[Completion]]:
         """Yield the sequences of each job, in the order of the jobs, as they are finished."""
         source, order, done = iter(jobs), deque[int](), {}
         while True:
@@ -148,7 +148,7 @@ class Session:
             while order and order[0] in done:
                 yield done.pop(order.popleft())
 
-    def _take(self, event: Event) -> Update | None:
+    def _take(self, event: Event) -> SequenceUpdate | None:
         job = self._open.get(event.request)
         if job is None:
             return None
@@ -165,7 +165,7 @@ class Session:
         completions = job.completions() if all(s.finish is not None for s in job.sequences) else None
         if completions is not None:
             del self._open[event.request]
-        return Update(
+        return SequenceUpdate(
             event.request, event.choice, sequence.ids[before:], text, sequence.logprobs[before:],
             sequence.alternatives[before:], sequence.finish, job.prompt, completions,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class Session:
 class _OpenJob:
     """A job that is not finished."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
+    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None, special: SpecialIds):
         self._job = job
         self.sequences = [_Sequence(job, tokenizer, special) for _ in range(job.options.num_return_sequences)]
         self.prompt: Score | None = None
@@ -204,7 +204,7 @@ class _OpenJob:
 class _Sequence:
     """One continuation on its way."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, special: SpecialIds):
+    def __init__(self, job: PromptJob, tokenizer: Tokenizer | None, special: SpecialIds):
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.alternatives: list[list[tuple[int, float]]] = []

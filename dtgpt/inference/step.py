@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtgpt.inference.cache import Cache, Chunk, Prompts, Rows
+from dtgpt.inference.cache import Cache, Chunk, DecodeRows, PromptRows
 from dtgpt.inference.fused import fuse
 from dtgpt.inference.results import R, empty_packed, pack, unpack
 from dtgpt.inference.slot_state import SlotState
@@ -60,7 +60,7 @@ class Step:
         """Fill the cache of each of the slots `[B]` with the first tokens `[B, T]` of a prompt, perhaps padded. A CUDA
         graph can hold it."""
         positions = torch.arange(tokens.shape[1], device=self.mesh.device).expand(len(tokens), -1)
-        self._batch_logits(Batch(tokens, positions=positions), Prompts(slots), head_rows=1)
+        self._batch_logits(Batch(tokens, positions=positions), PromptRows(slots), head_rows=1)
 
     def score(self, tokens: Tensor, targets: Tensor, chunk: Chunk, alternatives: int) -> Scores:
         """Fill the cache with a chunk, tokens `[T]`, and return the scores of `targets [T]`, the tokens after them."""
@@ -78,7 +78,7 @@ class Step:
             tokens, positions = self.state.token[slots], self.state.position[slots]
         else:
             tokens, positions = next_rows(slots, self.state.token, self.state.position)
-        logits = self._row_logits(tokens, Rows(slots, positions))
+        logits = self._row_logits(tokens, DecodeRows(slots, positions))
         drawn = None
         if logits is not None:
             columns = gather_columns(logits, self.mesh, self._config.padded_vocab_size)
@@ -99,12 +99,12 @@ class Step:
             tokens, positions = (F.pad(flat, (0, padding)) for flat in (tokens, positions))
         return self._logits(tokens, positions, chunk, head_rows)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | Rows, head_rows: int) -> Tensor | None:
+    def _logits(self, tokens: Tensor, positions: Tensor, work: Chunk | DecodeRows, head_rows: int) -> Tensor | None:
         """Return this rank's columns of the logits `[head_rows, V_local]` of the first rows of tokens `[M]`; None on a
         rank that does not hold the head."""
         return self._batch_logits(Batch(tokens[None], positions=positions[None]), work, head_rows)
 
-    def _batch_logits(self, batch: Batch, work: Chunk | Prompts | Rows, head_rows: int) -> Tensor | None:
+    def _batch_logits(self, batch: Batch, work: Chunk | PromptRows | DecodeRows, head_rows: int) -> Tensor | None:
         """Return what `_logits` does, of the first sample of a batch."""
         self.cache.expect(work)
         self._head_rows = head_rows
@@ -112,7 +112,7 @@ class Step:
         self.cache.expect(None)
         return None if logits is None else logits[0, :head_rows]
 
-    def _row_logits(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+    def _row_logits(self, tokens: Tensor, rows: DecodeRows) -> Tensor | None:
         """Return this rank's columns of the logits `[B, V_local]` of a decode step, tokens `[B]`; None on a rank that
         does not hold the head."""
         if self._fused is None:

@@ -19,7 +19,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         plain = tokenizer.bytes_of(0) is not None
-        self._decoder: _Bytes | _Window = _Bytes(tokenizer) if plain else _Window(tokenizer)
+        self._decoder: _Bytes | _DecodeWindow = _Bytes(tokenizer) if plain else _DecodeWindow(tokenizer)
         self._decoder.skip([i for i in prompt if i < tokenizer.vocab_size])  # a model may have more tokens
 
     def add(self, i: int) -> str:
@@ -49,7 +49,7 @@ class _Bytes:
         return self._utf8.decode(b"", final=True)
 
 
-class _Window:
+class _DecodeWindow:
     """Decode tokens by a library, each behind some that came before it: a library may drop the blank at the beginning
     of a text, and joins bytes to characters.
 

@@ -6,7 +6,7 @@ from dtgpt.inference.options import MOST_SEQUENCES, Options
 from dtgpt.inference.prompt_batches import PROMPT_LENGTHS, batch_sizes
 from dtgpt.inference.runner import BUCKETS, ROWS_OF_SHORT_STEPS
 from dtgpt.inference.scheduler import LONGEST_ROUND
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"top_k": 40})  # of most requests; graphs of others are made on demand
 
@@ -32,12 +32,12 @@ def warm_up(session: Session, slots: int, positions: int, graphs: bool) -> None:
             _run(session, [_job(2, min(steps, positions - 2), part, sampling) for part in parts])
 
 
-def _job(tokens: int, new_tokens: int, rows: int = 1, sampling: dict[str, Any] = SAMPLINGS[0]) -> Job:
+def _job(tokens: int, new_tokens: int, rows: int = 1, sampling: dict[str, Any] = SAMPLINGS[0]) -> PromptJob:
     options = Options(max_new_tokens=new_tokens, num_return_sequences=rows, ends=False, **sampling)
-    return Job([0] * tokens, options)
+    return PromptJob([0] * tokens, options)
 
 
-def _run(session: Session, jobs: list[Job]) -> None:
+def _run(session: Session, jobs: list[PromptJob]) -> None:
     for job in jobs:
         session.submit(job)
     while session.busy:  # logits that are not finite end a request, and not the server

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from dtgpt.serve.limits import Limits
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.problems import ENCODED, INVALID_JSON, NOT_AN_OBJECT, HttpProblem
 from dtgpt.serve.service import LONG, beside
 from dtgpt.util.console import byte_size
@@ -21,7 +21,7 @@ MOST_FRAMING = 2**17  # of 26,000 chunks of a byte each; of chunks of 64 bytes, 
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 
 
-async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
+async def read_json(request: Request, limits: RequestLimits) -> dict[str, Any]:
     """Return the JSON object that a request has as its body.
 
     Raise HttpProblem: 415 for another content type or a compressed body, 413 for a body that is too long, 408 for one
@@ -47,7 +47,7 @@ def check_content_type(request: Request) -> None:
         raise HttpProblem(415, sentence, code=ENCODED)
 
 
-async def _read(request: Request, limits: Limits) -> bytes:
+async def _read(request: Request, limits: RequestLimits) -> bytes:
     sentence = f"the body has more than {byte_size(limits.body)}; send a shorter request"
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 20 or int(declared) > limits.body + DISCARDED):
@@ -73,7 +73,7 @@ async def _read(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def parse_object(body: bytes, limits: Limits) -> dict[str, Any]:
+def parse_object(body: bytes, limits: RequestLimits) -> dict[str, Any]:
     """Return the JSON object in `body`. Raise HttpProblem 400 for anything else."""
     try:
         text = body.decode()

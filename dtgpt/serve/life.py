@@ -8,7 +8,7 @@ from types import FrameType
 
 from dtgpt.run.signals import IMPATIENT, STOPPING
 from dtgpt.serve.log import takes
-from dtgpt.serve.worker import Worker
+from dtgpt.serve.worker import EngineWorker
 from dtgpt.util.console import say_error
 
 SILENT = 60.0  # seconds that a step or a ping may take before a rank counts as failed
@@ -21,7 +21,7 @@ class EndBySignal:
     Under torchrun, which passes Ctrl-C on, a signal within two seconds of the first is the same one.
     """
 
-    def __init__(self, worker: Worker | None, seconds: float):
+    def __init__(self, worker: EngineWorker | None, seconds: float):
         """seconds: that running requests have to end."""
         self._worker, self._seconds = worker, seconds
         self._first: float | None = None
@@ -47,7 +47,7 @@ class EndBySignal:
             os._exit(128 + number)
 
 
-def end_where_a_rank_is_silent(worker: Worker, seconds: float = SILENT) -> None:
+def end_where_a_rank_is_silent(worker: EngineWorker, seconds: float = SILENT) -> None:
     """End the process where a step or a ping of the engine takes more than `seconds`: another rank does not answer,
     and the thread of the engine cannot be interrupted."""
     if worker.seconds_under_way() > seconds:

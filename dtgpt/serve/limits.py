@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Sizes, numbers and times that a request must keep."""
 
     body: int = 2**20  # bytes

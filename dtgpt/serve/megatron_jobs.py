@@ -14,7 +14,8 @@ from dtgpt.inference.beam import Beams
 from dtgpt.inference.completion import Completion
 from dtgpt.inference.options import MOST_SEQUENCES, Options
 from dtgpt.inference.prompts import encode
-from dtgpt.inference.session import Job
+from dtgpt.inference.sampling import Sampling, declared
+from dtgpt.inference.session import PromptJob
 from dtgpt.inference.text import segments
 from dtgpt.models.config import ModelConfig
 from dtgpt.serve.megatron_request import ApiRequest
@@ -24,7 +25,7 @@ from dtgpt.util.errors import UserError, shown
 MOST_TOKENS = 12000  # of a request, prompts and new ones, as Megatron-LM's --max-tokens-to-oom
 
 
-def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: int) -> list[Job]:
+def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: int) -> list[PromptJob]:
     """Return a job for each prompt. `seed`: of the draws. Raise UserError where the prompts are too long, with
     Megatron-LM's sentence, or have no ids."""
     prompts = _encode(api, tokenizer, config)
@@ -32,13 +33,11 @@ def make_jobs(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig, seed: 
     if api.beam_width is not None:
         (ids,) = prompts
         return [_search(api, ids, new_tokens, api.beam_width, config)]
-    options = Options(
-        max_new_tokens=new_tokens, temperature=api.temperature, top_k=api.top_k, top_p=api.top_p,
-        top_p_decay=api.top_p_decay, top_p_bound=api.top_p_bound,
-        prevent_newline_after_colon=api.prevent_newline_after_colon, seed=seed, prompt_logprobs=api.logprobs,
-        stop_on_double_eol=api.stop_on_double_eol, stop_on_eol=api.stop_on_eol and not api.stop_on_double_eol,
-    )  # fmt: skip
-    return [Job(ids, options, index) for index, ids in enumerate(prompts)]
+    given = {one.name: getattr(api, one.offer.megatron) for one in declared(Sampling).values() if one.offer.megatron}
+    given |= {"max_new_tokens": new_tokens, "seed": seed, "prompt_logprobs": api.logprobs}
+    given["stop_on_eol"] = api.stop_on_eol and not api.stop_on_double_eol
+    options = Options(**given)
+    return [PromptJob(ids, options, index) for index, ids in enumerate(prompts)]
 
 
 def _encode(api: ApiRequest, tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
@@ -68,7 +67,7 @@ def _new_tokens(api: ApiRequest, prompts: list[list[int]], config: ModelConfig) 
     return api.tokens_to_generate
 
 
-def _search(api: ApiRequest, ids: list[int], new_tokens: int, width: int, config: ModelConfig) -> Job:
+def _search(api: ApiRequest, ids: list[int], new_tokens: int, width: int, config: ModelConfig) -> PromptJob:
     """Return a beam search, in which no filter, seed or end of a line counts."""
     most = min(MOST_SEQUENCES, config.vocab_size // 2)
     if width > most:
@@ -80,11 +79,11 @@ def _search(api: ApiRequest, ids: list[int], new_tokens: int, width: int, config
         max_new_tokens=new_tokens, num_return_sequences=width,
         prevent_newline_after_colon=api.prevent_newline_after_colon, **stops,
     )  # fmt: skip
-    return Job(ids, options, rules=Beams(width=width, length_penalty=api.length_penalty, ended_bound=True))
+    return PromptJob(ids, options, rules=Beams(width=width, length_penalty=api.length_penalty, ended_bound=True))
 
 
 def answer(
-    api: ApiRequest, tokenizer: Tokenizer, jobs: Sequence[Job], found: Sequence[list[Completion]]
+    api: ApiRequest, tokenizer: Tokenizer, jobs: Sequence[PromptJob], found: Sequence[list[Completion]]
 ) -> dict[str, Any]:
     """Return the body of the answer. `found`: the sequences of each job."""
     if api.beam_width is not None:

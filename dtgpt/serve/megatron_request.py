@@ -8,11 +8,12 @@ rules about types differ on purpose: `true` and `false` are never numbers, and a
 from dataclasses import dataclass
 from typing import Any
 
+from dtgpt.inference.options import OPTIONS
 from dtgpt.util.errors import UserError
 
 MOST_PROMPTS = 128
-HIGHEST_TEMPERATURE, MOST_TOP_K = 100.0, 1000
-LARGEST_SEED = 2**64 - 1
+HIGHEST_TEMPERATURE, MOST_TOP_K = float(OPTIONS["temperature"].most), 1000
+LARGEST_SEED = OPTIONS["seed"].most
 NOT_TEXTS = "prompts is not a list of strings"
 
 

@@ -8,7 +8,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dtgpt.serve.body import read_json
-from dtgpt.serve.openai_answer import ENCODER, Answer, Stream
+from dtgpt.serve.openai_answer import ENCODER, CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_request import CompletionRequest, check_model, read_request
 from dtgpt.serve.problems import HttpProblem, error_object
 from dtgpt.serve.service import LONG, SEED, Service, beside, watched
@@ -22,11 +22,11 @@ def routes(service: Service) -> list[Route]:
 
     async def create(request: Request) -> Response:
         asked = await _read(await read_json(request, service.limits), service)
-        answer = Answer(asked, service.model_id, service.generator.known_tokenizer, names)
+        answer = CompletionAnswer(asked, service.model_id, service.generator.known_tokenizer, names)
         headers = {SEED: str(asked.seed), "X-Request-Id": answer.id, "Cache-Control": "no-store"}
         ticket = service.submit(request, asked.jobs, [prompt.text or prompt.ids for prompt in asked.prompts])
         if asked.stream:
-            return EventStream(request, ticket, Stream(answer), headers)
+            return EventStream(request, ticket, CompletionStream(answer), headers)
         async with watched(request, ticket):
             found = await ticket.completions()
         if answer.tokens(found) < LONG:
@@ -79,7 +79,7 @@ class EventStream(Response):
     """An answer that is sent as it is generated. It begins with the first round, so that what fails before has the
     status of an error."""
 
-    def __init__(self, request: Request, ticket: Ticket, stream: Stream, headers: dict[str, str]):
+    def __init__(self, request: Request, ticket: Ticket, stream: CompletionStream, headers: dict[str, str]):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._request, self._ticket, self._stream = request, ticket, stream

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.completion import Completion
-from dtgpt.inference.session import Update
+from dtgpt.inference.session import SequenceUpdate
 from dtgpt.serve.openai_logprobs import Logprobs
 from dtgpt.serve.openai_request import CompletionRequest
 from dtgpt.serve.token_names import TokenNames
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-class Answer:
+class CompletionAnswer:
     """What the whole answer and every event of a stream have in common."""
 
     def __init__(self, asked: CompletionRequest, model: str, tokenizer: Tokenizer | None, names: TokenNames):
@@ -73,10 +73,10 @@ class Answer:
         return b"data: " + ENCODER.encode(fields).encode() + b"\n\n"
 
 
-class Stream:
+class CompletionStream:
     """The events of an answer that is sent as it is generated."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: CompletionAnswer):
         self._answer, asked = answer, answer.asked
         self._choices = [
             _StreamedChoice(answer, job, job * asked.n + choice)
@@ -85,7 +85,7 @@ class Stream:
         ]
         self._new_tokens = 0
 
-    def events(self, updates: Sequence[Update]) -> bytes:
+    def events(self, updates: Sequence[SequenceUpdate]) -> bytes:
         """Return the events for what a round has added, one for each choice."""
         events = []
         for update in updates:
@@ -105,13 +105,13 @@ class Stream:
 class _StreamedChoice:
     """One choice of a stream."""
 
-    def __init__(self, answer: Answer, job: int, index: int):
+    def __init__(self, answer: CompletionAnswer, job: int, index: int):
         self._asked, self._prompt, self._index = answer.asked, answer.asked.prompts[job], index
         self._logprobs = answer.logprobs(job)
         self._length = 0  # characters sent
         self._begun = False
 
-    def take(self, update: Update) -> dict[str, Any] | None:
+    def take(self, update: SequenceUpdate) -> dict[str, Any] | None:
         """Return the entry in `choices` for an update; None where there is nothing to send yet."""
         asked, text, first = self._asked, update.text, not self._begun
         if first and asked.echo:
@@ -126,7 +126,7 @@ class _StreamedChoice:
             entry |= {"prompt_token_ids": self._prompt.ids if first else None, "token_ids": update.ids}
         return entry
 
-    def _take_logprobs(self, update: Update, first: bool) -> dict[str, Any] | None:
+    def _take_logprobs(self, update: SequenceUpdate, first: bool) -> dict[str, Any] | None:
         logprobs = self._logprobs
         if logprobs is None:
             return None

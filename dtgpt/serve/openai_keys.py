@@ -1,13 +1,12 @@
-"""The keys of a request to OpenAI's completions: the type, the range and the default of each."""
+"""The keys of a request to OpenAI's completions: those of the options that `dtgpt.inference` declares, and those of
+this API alone."""
 
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dtgpt.inference.options import MOST_SEQUENCES, spells_id
-from dtgpt.inference.sampling import BIAS, HIGHEST_TEMPERATURE, LARGEST_TOP_K, PENALTY
-from dtgpt.inference.text import check_stop_strings
-from dtgpt.ops.sampling.sequences import MOST_BIASES, MOST_NGRAM, MOST_STOPS
+from dtgpt.inference.options import OPTIONS, plain
+from dtgpt.inference.sampling import check_whole
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.util.errors import UserError, shown, shown_name
 
@@ -17,11 +16,12 @@ ELSEWHERE = {  # names that other programs have for a key
     "num_return_sequences": "n", "random_seed": "seed", "stop_strings": "stop", "until": "stop", "prompts": "prompt",
     "top_logprobs": "logprobs", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids",
 }  # fmt: skip
+OPTION_KEYS = {option.offer.openai: option for option in OPTIONS.values() if option.offer.openai is not None}
 
-Reader = Callable[[str, Any], Any]  # (key, value) -> value; raises HttpProblem
+Reader = Callable[[str, Any], Any]  # (key, value) -> value; raises UserError or HttpProblem
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     """A key that a request may have."""
 
     default: Any  # where the key is missing or null
@@ -29,43 +29,33 @@ class Key(NamedTuple):
 
 
 def read_keys(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of every known key. Raise HttpProblem 400 for a value that a key cannot have, and for a key that
-    is unknown: ignoring it would give another text than its sender expects."""
+    """Return the value of every key of this API, and of the options that are given. Raise HttpProblem 400 for a value
+    that a key cannot have, and for a key that is unknown: ignoring it would give another text than its sender expects.
+    """
     for name in body:
-        if name not in KEYS and body[name] is not None:
-            near = difflib.get_close_matches(ELSEWHERE.get(name, name)[:99], KEYS, n=1)
+        if name not in KEYS and name not in OPTION_KEYS and body[name] is not None:
+            near = difflib.get_close_matches(ELSEWHERE.get(name, name)[:99], {**KEYS, **OPTION_KEYS}, n=1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out"
             raise HttpProblem(400, f"there is no key {shown(name)}; {remedy}", shown_name(name))
-    return {
-        name: key.default if body.get(name) is None else key.read(name, body[name]) for name, key in KEYS.items()
-    }  # fmt: skip
+    found = {name: key.default for name, key in KEYS.items()}
+    for name, value in body.items():
+        if value is None:
+            continue
+        try:
+            found[name] = KEYS[name].read(name, value) if name in KEYS else read_option(name, value)
+        except UserError as error:
+            raise bad_request(error, name) from None
+    return found
 
 
-def wrong(name: str, value: Any, rule: str) -> HttpProblem:
-    """Return the problem of a value that breaks the rule of its key."""
-    return HttpProblem(400, f"{name}={shown(value)} is not valid; use {rule}", name)
-
-
-def whole(least: int, most: int) -> Reader:
-    """Return a reader of whole numbers. A bool is not a number."""
-
-    def read(name: str, value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise wrong(name, value, f"a whole number from {least} to {most}")
-        return value
-
-    return read
-
-
-def number(least: float, most: float) -> Reader:
-    """Return a reader of numbers. A whole number stands for a float."""
-
-    def read(name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise wrong(name, value, f"a number from {least:g} to {most:g}")
-        return float(value)
-
-    return read
+def read_option(name: str, value: Any) -> Any:
+    """Return the value of the option of this key, in the bounds of any model."""
+    option = OPTION_KEYS[name]
+    if name == "top_k" and value == -1:  # vLLM's name of no limit
+        return option.default
+    found = value if name == "stop_token_ids" and type(value) is int else plain(option.name, value)
+    option.check(found, name=name)
+    return found
 
 
 def only(neutral: Any) -> Reader:
@@ -73,7 +63,7 @@ def only(neutral: Any) -> Reader:
 
     def read(name: str, value: Any) -> Any:
         if (type(value) is bool) != (type(neutral) is bool) or value != neutral:
-            raise HttpProblem(400, f"this server does not support {name}={shown(value)}; leave it out", name)
+            raise UserError(f"this server does not support {name}={shown(value)}; leave it out")
         return value
 
     return read
@@ -81,13 +71,13 @@ def only(neutral: Any) -> Reader:
 
 def read_switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise wrong(name, value, "true or false")
+        raise HttpProblem(400, f"{name}={shown(value)} is not a switch; use true or false", name)
     return value
 
 
 def read_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise wrong(name, value, "a text")
+        raise HttpProblem(400, f"{name}={shown(value)} is not a text; use one", name)
     return value
 
 
@@ -95,84 +85,43 @@ def read_any(name: str, value: Any) -> Any:
     return value
 
 
-def read_stop(name: str, value: Any) -> tuple[str, ...]:
-    """Return one stop string or several as a tuple."""
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-        raise wrong(name, value, "a text or a list of texts")
-    try:
-        check_stop_strings(strings)
-    except UserError as error:
-        raise bad_request(error, name) from None
-    return tuple(strings)
+def read_logprobs(name: str, value: Any) -> int:
+    check_whole(name, value, 0, MOST_LOGPROBS)
+    return value
 
 
-def read_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(i) is int for i in value) or len(value) > MOST_STOPS:
-        raise wrong(name, value, f"a list of up to {MOST_STOPS} ids")
-    return tuple(value)
-
-
-def read_bias(name: str, value: Any) -> dict[int, float]:
-    """Return numbers by id, which is a text in JSON."""
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise wrong(name, value, f"an object of up to {MOST_BIASES} ids with a number each")
-    found = {}
-    for key, bias in value.items():
-        if not spells_id(key):
-            raise wrong(f"the id {shown_name(key)} of {name}", bias, 'ids of tokens, such as "50256"')
-        found[int(key)] = number(-BIAS, BIAS)(name, bias)
-    return found
+def read_best_of(name: str, value: Any) -> int:
+    OPTIONS["num_return_sequences"].check(value, name=name)
+    return value
 
 
 def read_stream_options(name: str, value: Any) -> bool:
     """Return whether the usage is wanted at the end of a stream."""
     if not isinstance(value, dict):
-        raise wrong(name, value, 'an object, such as {"include_usage": true}')
+        raise UserError(f'{name}={shown(value)} is not an object; use one, such as {{"include_usage": true}}')
     for key, switch in value.items():
         if key not in ("include_usage", "include_obfuscation"):  # the second pads events, which changes no text
-            raise HttpProblem(400, f"there is no option {shown_name(key)} of a stream; use include_usage", name)
+            raise UserError(f"there is no option {shown_name(key)} of a stream; use include_usage")
         read_switch(f"{name}.{key}", switch)
     return value.get("include_usage", False)
 
 
-OFF = Key(False, read_switch)
+OFF = RequestKey(False, read_switch)
 KEYS = {
-    "model": Key(None, read_text),
-    "prompt": Key(None, read_any),  # see `openai_prompts`
-    "max_tokens": Key(None, whole(0, 2**31 - 1)),
-    "temperature": Key(1.0, number(0, HIGHEST_TEMPERATURE)),
-    "top_p": Key(1.0, number(0, 1)),
-    "n": Key(1, whole(1, MOST_SEQUENCES)),
-    "best_of": Key(None, whole(1, MOST_SEQUENCES)),
-    "seed": Key(None, whole(-(2**63), 2**64 - 1)),
-    "stop": Key((), read_stop),
+    "model": RequestKey(None, read_text),
+    "prompt": RequestKey(None, read_any),  # see `openai_request`
+    "best_of": RequestKey(None, read_best_of),
     "echo": OFF,
-    "logprobs": Key(None, whole(0, MOST_LOGPROBS)),
+    "logprobs": RequestKey(None, read_logprobs),
     "stream": OFF,
-    "stream_options": Key(None, read_stream_options),
-    "frequency_penalty": Key(0.0, number(-PENALTY, PENALTY)),
-    "presence_penalty": Key(0.0, number(-PENALTY, PENALTY)),
-    "logit_bias": Key({}, read_bias),
-    "suffix": Key("", only("")),
-    "user": Key(None, read_any),
+    "stream_options": RequestKey(None, read_stream_options),
+    "suffix": RequestKey("", only("")),
+    "user": RequestKey(None, read_any),
     # vLLM's
-    "top_k": Key(0, whole(-1, LARGEST_TOP_K)),
-    "min_tokens": Key(0, whole(0, 2**31 - 1)),
-    "stop_token_ids": Key((), read_ids),
     "ignore_eos": OFF,
     "return_token_ids": OFF,
-    "min_p": Key(0.0, only(0)),
-    "repetition_penalty": Key(1.0, only(1)),
-    "use_beam_search": Key(False, only(False)),
-    "skip_special_tokens": Key(True, only(True)),
-    "include_stop_str_in_output": Key(False, only(False)),
-    # transformers' and Megatron-LM's, as `dtgpt generate` has them
-    "do_sample": Key(True, read_switch),
-    "no_repeat_ngram_size": Key(0, whole(0, MOST_NGRAM)),
-    "top_p_decay": Key(0.0, number(0, 1)),
-    "top_p_bound": Key(0.0, number(0, 1)),
-    "stop_on_eol": OFF,
-    "stop_on_double_eol": OFF,
-    "prevent_newline_after_colon": OFF,
+    "repetition_penalty": RequestKey(1.0, only(1)),
+    "use_beam_search": RequestKey(False, only(False)),
+    "skip_special_tokens": RequestKey(True, only(True)),
+    "include_stop_str_in_output": RequestKey(False, only(False)),
 }

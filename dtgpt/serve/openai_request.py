@@ -8,16 +8,15 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.generator import Generator
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import check_ids, encode
-from dtgpt.inference.session import Job
-from dtgpt.serve.limits import Limits
-from dtgpt.serve.openai_keys import KEYS, read_keys
+from dtgpt.inference.session import PromptJob
+from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.openai_keys import OPTION_KEYS, read_keys
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.service import draw_seed
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 NEW_TOKENS = 16  # where a request does not name them
-OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
 KINDS = "a text, a list of ids, or a list of texts or of lists of ids"
 
 
@@ -33,7 +32,7 @@ class CompletionRequest:
     """A request that can be served: a job for each prompt, of `best_of` sequences each, of which the answer has `n`."""
 
     prompts: list[Prompt]
-    jobs: list[Job]
+    jobs: list[PromptJob]
     n: int
     best_of: int
     seed: int
@@ -48,15 +47,16 @@ class CompletionRequest:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def read_request(body: dict[str, Any], generator: Generator, model: str, limits: Limits) -> CompletionRequest:
+def read_request(body: dict[str, Any], generator: Generator, model: str, limits: RequestLimits) -> CompletionRequest:
     """Return the request in a JSON object, to the server of `model`. Raise HttpProblem where it cannot be served."""
     keys = read_keys(body)
     check_model(keys["model"], model)
+    keys.setdefault("n", 1)
     if keys["best_of"] is None:
         keys["best_of"] = keys["n"]
     _check_together(keys)
     prompts = _read_prompts(keys["prompt"], generator, limits)
-    seed = draw_seed() if keys["seed"] is None else keys["seed"]
+    seed = keys["seed"] if "seed" in keys else draw_seed()
     jobs = [_job(keys, prompt, index, seed, generator) for index, prompt in enumerate(prompts)]
     return CompletionRequest(
         prompts=prompts, jobs=jobs, seed=seed, include_usage=bool(keys["stream_options"]),
@@ -82,7 +82,7 @@ def _check_together(keys: dict[str, Any]) -> None:
             "stream_options are those of a stream; add stream=true, or leave them out",
         ),
         (
-            "max_tokens", keys["max_tokens"] == 0 and not keys["echo"],
+            "max_tokens", keys.get("max_tokens") == 0 and not keys["echo"],
             "max_tokens=0 generates nothing; use 1 or more, or add echo=true",
         ),
     ):  # fmt: skip
@@ -90,7 +90,7 @@ def _check_together(keys: dict[str, Any]) -> None:
             raise HttpProblem(400, sentence, name)
 
 
-def _read_prompts(given: Any, generator: Generator, limits: Limits) -> list[Prompt]:
+def _read_prompts(given: Any, generator: Generator, limits: RequestLimits) -> list[Prompt]:
     """Return the prompts of a text, of ids, or of a list of either; None begins a document. In a text, the names of
     special tokens stand for these, as in vLLM."""
     several = [given] if given is None or isinstance(given, str) or _is_ids(given) else given
@@ -128,17 +128,16 @@ def text_of(tokenizer: Tokenizer | None, ids: list[int]) -> str:
     return "" if tokenizer is None else tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 
-def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> Job:
+def _job(keys: dict[str, Any], prompt: Prompt, index: int, seed: int, generator: Generator) -> PromptJob:
     """Return the job of a prompt. Raise HttpProblem where the model cannot do it."""
     positions = generator.config.seq_length
-    new = keys["max_tokens"]
+    new = keys.get("max_tokens")
     if new is None:
         new = max(1, min(NEW_TOKENS, positions - len(prompt.ids)))
     if len(prompt.ids) + new > positions:
         raise HttpProblem(400, _too_long(len(prompt.ids), new, positions), "max_tokens", code="context_length_exceeded")
-    job = Job(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
+    job = PromptJob(prompt.ids, _options(keys, new, seed, generator.vocab_size), index)
     try:
-        job.options.check_extra(generator.vocab_size)
         generator.check(job)
     except UserError as error:
         raise _renamed(error) from None
@@ -156,25 +155,22 @@ def _too_long(prompt: int, new: int, positions: int) -> str:
 
 
 def _options(keys: dict[str, Any], new_tokens: int, seed: int, vocab_size: int) -> Options:
-    same = (
-        "frequency_penalty", "presence_penalty", "logit_bias", "stop_token_ids", "do_sample", "no_repeat_ngram_size",
-        "top_p_decay", "top_p_bound", "stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon",
-    )  # fmt: skip
+    given = {option.name: keys[key] for key, option in OPTION_KEYS.items() if key in keys}
     logprobs = keys["logprobs"]
-    greedy = not keys["do_sample"] or keys["top_p"] == 0  # which leaves the likeliest token alone
-    return Options(
-        max_new_tokens=new_tokens, min_new_tokens=keys["min_tokens"], seed=seed, ends=not keys["ignore_eos"],
-        temperature=0.0 if greedy else keys["temperature"], top_k=max(0, keys["top_k"]), top_p=keys["top_p"] or 1.0,
-        num_return_sequences=keys["best_of"], stop_strings=keys["stop"], top_logprobs=min(logprobs or 0, vocab_size),
-        prompt_logprobs=(keys["echo"] and logprobs is not None) or new_tokens == 0,
-        **{name: keys[name] for name in same},
-    )  # fmt: skip
+    if not given.get("do_sample", True) or given.get("top_p") == 0:  # which leaves the likeliest token alone
+        given |= {"temperature": 0.0, "top_p": 1.0}
+    given |= {
+        "max_new_tokens": new_tokens, "seed": seed, "ends": not keys["ignore_eos"],
+        "num_return_sequences": keys["best_of"], "top_logprobs": min(logprobs or 0, vocab_size),
+        "prompt_logprobs": (keys["echo"] and logprobs is not None) or new_tokens == 0,
+    }  # fmt: skip
+    return Options(**given)
 
 
 def _renamed(error: UserError) -> HttpProblem:
     """Return the problem of a wrong value, with OpenAI's names of options, about the key that it names."""
     sentence = str(error)
-    for name, theirs in OPENAI_NAMES.items():
-        sentence = sentence.replace(name, theirs)
+    for key, option in OPTION_KEYS.items():
+        sentence = re.sub(rf"\b{option.name}\b", key, sentence)
     named = re.search(r"\b(\w+)=", sentence)
-    return HttpProblem(400, sentence, named[1] if named and named[1] in KEYS else None)
+    return HttpProblem(400, sentence, named[1] if named and named[1] in OPTION_KEYS else None)

@@ -16,13 +16,13 @@ from starlette.requests import Request
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.generator import Generator
-from dtgpt.inference.session import Job
+from dtgpt.inference.session import PromptJob
 from dtgpt.models.config import ModelConfig
-from dtgpt.serve.limits import Limits
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.log import log
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.ticket import ClientGone, Ticket
-from dtgpt.serve.worker import Worker
+from dtgpt.serve.worker import EngineWorker
 
 TICKET = "dtgpt.ticket"  # of a request, in its ASGI scope
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is handled
@@ -58,7 +58,7 @@ class Service:
     """
 
     generator: Generator
-    worker: Worker
+    worker: EngineWorker
     model_id: str
     api_key: str | None = None
     hosts: frozenset[str] | None = None
@@ -67,7 +67,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         return self.worker.limits
 
     @property
@@ -83,9 +83,11 @@ class Service:
         """The tokenizer of the model. Raises UserError where there is none."""
         return self.generator.tokenizer
 
-    def submit(self, request: Request, jobs: list[Job], prompts: Sequence[Any] = (), quiet: bool = False) -> Ticket:
-        """Hand the jobs of a request to the worker, as `Worker.submit` does. `prompts`: as the client gave them, for
-        the log of a server that writes prompts down, unless `quiet`."""
+    def submit(
+        self, request: Request, jobs: list[PromptJob], prompts: Sequence[Any] = (), quiet: bool = False
+    ) -> Ticket:
+        """Hand the jobs of a request to the worker; raise its problems. `prompts`: from the client, for the log of a
+        server that writes prompts down, unless `quiet`."""
         ticket = self.worker.submit([job._replace(client=CLIENT.get()) for job in jobs])
         request.scope[TICKET] = ticket
         if self.log_prompts and not quiet:

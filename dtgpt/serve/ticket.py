@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from dtgpt.inference.completion import Completion
-from dtgpt.inference.session import Job, Update
+from dtgpt.inference.session import PromptJob, SequenceUpdate
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem
 
@@ -28,7 +28,9 @@ class ClientGone(HttpProblem):
 class Ticket:
     """The jobs of one HTTP request, for the event loop that submitted them."""
 
-    def __init__(self, jobs: list[Job], seconds: float, metrics: Metrics, ended: Callable[["Ticket", bool], None]):
+    def __init__(
+        self, jobs: list[PromptJob], seconds: float, metrics: Metrics, ended: Callable[["Ticket", bool], None]
+    ):
         """seconds: the time limit. ended: is called once, when all jobs have ended, or when nobody wants the rest of
         them; its second argument says which."""
         self.jobs = jobs
@@ -39,16 +41,16 @@ class Ticket:
         self.first: float | None = None  # when the first update arrived
         self.loop = asyncio.get_running_loop()
         self._metrics, self._ended = metrics, ended
-        self._updates: list[Update] = []
+        self._updates: list[SequenceUpdate] = []
         self._left = len(jobs)
         self._error: HttpProblem | None = None
         self._news = asyncio.Event()
         self._wakes = True  # whoever reads the updates, at each round; else at the end
         self._timer = self.loop.call_later(seconds, self.fail, TimeLimit(seconds))
 
-    async def rounds(self) -> AsyncIterator[list[Update]]:
+    async def rounds(self) -> AsyncIterator[list[SequenceUpdate]]:
         """Yield the new updates, those of one round or of several if they came faster than they are read. The `job` of
-        an update is its index in the request. Raise Failed, TimeLimit or ClientGone."""
+        an update is its index in the request. Raise EngineFailed, TimeLimit or ClientGone."""
         try:
             while self._left or self._updates or self._error:
                 await self._news.wait()
@@ -89,7 +91,7 @@ class Ticket:
         if not self.new_tokens:
             self.fail(error)
 
-    def take(self, updates: list[Update]) -> None:
+    def take(self, updates: list[SequenceUpdate]) -> None:
         """Keep the updates of a round, on the event loop."""
         if not self._left:  # nobody wants them
             return

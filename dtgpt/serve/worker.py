@@ -1,7 +1,7 @@
 """The engine's thread and the event loop's: requests go one way, new tokens the other.
 
-The main thread runs `Worker.run`: it takes what was submitted, lets the session step, and hands all updates of a round
-over in one call. Everything else is for event loops.
+The main thread runs `EngineWorker.run`: it takes what was submitted, lets the session step, and hands all updates of a
+round over in one call. Everything else is for event loops.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from dtgpt.inference.finite import LOGITS, WEIGHTS
 from dtgpt.inference.request import NOT_FINITE
-from dtgpt.inference.session import Job, Session, Update
-from dtgpt.serve.limits import Limits
+from dtgpt.inference.session import PromptJob, SequenceUpdate, Session
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.metrics import Metrics
 from dtgpt.serve.problems import HttpProblem, bad_request
 from dtgpt.serve.ticket import Ticket
@@ -36,7 +36,7 @@ class Refused(HttpProblem):
         super().__init__(status, message, headers={"Retry-After": str(retry_after)})
 
 
-class Failed(HttpProblem):
+class EngineFailed(HttpProblem):
     """A request whose engine has failed."""
 
     def __init__(self, cause: str):
@@ -72,15 +72,15 @@ class Status:
         return self.state == "ready"
 
 
-class Worker:
+class EngineWorker:
     """Jobs of all requests, on one session. `slots`: of the session's cache. `check`: raises UserError for a job that
     can never be done."""
 
     def __init__(
-        self, check: Callable[[Job], None], slots: Callable[[], int], limits: Limits | None = None,
+        self, check: Callable[[PromptJob], None], slots: Callable[[], int], limits: RequestLimits | None = None,
         metrics: Metrics | None = None,
     ):  # fmt: skip
-        self.limits, self.metrics = limits or Limits(), metrics or Metrics()
+        self.limits, self.metrics = limits or RequestLimits(), metrics or Metrics()
         self._check, self._slots = check, slots
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._tickets: set[Ticket] = set()  # that are not finished, for event loops
@@ -96,7 +96,7 @@ class Worker:
 
     # For event loops
 
-    def submit(self, jobs: list[Job]) -> Ticket:
+    def submit(self, jobs: list[PromptJob]) -> Ticket:
         """Hand the jobs of a client's request to the engine. Raise UserError for a job that can never be done, Refused
         where the queue is full, and the client has its share of it, or where the server does not take requests."""
         if self._state != "ready":
@@ -112,8 +112,8 @@ class Worker:
         if rows > limit:
             raise UserError(f"the request asks for {rows:,} sequences; ask for {limit:,} at most")
         client = jobs[0].client
-        whole, share = self._rows.total(), limit // len(self._rows.keys() | {client})
-        if whole + rows > limit and self._rows[client] + rows > share:
+        whole, fair = self._rows.total(), limit // len(self._rows.keys() | {client})
+        if whole + rows > limit and self._rows[client] + rows > fair:
             raise Refused(
                 429, f"{counted(whole, 'sequence')} are waiting or running, and the server takes {limit:,} at "
                 "most; ask again later", self.limits.retry_after,
@@ -127,7 +127,7 @@ class Worker:
 
     def _refusal(self) -> HttpProblem:
         if self._state == "failed":
-            return Failed(self._cause)
+            return EngineFailed(self._cause)
         if self._state == NOT_FINITE:
             return NotFiniteProblem(503, WEIGHTS)
         if self._state == "starting":
@@ -161,7 +161,7 @@ class Worker:
         with code 1."""
         self._state, self._cause = "failed", cause
         for ticket in list(self._tickets):
-            ticket.fail(Failed(cause))
+            ticket.fail(EngineFailed(cause))
         asyncio.get_running_loop().call_later(1.0, os._exit, 1)
 
     # For any thread, and for signal handlers: `SimpleQueue.put` may interrupt itself
@@ -189,7 +189,7 @@ class Worker:
             self._fail_tickets(self._refusal())  # those that were submitted at the very end
         except BaseException as error:
             self._state, self._cause = "failed", str(error) or repr(error)
-            self._fail_tickets(Failed(self._cause))
+            self._fail_tickets(EngineFailed(self._cause))
             raise
 
     def _work(self, session: Session) -> None:
@@ -247,9 +247,9 @@ class Worker:
             if not self._finite_weights and self._state == "ready":
                 self._state = NOT_FINITE
 
-    def _hand_over(self, session: Session, updates: list[Update]) -> None:
+    def _hand_over(self, session: Session, updates: list[SequenceUpdate]) -> None:
         """Give the updates of a round to the tickets, with one call for each event loop."""
-        batches: dict[asyncio.AbstractEventLoop, dict[Ticket, list[Update]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, dict[Ticket, list[SequenceUpdate]]] = {}
         for update in updates:
             ticket, job = self._places[update.job]
             if update.completions is not None:
@@ -276,7 +276,7 @@ class Worker:
             _call(ticket.loop, ticket.fail, error)
 
 
-def _deliver(batch: dict[Ticket, list[Update]]) -> None:
+def _deliver(batch: dict[Ticket, list[SequenceUpdate]]) -> None:
     for ticket, updates in batch.items():
         ticket.take(updates)
 
@@ -291,13 +291,13 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *argume
         function(*arguments)
 
 
-def _has_nothing(update: Update) -> bool:
+def _has_nothing(update: SequenceUpdate) -> bool:
     """Return whether the server ended a job before its first token: an answer without text would look complete."""
     completions = update.completions
     return update.finish == "cancelled" and completions is not None and not any(found.ids for found in completions)
 
 
-def _ended(update: Update) -> Update:
+def _ended(update: SequenceUpdate) -> SequenceUpdate:
     """Return an update whose sequences, where the server ended them, have ended for their length."""
     if update.finish == "cancelled":
         update = update._replace(finish="length")

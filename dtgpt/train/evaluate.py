@@ -10,12 +10,12 @@ from dtgpt.config.sections import LogConfig
 from dtgpt.data.dataset import bits_per_byte
 from dtgpt.data.document_masks import DocumentMasks
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
+from dtgpt.inference.broadcast import broadcast_json
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.finite import NotFinite
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import encode, special_ids
-from dtgpt.inference.session import Job, Session
-from dtgpt.inference.share import share
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.models.batch import Batch
 from dtgpt.models.decoder import Decoder
 from dtgpt.parallel.engine import TrainingEngine
@@ -67,17 +67,17 @@ def sample(
         engine = Engine(stages, mesh, config, settings.dtype, slots=1, vocab_size=vocab_size)
         if mesh.rank:
             engine.follow()
-            return share(mesh)
+            return broadcast_json(mesh)
         session, text = Session(engine, tokenizer, special_ids(tokenizer)), log.prompt
         try:
-            for update in session.stream(Job(ids, options, step)):
+            for update in session.stream(PromptJob(ids, options, step)):
                 text += update.text
                 if interrupted():
                     break
         except NotFinite as error:
             text += f"\n[{error}]"
         session.close()
-        return share(mesh, text)
+        return broadcast_json(mesh, text)
 
 
 def fit_prompt(ids: list[int], tokens: int, positions: int) -> tuple[list[int], int]:

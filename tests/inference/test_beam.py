@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtgpt.inference.beam import Beams, BeamSearch, Hypothesis, Row, fp32
+from dtgpt.inference.beam import BeamRow, Beams, BeamSearch, Hypothesis, fp32
 from dtgpt.util.errors import UserError
 
 LogProbs = Callable[[tuple[int, ...]], list[float]]  # of every token after these
@@ -66,24 +66,28 @@ def test_one_beam_is_greedy():
 
 def test_an_end_counts_only_among_the_best_of_the_width():
     first = BeamSearch(Beams(width=2), 2, [0])
-    assert first.advance([[(0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0)]]) == [Row(0, 1), Row(0, 2)]
+    assert first.advance([[(0, -1.0), (1, -2.0), (2, -3.0), (3, -4.0)]]) == [BeamRow(0, 1), BeamRow(0, 2)]
     assert [h.ids for h in first.hypotheses] == [[0]]
     late = BeamSearch(Beams(width=2), 2, [0])
-    assert late.advance([[(1, -1.0), (2, -2.0), (0, -3.0), (3, -4.0)]]) == [Row(0, 1), Row(0, 2)]
+    assert late.advance([[(1, -1.0), (2, -2.0), (0, -3.0), (3, -4.0)]]) == [BeamRow(0, 1), BeamRow(0, 2)]
     assert late.hypotheses == []
 
 
 def test_equal_sums_go_by_row_and_then_by_id():
     search = BeamSearch(Beams(width=3), 5)
-    assert search.advance([[(4, -1.0), (2, -1.0), (7, -1.0), (1, -1.0)]]) == [Row(0, 1), Row(0, 2), Row(0, 4)]
+    assert search.advance([[(4, -1.0), (2, -1.0), (7, -1.0), (1, -1.0)]]) == [
+        BeamRow(0, 1),
+        BeamRow(0, 2),
+        BeamRow(0, 4),
+    ]
     same = [(9, -1.0), (3, -1.0), (5, -2.0)]
-    assert search.advance([same, same, same]) == [Row(0, 3), Row(0, 9), Row(1, 3)]
+    assert search.advance([same, same, same]) == [BeamRow(0, 3), BeamRow(0, 9), BeamRow(1, 3)]
 
 
 def test_sums_that_are_equal_in_fp32_tie():
     search = BeamSearch(Beams(width=1), 5)
     search.advance([[(0, -1e6)]])
-    assert search.advance([[(8, -1.001), (3, -1.002)]]) == [Row(0, 3)]
+    assert search.advance([[(8, -1.001), (3, -1.002)]]) == [BeamRow(0, 3)]
 
 
 def test_open_beams_are_closed_at_the_largest_length():
@@ -102,16 +106,16 @@ def test_open_beams_are_closed_at_the_largest_length():
 ])  # fmt: skip
 def test_when_the_search_ends(options, logprob, goes_on):
     search = BeamSearch(Beams(width=2, **options), 9, [0])
-    assert search.advance([[(1, -0.2), (0, -2.0), (2, -3.0), (3, -9.0)]]) == [Row(0, 1), Row(0, 2)]
+    assert search.advance([[(1, -0.2), (0, -2.0), (2, -3.0), (3, -9.0)]]) == [BeamRow(0, 1), BeamRow(0, 2)]
     rows = search.advance([[(0, -0.3), (1, logprob), (2, -9.0)], [(1, -9.0), (2, -9.0), (3, -9.0)]])
-    assert rows == ([Row(0, 1), Row(0, 2)] if goes_on else [])
+    assert rows == ([BeamRow(0, 1), BeamRow(0, 2)] if goes_on else [])
     assert [h.ids for h in search.hypotheses] == [[1, 0], [0]]
 
 
 def test_a_token_of_probability_0_is_never_taken():
     never = -math.inf
     search = BeamSearch(Beams(width=2), 4)
-    assert search.advance([[(3, -1.0), (4, never), (5, never), (6, never)]]) == [Row(0, 3)]
+    assert search.advance([[(3, -1.0), (4, never), (5, never), (6, never)]]) == [BeamRow(0, 3)]
     assert search.advance([[(1, never), (2, never)]]) == []
     assert [(h.ids, h.ended) for h in search.hypotheses] == [([3], False)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtgpt.config.plan import Plan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.memory import MOST_SLOTS, bytes_per_slot, slots_that_fit
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling, SpecialIds, variant_of
 from dtgpt.inference.slot_state import SlotState
 from dtgpt.models.decoder import build_model
@@ -39,7 +39,7 @@ quick = settings(deadline=None, max_examples=30, derandomize=True, database=None
 
 def make_runner(config, backend="auto", slots=3):
     stages, mesh = bodies.inference_stages(config, "single", attention=backend)
-    return Runner(stages, mesh, config, torch.float32, slots)
+    return ModelRunner(stages, mesh, config, torch.float32, slots)
 
 
 def whole_log_probabilities(config, ids):

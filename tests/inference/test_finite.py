@@ -18,7 +18,7 @@ from dtgpt.inference.finite import LOGITS, NotFinite, has_finite_weights
 from dtgpt.inference.options import Options
 from dtgpt.inference.request import NOT_FINITE, Event, Request
 from dtgpt.inference.sampling import Sampling, SpecialIds
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -141,6 +141,6 @@ def test_a_conversation_goes_on_after_the_sentence(capsys):
 
     with engine_of(broken_model(), 2) as engine:
         session = Session(engine, BYTES, SpecialIds())
-        converse(session, Typed(), lambda text, turn: Job(list(text.encode()), Options(max_new_tokens=3)))
+        converse(session, Typed(), lambda text, turn: PromptJob(list(text.encode()), Options(max_new_tokens=3)))
     out, err = capsys.readouterr()
     assert err == f"dtgpt: {LOGITS}\n" and out.startswith("hello") and "\na" in out

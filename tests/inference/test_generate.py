@@ -19,7 +19,7 @@ from dtgpt.inference.completion import Completion
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import ELSEWHERE, NAMES, read_options
 from dtgpt.inference.prompts import special_ids, tokenizer_of
-from dtgpt.inference.session import Job
+from dtgpt.inference.session import PromptJob
 from dtgpt.interop.hf.model import save_huggingface
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -293,7 +293,7 @@ JSON = st.recursive(
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
     try:
-        model.generator.check(Job([1, 2], read_options(options, 2, CONFIG)))
+        model.generator.check(PromptJob([1, 2], read_options(options, 2, CONFIG)))
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 

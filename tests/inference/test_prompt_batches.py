@@ -21,7 +21,7 @@ from dtgpt.inference.prompt_batches import (
     passes_over,
 )
 from dtgpt.inference.request import Request
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling
 from dtgpt.inference.scheduler import PromptChunk
 from dtgpt.models.gpt2 import GPT2Config
@@ -102,11 +102,11 @@ def test_requests_that_arrive_together_are_read_together(plan, world):
     assert texts[5, 0] == texts[0, 0]
 
 
-def prefill_with_graphs(change: Callable | None = None) -> tuple[Prefill, list[int], Runner]:
+def prefill_with_graphs(change: Callable | None = None) -> tuple[Prefill, list[int], ModelRunner]:
     """Return a `Prefill` as on a GPU, with graphs that run eagerly, and the sizes of the passes that it made. `change`:
     called after each pass with its size and the cache."""
     stages, mesh = bodies.inference_stages(CONFIG, "single")
-    runner = Runner(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
+    runner = ModelRunner(stages, mesh, CONFIG, torch.float32, len(PROMPTS))
     sizes, plain = [], runner.step.prefill_padded
 
     def read(tokens, slots):

@@ -9,7 +9,7 @@ from dtgpt.inference.beam import Beams
 from dtgpt.inference.options import Options
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.sampling import SpecialIds
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from tests.support.scripted_engine import ScriptedEngine
 
 BYTES = make_tokenizer("bytes", [], 0)
@@ -29,7 +29,7 @@ def session_of(texts, **sizes):
 
 
 def job(index=0, prompt="x", **options):
-    return Job(list(prompt.encode()), Options(**{"max_new_tokens": 20, **options}), index)
+    return PromptJob(list(prompt.encode()), Options(**{"max_new_tokens": 20, **options}), index)
 
 
 def only(session, asked):

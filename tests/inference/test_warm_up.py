@@ -3,7 +3,7 @@
 import pytest
 
 from dtgpt.inference.generator import Need
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.warm_up import warm_up
 from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 
@@ -12,7 +12,7 @@ from tests.support.server import bytes_tokenizer, generator_of, tiny_model
 def shapes(monkeypatch):
     """Run a warm-up; return the lengths of prefills, and rows and filters of decode steps."""
     prefills, steps = set(), set()
-    prefill, decode = Runner.prefill, Runner.decode
+    prefill, decode = ModelRunner.prefill, ModelRunner.decode
 
     def seen_prefill(runner, slot, ids, first=0):
         prefills.add(len(ids))
@@ -22,8 +22,8 @@ def shapes(monkeypatch):
         steps.add((len(slots), variant.filters))
         return decode(runner, slots, count, variant)
 
-    monkeypatch.setattr(Runner, "prefill", seen_prefill)
-    monkeypatch.setattr(Runner, "decode", seen_decode)
+    monkeypatch.setattr(ModelRunner, "prefill", seen_prefill)
+    monkeypatch.setattr(ModelRunner, "decode", seen_decode)
 
     def run(slots, positions, graphs):
         generator = generator_of(tiny_model(seq_length=positions), bytes_tokenizer(), slots)
@@ -40,13 +40,13 @@ def test_every_shape_of_a_graph_is_run(shapes):
 
 
 def test_few_rows_take_whole_rounds_too(monkeypatch):
-    rounds, decode = set(), Runner.decode
+    rounds, decode = set(), ModelRunner.decode
 
     def seen(runner, slots, count, variant):
         rounds.add((len(slots), count, variant.filters))
         return decode(runner, slots, count, variant)
 
-    monkeypatch.setattr(Runner, "decode", seen)
+    monkeypatch.setattr(ModelRunner, "decode", seen)
     generator = generator_of(tiny_model(seq_length=64), bytes_tokenizer(), 12)
     generator.run(lambda: Need(12, 1), lambda session: warm_up(session, 12, 64, graphs=True))
     few = (1, 2, 4, 8)
@@ -54,7 +54,7 @@ def test_few_rows_take_whole_rounds_too(monkeypatch):
 
 
 def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
-    batches, read = set(), Runner.prefill_batch
+    batches, read = set(), ModelRunner.prefill_batch
 
     def seen(runner, slots, prompts):
         batches.add((len(prompts), len(prompts[0])))
@@ -65,7 +65,7 @@ def test_prompts_are_read_in_batches_of_every_size(monkeypatch):
         session._engine._forget()
         warm_up(session, 20, 64, graphs=True)
 
-    monkeypatch.setattr(Runner, "prefill_batch", seen)
+    monkeypatch.setattr(ModelRunner, "prefill_batch", seen)
     generator_of(tiny_model(), bytes_tokenizer(), 20).run(lambda: Need(20, 1), work)
     assert batches >= {(16, 16), (8, 32), (16, 32), (4, 62), (8, 62)}
 

@@ -21,8 +21,8 @@ from dtgpt.serve.app import make_app
 from dtgpt.serve.client import client_of
 from dtgpt.serve.guard import host_name
 from dtgpt.serve.http import allow_many_connections
-from dtgpt.serve.limits import Limits
-from dtgpt.serve.openai_answer import Answer
+from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.service import CLIENT, beside
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
@@ -35,7 +35,9 @@ POSTS = {"/v1/completions": "POST", "/completions": "POST", "/api": "PUT", "/tok
 @pytest.fixture(scope="module")
 def service():
     model = tiny_model(seq_length=4096)
-    with served(model, limits=Limits(read_seconds=0.4), hosts=frozenset({"127.0.0.1"}), log_requests=False) as service:
+    with served(
+        model, limits=RequestLimits(read_seconds=0.4), hosts=frozenset({"127.0.0.1"}), log_requests=False
+    ) as service:
         yield service
 
 
@@ -157,7 +159,7 @@ def test_long_bodies_and_answers_do_not_hold_other_requests_up(near, monkeypatch
         return note
 
     monkeypatch.setattr(body_module, "parse_object", noted(body_module.parse_object))
-    monkeypatch.setattr(Answer, "whole", noted(Answer.whole))
+    monkeypatch.setattr(CompletionAnswer, "whole", noted(CompletionAnswer.whole))
     near.post("/v1/completions", json=SMALL)
     loop, also_loop = threads
     assert loop == also_loop != "requests"

@@ -13,8 +13,8 @@ from dtgpt.inference.completion import Score
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.session import Session
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.serve.limits import Limits
-from dtgpt.serve.openai_answer import Answer, Stream
+from dtgpt.serve.limits import RequestLimits
+from dtgpt.serve.openai_answer import CompletionAnswer, CompletionStream
 from dtgpt.serve.openai_logprobs import Logprobs, likeliest
 from dtgpt.serve.openai_request import Prompt, read_request
 from dtgpt.serve.problems import HttpProblem
@@ -32,7 +32,7 @@ GENERATOR = generator_of(CONFIG, BYTES)
 
 
 def read(generator=GENERATOR, **body):
-    return read_request(body, generator, "tiny", Limits())
+    return read_request(body, generator, "tiny", RequestLimits())
 
 
 def problem(**body):
@@ -67,7 +67,7 @@ def test_null_stands_for_the_default_of_every_key():
     {"stream": True, "stream_options": {"include_usage": 1}}, {"frequency_penalty": 2.5}, {"presence_penalty": []},
     {"logit_bias": []}, {"logit_bias": {"257": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
     {"logit_bias": {"5": None}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"9" * 400: 1}}, {"suffix": "x"},
-    {"top_k": -2}, {"min_tokens": 17}, {"stop_token_ids": [257]}, {"stop_token_ids": 5}, {"min_p": 0.1},
+    {"top_k": -2}, {"min_tokens": 17}, {"stop_token_ids": [257]}, {"stop_token_ids": 5}, {"min_p": 1.5},
     {"use_beam_search": True}, {"model": 5}, {"tools": []}, {"": 1}, {"top_p": 0.5, "top_p_bound": 0.6},
 ], ids=str)  # fmt: skip
 def test_a_wrong_value_is_one_sentence_that_says_what_is_right(wrong):
@@ -195,8 +195,8 @@ def test_the_events_of_a_stream_together_are_the_whole_answer(texts, stop, n, ec
 
     session = Session(ScriptedEngine(script, slots=3, steps=steps), BYTES, special_ids(BYTES))
     numbers = [session.submit(job) for job in asked.jobs]
-    answer = Answer(asked, "tiny", BYTES, TokenNames(BYTES))
-    stream, found, events = Stream(answer), {}, b""
+    answer = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES))
+    stream, found, events = CompletionStream(answer), {}, b""
     while session.busy:
         updates = [update._replace(job=numbers.index(update.job)) for update in session.step()]
         events += stream.events(updates)
@@ -226,6 +226,6 @@ def test_best_of_ranks_by_the_mean_of_log_probabilities():
     texts = ["abcdefgh", "ab"]  # the i-th token has -i: the shorter one is likelier on average
     session = Session(ScriptedEngine(lambda _, c: [*texts[c].encode(), 256]), BYTES, special_ids(BYTES))
     (found,) = session.run(asked.jobs)
-    whole = Answer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
+    whole = CompletionAnswer(asked, "tiny", BYTES, TokenNames(BYTES)).whole([found])
     assert [choice["text"] for choice in whole["choices"]] == ["ab"]
     assert whole["usage"] == {"prompt_tokens": 1, "completion_tokens": 12, "total_tokens": 13}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtgpt.models.gpt2 import GPT2Config
-from dtgpt.serve.limits import Limits
+from dtgpt.serve.limits import RequestLimits
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.server import bytes_tokenizer, live_server, served, served_script, tiny_model, wait_until
 
@@ -253,7 +253,7 @@ def test_the_key_and_the_host_have_errors_of_their_own():
 
 def test_a_full_server_is_asked_again_and_an_ending_one_refuses():
     with (
-        served(make_model(), slots=2, limits=Limits(queue=2)) as service, live_server(service) as address,
+        served(make_model(), slots=2, limits=RequestLimits(queue=2)) as service, live_server(service) as address,
         client_of(address) as hasty, client_of(address, max_retries=2) as patient,
     ):  # fmt: skip
         busy = hasty.completions.create(model="tiny", **LONG, n=2, stream=True)
@@ -271,7 +271,7 @@ def test_a_full_server_is_asked_again_and_an_ending_one_refuses():
 
 def test_a_time_limit_ends_a_stream_with_an_error_and_is_not_retried():
     with (
-        served(make_model(), slots=4, limits=Limits(seconds=0.4)) as service, live_server(service) as address,
+        served(make_model(), slots=4, limits=RequestLimits(seconds=0.4)) as service, live_server(service) as address,
         client_of(address, max_retries=2) as client,
     ):  # fmt: skip
         with pytest.raises(openai.APIError, match=r"not finished within 0\.4 s"):

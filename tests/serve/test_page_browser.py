@@ -323,7 +323,7 @@ def test_every_sampling_option_is_on_the_page_and_is_sent(visit):
         name for name, key in openai_keys.KEYS.items() if key.read.__qualname__.startswith(openai_keys.only.__name__)
     }  # fmt: skip
     others |= unsupported | {"return_token_ids"}
-    assert {field["v1"] for field in fields if "v1" in field} == set(openai_keys.KEYS) - others
+    assert {field["v1"] for field in fields if "v1" in field} == {*openai_keys.KEYS, *openai_keys.OPTION_KEYS} - others
     page.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
     values = {"stop": "a\\n", "stop_token_ids": "5, 6", "logit_bias": "7: 1.5", "top_p": "0.5", "seed": "3", "n": "2"}
     sent = {"stop": ["a\n"], "stop_token_ids": [5, 6], "logit_bias": {"7": 1.5}, "top_p": 0.5, "seed": 3, "n": 2}

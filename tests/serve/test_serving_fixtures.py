@@ -20,7 +20,7 @@ from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.inference.beam import BeamSearch
 from dtgpt.inference.prompts import special_ids
 from dtgpt.inference.request import Request
-from dtgpt.inference.session import Job, Session
+from dtgpt.inference.session import PromptJob, Session
 from dtgpt.inference.text import segments
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.reference import likeliest
@@ -180,7 +180,7 @@ def assert_same_sequences(request: dict, ours: dict, body: dict, tokenizer: Toke
     assert_same(ours, recorded)
 
 
-def jobs_of(request: dict, model: Decoder, tokenizer: Tokenizer) -> list[Job]:
+def jobs_of(request: dict, model: Decoder, tokenizer: Tokenizer) -> list[PromptJob]:
     return make_jobs(read_request(request), tokenizer, model.config, seed=0)
 
 

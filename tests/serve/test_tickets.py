@@ -9,12 +9,12 @@ import pytest
 
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.options import Options
-from dtgpt.inference.session import Job
+from dtgpt.inference.session import PromptJob
 from dtgpt.serve.app import make_app
 from dtgpt.serve.life import end_where_a_rank_is_silent
-from dtgpt.serve.limits import Limits
+from dtgpt.serve.limits import RequestLimits
 from dtgpt.serve.ticket import TimeLimit
-from dtgpt.serve.worker import Failed, Refused
+from dtgpt.serve.worker import EngineFailed, Refused
 from dtgpt.util.errors import UserError
 from tests.support.server import client, served, tiny_model, wait_until
 
@@ -26,7 +26,7 @@ def model():
 
 
 def job(index=0, prompt=b"abc", **options):
-    return Job(list(prompt), Options(**{"max_new_tokens": 12, "seed": 5, "ends": False, **options}), index)
+    return PromptJob(list(prompt), Options(**{"max_new_tokens": 12, "seed": 5, "ends": False, **options}), index)
 
 
 def of(client, **options):
@@ -82,7 +82,7 @@ def test_a_request_has_a_time_limit():
             await service.worker.submit([job(**ENDLESS)] * 3).completions()
         return await service.worker.submit([job()]).completions()
 
-    with served(model(), limits=Limits(seconds=0.6)) as service:
+    with served(model(), limits=RequestLimits(seconds=0.6)) as service:
         assert len(asyncio.run(wait(service))[0][0].ids) == 12
         wait_until(lambda: idle(service), 1)
 
@@ -97,7 +97,7 @@ def test_the_queue_is_limited_and_the_refusal_says_when_to_ask_again():
             ticket.cancel()
         return caught.value, status, await service.worker.submit([job()]).completions()
 
-    with served(model(), slots=4, limits=Limits(queue=10)) as service:
+    with served(model(), slots=4, limits=RequestLimits(queue=10)) as service:
         with pytest.raises(UserError, match="10 at most"):
             service.worker.submit([job()] * 11)
         with pytest.raises(UserError, match="more than the 4"):
@@ -122,7 +122,7 @@ def test_a_full_queue_has_room_for_a_client_without_its_share():
             ticket.cancel()
         return status, service.worker.status(), await submit([of("modest")]).completions()
 
-    with served(model(), slots=4, limits=Limits(queue=12)) as service:
+    with served(model(), slots=4, limits=RequestLimits(queue=12)) as service:
         full, empty, found = asyncio.run(fill(service))
     assert full.clients == {"greedy": 12, "modest": 6, "third": 4} and full.waiting + full.running == 22
     assert empty.clients == {} and empty.waiting == 0 and len(found[0][0].ids) == 12
@@ -140,7 +140,7 @@ def test_a_client_with_many_requests_does_not_hold_another_up():
             ticket.cancel()
         return len(found), ended
 
-    with served(model(), slots=4, limits=Limits(queue=64)) as service:
+    with served(model(), slots=4, limits=RequestLimits(queue=64)) as service:
         found, ended = asyncio.run(ask(service))
     assert found == 5 and ended < 36
 
@@ -175,19 +175,19 @@ def test_all_requests_are_answered_where_the_engine_fails(monkeypatch):
         await first_round(service.worker.submit([job()]))
         monkeypatch.setattr("dtgpt.inference.engine.Engine._launch", lambda *_: 1 / 0)
         found = await asyncio.gather(*(ticket.completions() for ticket in tickets), return_exceptions=True)
-        with pytest.raises(Failed, match="division by zero"):
+        with pytest.raises(EngineFailed, match="division by zero"):
             service.worker.submit([job()])
         return found
 
     with pytest.raises(ZeroDivisionError), served(model()) as service:  # which ends the program, too
-        assert all(isinstance(one, Failed) and one.status == 500 for one in asyncio.run(fail(service)))
+        assert all(isinstance(one, EngineFailed) and one.status == 500 for one in asyncio.run(fail(service)))
         with client(make_app(service)) as http:
             answer = http.get("/health")
             assert answer.status_code == 503 and answer.json()["status"] == "failed"
 
 
 def test_a_server_without_rounds_is_not_healthy():
-    with served(model(), limits=Limits(stalled=0.2)) as service, client(make_app(service)) as http:
+    with served(model(), limits=RequestLimits(stalled=0.2)) as service, client(make_app(service)) as http:
         service.worker._commands.put(lambda session: time.sleep(1))
         asyncio.run(submit_and_leave(service))
         wait_until(lambda: http.get("/health").json()["status"] == "stalled", 1)
@@ -211,7 +211,7 @@ def test_a_step_that_hangs_shows_also_when_its_client_gives_up(monkeypatch, give
         if gives_up:
             ticket.cancel()
 
-    with served(model(), limits=Limits(stalled=0.2)) as service, client(make_app(service)) as http:
+    with served(model(), limits=RequestLimits(stalled=0.2)) as service, client(make_app(service)) as http:
         monkeypatch.setattr(Engine, "step", hang)
         asyncio.run(ask(service))
         assert hangs.wait(60)
@@ -233,7 +233,7 @@ def test_a_ping_that_hangs_shows_and_ends_the_server_where_no_client_waits(monke
         end_where_a_rank_is_silent(worker, 0.2)
         await asyncio.sleep(1.1)
 
-    with served(model(), limits=Limits(stalled=0.2)) as service:
+    with served(model(), limits=RequestLimits(stalled=0.2)) as service:
         wait_until(lambda: service.worker.status().state == "stalled", 5)
         asyncio.run(watch(service.worker))
         assert codes == [1] and service.worker.status().state == "failed"
@@ -241,7 +241,7 @@ def test_a_ping_that_hangs_shows_and_ends_the_server_where_no_client_waits(monke
 
 
 def test_an_idle_server_is_ready_between_its_pings():
-    with served(model(), limits=Limits(stalled=0.05)) as service:
+    with served(model(), limits=RequestLimits(stalled=0.05)) as service:
         wait_until(lambda: service.worker.status().state == "ready")
         time.sleep(0.3)  # waits for requests: no step and no ping is under way
         assert service.worker.status().state == "ready" and service.worker.seconds_under_way() == 0

@@ -12,7 +12,7 @@ from dtgpt.config.plan_names import parse_plan
 from dtgpt.inference.cache import Cache
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Event, Request
-from dtgpt.inference.runner import Runner
+from dtgpt.inference.runner import ModelRunner
 from dtgpt.inference.sampling import Sampling
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
@@ -80,7 +80,7 @@ def generate(config: ModelConfig, plan: str, requests: list[Request], slots: int
 def bytes_of_slots(config: ModelConfig, plan: str, slots: int = 3) -> int:
     """Return what this rank allocates for a slot."""
     stages, mesh = inference_stages(config, plan)
-    runner = Runner(stages, mesh, config, torch.float32, slots)
+    runner = ModelRunner(stages, mesh, config, torch.float32, slots)
     kept = [kept for layer in runner.cache.layers for kept in (layer.keys, layer.values)]
     kept += [value for value in vars(runner.state).values() if isinstance(value, Tensor)]
     assert all(len(tensor) == slots + 1 for tensor in kept)

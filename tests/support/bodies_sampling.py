@@ -99,7 +99,7 @@ def edited(row: Row) -> np.ndarray:
 
 
 def kept_ids(row: Row) -> list[int]:
-    """What top-k and top-p keep, the likeliest first."""
+    """What top-k, top-p and min-p keep, the likeliest first."""
     s, values = row.sampling, edited(row)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     if s.top_k:
@@ -108,10 +108,13 @@ def kept_ids(row: Row) -> list[int]:
     if p and s.top_p_decay:
         for _ in row.generated:
             p = max(p * s.top_p_decay, s.top_p_bound)
+    chances = np.exp((values.astype(np.float64) - values.max()) / s.temperature)  # relative to the likeliest
+    likely = {token for token in order if chances[token] >= s.min_p}
     if not 0 < p < 1:
-        return order
+        return [token for token in order if token in likely]
     shares = torch.softmax(torch.tensor(values[order]) / torch.tensor(s.temperature), dim=-1).tolist()
-    return [token for place, token in enumerate(order) if np.float32(math.fsum(shares[:place])) <= np.float32(p)]
+    order = [token for place, token in enumerate(order) if np.float32(math.fsum(shares[:place])) <= np.float32(p)]
+    return [token for token in order if token in likely]
 
 
 def is_greedy(s: Sampling) -> bool:
@@ -155,6 +158,8 @@ FILTERS = [
     {"top_k": 10**6}, {"top_p": 0.62}, {"top_p": 0.93, "temperature": 2.5}, {"top_p": 1e-7}, {"top_p": 0.9999},
     {"top_p": 0.97, "top_p_decay": 0.83, "top_p_bound": 0.31}, {"top_k": 30, "top_p": 0.58},
     {"top_k": 5, "top_p": 0.99, "temperature": 7}, {"top_k": 400, "top_p": 0.17},
+    {"min_p": 0.21}, {"min_p": 0.047, "temperature": 2.1, "top_p": 0.93}, {"top_k": 9, "min_p": 0.31}, {"min_p": 1.0},
+    {"min_p": 1e-4, "temperature": 0.4},
 ]  # fmt: skip
 EDITS = [
     {"logit_bias": {3: 2.0, 4: -100.0, 0: 0.5}}, {"frequency_penalty": 0.4, "presence_penalty": -0.2},

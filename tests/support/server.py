@@ -26,7 +26,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.serve.app import make_app
 from dtgpt.serve.http import HttpServer, bind
 from dtgpt.serve.service import Service
-from dtgpt.serve.worker import Worker
+from dtgpt.serve.worker import EngineWorker
 from tests.support.scripted_engine import ScriptedEngine
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def served(model: Decoder, tokenizer: Tokenizer | None = None, slots: int = SLOT
     """The service of a model, whose engine runs in a thread for the length of the block."""
     generator = generator_of(model, tokenizer or bytes_tokenizer(), slots)
     limits = service.pop("limits", None)
-    worker = Worker(generator.check, lambda: generator.slots, limits)
+    worker = EngineWorker(generator.check, lambda: generator.slots, limits)
 
     def engine() -> None:
         generator.run(lambda: Need(slots, 1), worker.run)
@@ -70,14 +70,14 @@ def served_script(
 ) -> Iterator[Service]:
     """The service of an engine that follows a script."""
     generator = generator_of(config, tokenizer, engine.slots)
-    worker = Worker(generator.check, lambda: engine.slots, service.pop("limits", None))
+    worker = EngineWorker(generator.check, lambda: engine.slots, service.pop("limits", None))
     session = Session(engine, tokenizer, generator.special)
     with _running(lambda: worker.run(session), worker):
         yield Service(generator, worker, "scripted", **service)
 
 
 @contextmanager
-def _running(engine: Any, worker: Worker) -> Iterator[None]:
+def _running(engine: Any, worker: EngineWorker) -> Iterator[None]:
     failures: list[BaseException] = []
 
     def run() -> None:

@@ -1,9 +1,9 @@
-"""Triton kernels of top-k and top-p, for `dtgpt.ops.sampling.kernels`. Needs Triton.
+"""Triton kernels of top-k, top-p and min-p, for `dtgpt.ops.sampling.kernels`. Needs Triton.
 
 Nothing is sorted. Chunks of a row count their logits, and sum their probabilities, in bins of the distance from the
 largest logit. One program a row then knows the bins where top-k and top-p end, copies the few logits in them, and finds
 both ends by binary search over the ordered bits of the copies. All sums are of whole numbers, so they have no order.
-Last, chunks draw from what stays.
+Where min-p ends is a binary search over the bits of a logit alone. Last, chunks draw from what stays.
 
 A sum of probabilities is rounded once, at its end; that of the reference has terms that are rounded. Both keep the same
 ids unless a sum is within about 1e-7 of top_p.
@@ -14,21 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.sampling.kernels import (
+from dtgpt.ops.sampling.primitives import (
     CHUNK,
     LAST,
+    PROMPT_LENGTH,
     ROW,
     WARPS,
     gumbel,
-    is_filtered,
-    load_choice,
     load_chunk,
+    load_float,
     ordered,
     paired,
     unordered,
     weight_of,
 )
-from dtgpt.ops.sampling.sequences import Sequences
+from dtgpt.ops.sampling.sequences import Floats, Integers, Sequences
+
+TOP_K = tl.constexpr(Integers._fields.index("top_k"))
+TEMPERATURE = tl.constexpr(len(Integers._fields) + Floats._fields.index("temperature"))
+TOP_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p"))
+TOP_P_DECAY = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_decay"))
+TOP_P_BOUND = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_bound"))
+MIN_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("min_p"))
 
 BINS = 64  # eight for each octave of 1 + distance / temperature, up to 2^8
 GROUP, BIN_WARPS = 8, 8  # bins that a program counts at once
@@ -38,7 +45,33 @@ SHIFT = tl.constexpr(20)  # leaves the exponent and three bits of the mantissa
 ONE = tl.constexpr(0x3F800000)  # bits of 1.0
 COUNT = tl.constexpr(1 << 52)  # of a logit in a bin, above the sum of 2^10 weights
 MARGIN = tl.constexpr(1e-6)  # above the rounding of a sum of probabilities to fp32
+LOWEST, HIGHEST = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)  # ordered bits of -inf and inf
 SMALLEST, LARGEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def load_top_p(parameters, position):
+    """Return the fp32 top_p of the token after `position`; 1 keeps all."""
+    top_p, decay = load_float(parameters, TOP_P), load_float(parameters, TOP_P_DECAY)
+    now = top_p
+    if decay > 0:
+        new = tl.maximum(position + 1 - tl.load(parameters + PROMPT_LENGTH), 0).to(tl.float64)
+        now = tl.maximum(top_p * tl.exp2(new * tl.log2(decay)), load_float(parameters, TOP_P_BOUND))
+    return tl.where(top_p > 0, now, 1.0).to(tl.float32)
+
+
+@triton.jit
+def load_choice(parameters, position):
+    """Return (temperature, 1 if greedy; whether greedy; top_k, 0 for all; top_p, 1 for all)."""
+    temperature, top_k = load_float(parameters, TEMPERATURE).to(tl.float32), tl.load(parameters + TOP_K)
+    greedy = (temperature == 0) | (top_k == 1)
+    return tl.where(greedy, 1.0, temperature), greedy, top_k, load_top_p(parameters, position)
+
+
+@triton.jit
+def is_filtered(parameters, greedy, top_k, top_p):
+    """Return whether top-k, top-p or min-p may keep fewer tokens than all."""
+    return (greedy == 0) & ((top_k > 0) | (top_p < 1) | (load_float(parameters, MIN_P) > 0))
 
 
 @triton.jit
@@ -66,7 +99,7 @@ def bins_kernel(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks, slot = tl.num_programs(0), tl.load(slots + row)
     temperature, greedy, top_k, top_p = load_choice(parameters + slot * ROW, tl.load(positions + slot))
-    if is_filtered(greedy, top_k, top_p):
+    if is_filtered(parameters + slot * ROW, greedy, top_k, top_p):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         peak = load_peak(terms, row, chunks, temperature, CHUNKS)
         scaled = tl.div_rn(load_chunk(edited + row * stride, ids, width, vocab_size), temperature)
@@ -145,6 +178,21 @@ def middle(low, high):
 
 
 @triton.jit
+def min_p_edge(min_p, temperature, peak):
+    """Return the ordered bits of the smallest logit whose probability is at least min_p times the largest."""
+    low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)  # `high` keeps the rule, `low` does not
+    if min_p > 0:
+        distance = tl.log(min_p).to(tl.float32)
+        while low + 1 < high:
+            half = middle(low, high)
+            likely = tl.div_rn(unordered(half), temperature) - peak >= distance
+            low, high = tl.where(likely, low, half), tl.where(likely, half, high)
+    else:
+        high = low
+    return high
+
+
+@triton.jit
 def id_of_tie(line, width, vocab_size, edge, number, BLOCK: tl.constexpr):
     """Return the id of the tie of this number, from 1, among the logits with the ordered bits `edge`."""
     ties, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
@@ -167,7 +215,7 @@ def filter_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature, greedy, top_k, top_p = load_choice(parameters + slot * ROW, tl.load(positions + slot))
-    if is_filtered(greedy, top_k, top_p):
+    if is_filtered(parameters + slot * ROW, greedy, top_k, top_p):
         line, base = edited + row * stride, row * chunks * CHUNK
         peak = load_peak(terms, row, chunks, temperature, CHUNKS)
         place, chunk = tl.arange(0, BINS), tl.arange(0, CHUNKS)
@@ -221,6 +269,11 @@ def filter_kernel(
                 fewer, more = tl.where(fit, half, fewer), tl.where(fit, more, half - 1)
             if fewer < ties:
                 last_id = id_of_tie(line, width, vocab_size, edge, fewer, BLOCK)
+
+        # Min-p: a logit below `least` is not likely enough, whatever the filters before it keep.
+        least = min_p_edge(load_float(parameters + slot * ROW, MIN_P), temperature, peak)
+        last_id = tl.where(least > edge, LARGEST, last_id)
+        edge = tl.maximum(edge, least)
         tl.store(edges + row * 2, edge)
         tl.store(edges + row * 2 + 1, last_id)
 
@@ -232,7 +285,7 @@ def draw_kernel(edited, stride, width, parameters, positions, slots, edges, best
     slot = tl.load(slots + row)
     line, position = parameters + slot * ROW, tl.load(positions + slot)
     temperature, greedy, top_k, top_p = load_choice(line, position)
-    if is_filtered(greedy, top_k, top_p):
+    if is_filtered(line, greedy, top_k, top_p):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         values = load_chunk(edited + row * stride, ids, width, vocab_size)
         bits, edge, last_id = ordered(values), tl.load(edges + row * 2), tl.load(edges + row * 2 + 1)

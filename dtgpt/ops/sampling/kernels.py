@@ -3,9 +3,6 @@
 A row of logits is cut into chunks, each the work of one program, so that one row alone keeps many multiprocessors busy:
 the noise takes two logarithms in float64 an id. A program per row then joins what the chunks found. Filters take two
 kernels in between, those of `filter_kernels`.
-
-An id and its score are one int64: the score's bits in an order of whole numbers, then the complement of the id, so that
-the largest is the likeliest and the smallest id among equals.
 """
 
 import torch
@@ -13,115 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.random.triton_philox import philox
-from dtgpt.ops.sampling.sequences import PARAMETERS, Floats, Integers, Sampled, Sequences, Variant
-
-CHUNK = 1024  # ids that a program takes; each thread has eight
-WARPS = 4
-
-ROW = tl.constexpr(PARAMETERS)
-PROMPT_LENGTH = tl.constexpr(Integers._fields.index("prompt_length"))
-KEY = tl.constexpr(Integers._fields.index("key_0"))
-COLON = tl.constexpr(Integers._fields.index("colon"))
-NEWLINE = tl.constexpr(Integers._fields.index("newline"))
-TOP_K = tl.constexpr(Integers._fields.index("top_k"))
-TEMPERATURE = tl.constexpr(len(Integers._fields) + Floats._fields.index("temperature"))
-TOP_P = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p"))
-TOP_P_DECAY = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_decay"))
-TOP_P_BOUND = tl.constexpr(len(Integers._fields) + Floats._fields.index("top_p_bound"))
-
-WEIGHT = tl.constexpr(2.0**40)  # that of the peak
-LAST = tl.constexpr(-(1 << 63))  # below every pair of a score and an id
-LOW_WORD = tl.constexpr(0xFFFFFFFF)
-
-
-@triton.jit
-def ordered(values):
-    """Return int32 numbers that have the order of fp32 values; -0 equals 0."""
-    bits = (values + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def unordered(numbers):
-    """Return the values of `ordered` numbers."""
-    return tl.where(numbers < 0, numbers ^ 0x7FFFFFFF, numbers).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def paired(values, ids):
-    """Return int64 pairs of fp32 values and ids."""
-    return (ordered(values).to(tl.int64) << 32) | (ids.to(tl.int64) ^ LOW_WORD)
-
-
-@triton.jit
-def id_of(pair):
-    """Return the id of a pair."""
-    return (pair & LOW_WORD) ^ LOW_WORD
-
-
-@triton.jit
-def value_of(pair):
-    """Return the value of a pair."""
-    return unordered((pair >> 32).to(tl.int32))
-
-
-@triton.jit
-def weight_of(values, peak):
-    """Return exponentials relative to that of the peak, as whole numbers: their sum has no order, so that it does not
-    depend on the layout, which follows the dtype and alignment of logits."""
-    return (tl.exp(values - peak) * WEIGHT + 0.5).to(tl.int64)
-
-
-@triton.jit
-def load_float(parameters, index):
-    """Return a parameter that is the bit pattern of a float64."""
-    return tl.load(parameters + index).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def load_top_p(parameters, position):
-    """Return the fp32 top_p of the token after `position`; 1 keeps all."""
-    top_p, decay = load_float(parameters, TOP_P), load_float(parameters, TOP_P_DECAY)
-    now = top_p
-    if decay > 0:
-        new = tl.maximum(position + 1 - tl.load(parameters + PROMPT_LENGTH), 0).to(tl.float64)
-        now = tl.maximum(top_p * tl.exp2(new * tl.log2(decay)), load_float(parameters, TOP_P_BOUND))
-    return tl.where(top_p > 0, now, 1.0).to(tl.float32)
-
-
-@triton.jit
-def load_choice(parameters, position):
-    """Return (temperature, 1 if greedy; whether greedy; top_k, 0 for all; top_p, 1 for all)."""
-    temperature, top_k = load_float(parameters, TEMPERATURE).to(tl.float32), tl.load(parameters + TOP_K)
-    greedy = (temperature == 0) | (top_k == 1)
-    return tl.where(greedy, 1.0, temperature), greedy, top_k, load_top_p(parameters, position)
-
-
-@triton.jit
-def is_filtered(greedy, top_k, top_p):
-    """Return whether top-k or top-p may keep fewer tokens than all."""
-    return (greedy == 0) & ((top_k > 0) | (top_p < 1))
-
-
-@triton.jit
-def gumbel(parameters, position, first, CHUNK: tl.constexpr):
-    """Return the noise of ids `first` to `first + CHUNK`, fp32, equal to that of the reference."""
-    k0, k1 = tl.load(parameters + KEY).to(tl.uint32), tl.load(parameters + KEY + 1).to(tl.uint32)
-    block = (first // 4 + tl.arange(0, CHUNK // 4)).to(tl.uint32)
-    zero = block * 0
-    w0, w1, w2, w3 = philox(k0, k1, block, zero + position.to(tl.uint32), zero, zero)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CHUNK,))  # word 2 i + j is at [i, j]
-    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    return (-tl.log(-tl.log(uniform))).to(tl.float32)
-
-
-@triton.jit
-def load_chunk(line, ids, width, vocab_size):
-    """Return logits in fp32, -inf where an id is not a token. The bound is that of memory, so that a thread's
-    neighbours share one access."""
-    values = tl.load(line + ids, mask=ids < width, other=0.0).to(tl.float32)
-    return tl.where(ids < vocab_size, values, float("-inf"))
+from dtgpt.ops.sampling.filter_kernels import is_filtered, launch_filters, load_choice
+from dtgpt.ops.sampling.primitives import (
+    CHUNK,
+    COLON,
+    LAST,
+    NEWLINE,
+    ROW,
+    WARPS,
+    WEIGHT,
+    gumbel,
+    id_of,
+    load_chunk,
+    paired,
+    value_of,
+    weight_of,
+)
+from dtgpt.ops.sampling.sequences import Sampled, Sequences, Variant
 
 
 @triton.jit
@@ -173,7 +78,7 @@ def chunk_kernel(
     position = tl.load(positions + slot)
     temperature, greedy, top_k, top_p = load_choice(line, position)
     pair = LAST
-    if not (FILTERS & is_filtered(greedy, top_k, top_p)):
+    if not (FILTERS & is_filtered(line, greedy, top_k, top_p)):
         score = values
         if not greedy:
             score = tl.div_rn(values, temperature) + gumbel(line, position, first, CHUNK)
@@ -218,8 +123,6 @@ def launch_sample(
     """Return the tokens chosen from `edited`, the logits after all rules, and their log-probabilities under `measured`,
     the logits before; both `[B, V]` with adjacent columns, the same tensor where the variant has no rules. columns: as
     of `sample`."""
-    from dtgpt.ops.sampling.filter_kernels import launch_filters
-
     rows, device = len(slots), measured.device
     count = min(variant.alternatives, columns)
     chunks = triton.cdiv(columns, CHUNK)

@@ -81,12 +81,18 @@ def gumbel(key: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def kept(values: Tensor, scaled: Tensor, position: Tensor, parameters: Parameters) -> Tensor:
-    """Return which ids top-k and then top-p keep, bool `[B, V]`. scaled: values / temperature."""
+    """Return which ids top-k, then top-p, and min-p keep, bool `[B, V]`. scaled: values / temperature."""
     ordered, ids = values.sort(dim=-1, descending=True, stable=True)
     stays = top_k_stays(ordered, parameters.integers.top_k)
-    shares = torch.softmax(scaled.gather(1, ids).masked_fill(~stays, -math.inf), dim=-1)
-    stays = stays & top_p_stays(shares, top_p_now(position, parameters))
-    return torch.zeros_like(stays).scatter_(1, ids, stays)
+    probabilities = torch.softmax(scaled.gather(1, ids).masked_fill(~stays, -math.inf), dim=-1)
+    stays = stays & top_p_stays(probabilities, top_p_now(position, parameters))
+    return torch.zeros_like(stays).scatter_(1, ids, stays) & min_p_stays(scaled, parameters.floats.min_p)
+
+
+def min_p_stays(scaled: Tensor, min_p: Tensor) -> Tensor:
+    """Return where a probability is at least min_p times the largest. scaled: fp32 `[B, V]`; min_p: float64 `[B]`."""
+    distance = scaled - scaled.amax(dim=1, keepdim=True)
+    return (distance >= min_p.log().float()[:, None]) | (min_p[:, None] <= 0)
 
 
 def top_k_stays(ordered: Tensor, top_k: Tensor) -> Tensor:
@@ -107,11 +113,11 @@ def top_p_now(position: Tensor, parameters: Parameters) -> Tensor:
     return torch.where(p > 0, now, 1.0).float()
 
 
-def top_p_stays(shares: Tensor, top_p: Tensor) -> Tensor:
-    """Return where the sum of all shares before one, in descending order, is at most top_p (Megatron-LM's rule).
+def top_p_stays(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Return where the sum of all probabilities before one, in descending order, is at most top_p (Megatron-LM's rule).
 
-    shares: fp32 `[B, V]`; top_p: fp32 `[B]`; 1: all stay. The share that crosses top_p stays; at equality one more.
+    probabilities: fp32 `[B, V]`; top_p: fp32 `[B]`; 1: all stay. That which crosses top_p stays; at equality one more.
     """
-    whole = (shares.double() * UNIT).long()
+    whole = (probabilities.double() * UNIT).long()
     before = ((whole.cumsum(dim=-1) - whole).double() / UNIT).float()
     return (before <= top_p[:, None]) | (top_p[:, None] >= 1)

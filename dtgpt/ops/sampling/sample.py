@@ -2,8 +2,9 @@
 
 The order of rules: logits in fp32; no newline after a colon; *log-probabilities are measured here*; logit bias;
 frequency and presence penalty; no repeated n-grams; no ending before `min_new_tokens`; the likeliest id if temperature
-is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, and a draw by the Gumbel-max trick. Its noise
-is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is chosen.
+is 0 or top_k 1; else temperature, top-k (ties with the k-th stay), top-p, min-p, and a draw by the Gumbel-max trick.
+Its noise is a pure function of (key, position, id). The smallest id wins among equals. If every id is banned, id 0 is
+chosen.
 
 Reference: `reference.py` and `edits.py`. Fast path: Triton kernels, which read the logits of rows in chunks: two
 launches; filters cost three more, rules on logits two. The candidates of beams have no fast path.

@@ -40,6 +40,7 @@ class Floats(NamedTuple, Generic[T]):
     top_p: T  # 0 or 1: all
     top_p_decay: T
     top_p_bound: T
+    min_p: T  # 0: all
     frequency_penalty: T
     presence_penalty: T
 
@@ -71,7 +72,7 @@ class Variant(NamedTuple):
     """What a step must be able to do for some of its rows. A row that does not need a rule gets the same token with and
     without it."""
 
-    filters: bool = False  # top-k, top-p
+    filters: bool = False  # top-k, top-p, min-p
     edits: bool = False  # colon rule, logit bias, penalties, bans of endings
     ngram: int = 0  # longest n-gram that must not repeat, rounded up to a power of two; 0: none
     alternatives: int = 0  # likeliest ids to return

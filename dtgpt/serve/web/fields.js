@@ -3,6 +3,9 @@
 // v1: its key in POST /v1/completions; api: its key in PUT /api. mode: where it counts; without one, in both modes.
 // kind: number (with `slide`, also a slider up to that), switch, lines, ids, biases, secret. `initial`: the default of
 // `dtgpt generate`, if it has one; that value is not sent, unless `always`, since the routes have defaults of their own.
+// Here are the fields that are not options of generation, or not in /v1/completions.
+
+import { OPTIONS } from "./options.js"; // the options that dtgpt declares, served by page.py
 
 export const NUMBERS_OF_A_CHOICE = 5; // likeliest tokens that are asked for at each place
 
@@ -20,23 +23,7 @@ const number = (initial, step, min, max) => ({ kind: "number", initial, step, mi
 const OFF = { kind: "switch", initial: false };
 
 export const FIELDS = [
-  {
-    name: "max_tokens", v1: "max_tokens", api: "tokens_to_generate", group: "main", label: "Length",
-    ...number(200, 1, 1, 2 ** 31 - 1), slide: 1024, always: true,
-    hint: "Tokens to write at most; fewer where the model has no more positions",
-  },
-  sampling("main", "temperature", {
-    label: "Temperature", ...number(0.8, 0.05, 0, 100), slide: 2, always: true,
-    hint: "0 takes the likeliest token each time",
-  }),
-  sampling("main", "top_p", {
-    label: "Top p", ...number(1, 0.01, 0, 1), slide: 1,
-    hint: "Draw from the likeliest tokens up to this sum of probabilities",
-  }),
-  sampling("main", "top_k", {
-    label: "Top k", ...number(50, 1, 0), always: true, hint: "Draw from this many likeliest tokens; 0 for all",
-  }),
-  sampling("main", "n", { label: "Answers", ...number(1, 1, 1, 128), hint: "Side by side" }),
+  ...OPTIONS,
   beams("main", "beam_width", {
     label: "Beams", ...number(4, 1, 1, 128), always: true,
     hint: "The likeliest texts that a search of this width finds",
@@ -45,50 +32,10 @@ export const FIELDS = [
     label: "Length penalty", ...number(1, 0.1), hint: "A score is the sum of log-probabilities / length to this power",
   }),
 
-  sampling("penalties", "frequency_penalty", {
-    label: "Frequency penalty", ...number(0, 0.1, -2, 2), hint: "Makes a token rarer each time that it comes",
-  }),
-  sampling("penalties", "presence_penalty", {
-    label: "Presence penalty", ...number(0, 0.1, -2, 2), hint: "Makes a token rarer once it has come",
-  }),
-  sampling("penalties", "no_repeat_ngram_size", {
-    label: "No n-gram twice", ...number(0, 1, 0), hint: "Tokens in a row that must not come again; 0 for no rule",
-  }),
-  sampling("penalties", "logit_bias", {
-    label: "Logit bias", kind: "biases", initial: "", example: "50256: -100, 198: 2.5",
-    hint: "Ids of tokens and what to add to their logits",
-  }),
-
-  sampling("end", "stop", {
-    label: "Stop at", kind: "lines", initial: "", example: "\\n\\n",
-    hint: "A text a line; \\n is a line end. The answer ends before it",
-  }),
-  sampling("end", "stop_token_ids", {
-    label: "Stop at ids", kind: "ids", initial: "", example: "50256, 198", hint: "Ids of tokens that end the answer",
-  }),
   beams("end", "stop_token", {
     label: "Stop at id", ...number("", 1, 0), hint: "The token that ends a beam; else the end of text",
   }),
-  sampling("end", "min_tokens", {
-    label: "Length at least", ...number(0, 1, 0), hint: "What would end the answer cannot come before",
-  }),
   sampling("end", "ignore_eos", { label: "Go on after an end of text", ...OFF }),
-  sampling("end", "stop_on_eol", { label: "Stop at a line end", ...OFF }),
-  sampling("end", "stop_on_double_eol", { label: "Stop at an empty line", ...OFF }),
-
-  sampling("more", "seed", {
-    label: "Seed", ...number("", 1, 0), hint: "Empty: a new one each time. The same seed gives the same answer",
-  }),
-  sampling("more", "top_p_decay", {
-    label: "Top p decay", ...number(0, 0.01, 0, 1), hint: "Factor of top p after each token; 0 for none",
-  }),
-  sampling("more", "top_p_bound", {
-    label: "Top p bound", ...number(0, 0.01, 0, 1), hint: "Top p does not decay below this",
-  }),
-  {
-    name: "prevent_newline_after_colon", v1: "prevent_newline_after_colon", api: "prevent_newline_after_colon",
-    group: "more", label: "No line end after a colon", ...OFF,
-  },
   beams("more", "add_BOS", { label: "Begin with the end-of-text token", ...OFF }),
   sampling("more", "echo", { label: "Probabilities of the prompt", ...OFF }),
 

@@ -11,7 +11,7 @@ from dtgpt.parallel.mesh import Mesh
 from dtgpt.util.errors import UserError
 
 
-def share(mesh: Mesh, value: Any = None) -> Any:
+def broadcast_json(mesh: Mesh, value: Any = None) -> Any:
     """Return the value of rank 0 on every rank: texts, numbers, and lists and dicts of these."""
     if mesh.world == 1:
         return value
@@ -25,7 +25,7 @@ def share(mesh: Mesh, value: Any = None) -> Any:
 
 
 def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """Return on every rank what `work` returns on rank 0, as `share` does; raise its UserError likewise."""
+    """Return on every rank what `work` returns on rank 0, and raise its UserError on every rank."""
     if mesh.world == 1:
         return work()
     answer: tuple[Any, str | None] | None = None
@@ -34,7 +34,7 @@ def from_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
             answer = work(), None
         except UserError as error:
             answer = None, str(error)
-    value, sentence = share(mesh, answer)
+    value, sentence = broadcast_json(mesh, answer)
     if sentence is not None:
         raise UserError(sentence)
     return value
