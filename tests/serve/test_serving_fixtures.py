@@ -248,7 +248,7 @@ def search(kind: type[BeamSearch], asked: Request, model: Decoder, tokenizer: To
             logits = model(torch.tensor(rows))[:, -1, : model.config.vocab_size]
         if asked.sampling.prevent_newline_after_colon:
             logits[[ids[-1] == asked.special.colon for ids in rows], asked.special.newline] = -math.inf
-        logprobs = torch.log_softmax(logits, dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float64).float()
         candidates = []
         for row in logprobs:
             top = likeliest(row[None], beams.alternatives)[0].tolist()
