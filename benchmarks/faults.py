@@ -16,7 +16,7 @@ FAULTS = [
     Fault(
         "ramp: the fraction of a micro-batch stays that of the first step",
         "dtgpt/train/trainer.py",
-        "self.optimizer.share_among(gradient_share(micro_batches, self.settings.plan))",
+        "self.optimizer.weigh_micro_batches(micro_batch_weight(micro_batches, self.settings.plan))",
         "pass",
     ),
     Fault(
@@ -40,7 +40,7 @@ FAULTS = [
     Fault(
         "resume: gradients are scaled by the first loss scale",
         "dtgpt/optim/update.py",
-        'state["loss_scale"])\n            self.gradient_scale.copy_(self.scaler.scale * self.share)',
+        'state["loss_scale"])\n            self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)',
         'state["loss_scale"])',
     ),
     Fault(
@@ -148,7 +148,7 @@ FAULTS = [
     Fault(
         "offsets: replicas take samples that overlap",
         "dtgpt/train/trainer.py",
-        "first = self.samples_before(step) + self.mesh.place.dp * share",
+        "first = self.samples_before(step) + self.mesh.place.dp * samples",
         "first = self.samples_before(step) + self.mesh.place.dp",
     ),
     Fault(

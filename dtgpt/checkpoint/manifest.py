@@ -79,10 +79,10 @@ class Checkpoint:
     def has_optimizer(self) -> bool:
         return any(name.startswith("optimizer") for name in self.files)
 
-    def problem(self, share: int = 0, of: int = 1) -> str | None:
-        """Return what is wrong with the files, in one sentence, or None where all are what was written. This process
-        checks each `of`th file."""
-        mine = list(self.files.items())[share::of]
+    def problem(self, rank: int = 0, world: int = 1) -> str | None:
+        """Return what is wrong with the files, in one sentence, or None where all are what was written. Each of
+        `world` ranks checks other files."""
+        mine = list(self.files.items())[rank::world]
         with Threads(READERS) as pool:
             found = list(pool.map(lambda item: find_damage(self.folder / item[0], item[1]), mine))
         return next((str(damage) for damage in found if damage), None)

@@ -101,8 +101,8 @@ def _inspect_data(options: InspectOptions, changed: set[str]) -> None:
         say(json.dumps(digests(opened, weights, options, vocabulary), indent=1))
         return
     shares = repeat(None) if weights is None else normalised(weights)
-    for prefix, sequences, share in zip(prefixes, opened, shares, strict=False):
-        say(describe(prefix, sequences, share, options, vocabulary))
+    for prefix, sequences, fraction in zip(prefixes, opened, shares, strict=False):
+        say(describe(prefix, sequences, fraction, options, vocabulary))
 
 
 def _refuse(options: set[str], why: str) -> None:

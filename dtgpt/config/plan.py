@@ -187,15 +187,15 @@ class ResolvedPlan(Plan):
 
     def _validate_batch(self, micro: int, whole: int) -> None:
         dp = self.dp
-        share = micro * dp
-        if whole % share == 0:
+        smallest = micro * dp
+        if whole % smallest == 0:
             return
         if whole % dp == 0:
             fitting = max(m for m in divisors(whole // dp) if m <= micro)
             remedy = f"--micro_batch_size {fitting} (the curve stays the same)"
         else:
-            low = whole // share * share
-            remedy = "--global_batch_size " + (f"{low} or {low + share}" if low else f"{share}")
+            low = whole // smallest * smallest
+            remedy = "--global_batch_size " + (f"{low} or {low + smallest}" if low else f"{smallest}")
         raise UserError(
             f"global_batch_size={whole} cannot be split into micro-batches of micro_batch_size={micro} on "
             f"dp={dp} replicas; use {remedy}"

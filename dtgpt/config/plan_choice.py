@@ -82,19 +82,19 @@ def parse_alternatives(text: str, own: Mapping[str, Plan] | None = None) -> dict
 
 
 def choose_plan(
-    alternatives: Mapping[str, Plan], world: int, share: int, check: Check, started: bool = True
+    alternatives: Mapping[str, Plan], world: int, micro_batches: int, check: Check, started: bool = True
 ) -> PlanChoice:
     """Return the choice for `world` processes: of the alternatives that fit the largest number of them, the first. A
     plan without alternatives must fit all.
 
-    share: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
+    micro_batches: the global batch size / the micro-batch size, which dp divides. started: as in `Plan.for_world`.
     Raises UserError, one sentence, where nothing fits.
     """
     if len(alternatives) == 1:
         ((name, named),) = alternatives.items()
         plan = resolve(named, world, check, started)
         return PlanChoice(plan=plan, named=named, name=name, world=world, fits={name: world}, refused={})
-    fits = {name: largest_fit(plan, world, share, check) for name, plan in alternatives.items()}
+    fits = {name: largest_fit(plan, world, micro_batches, check) for name, plan in alternatives.items()}
     refused = {name: _refusal(plan, world, check, started) for name, plan in alternatives.items()}
     most = max(fits.values())
     if not most:
@@ -119,9 +119,9 @@ def resolve(plan: Plan, world: int, check: Check, started: bool = True) -> Resol
     return resolved
 
 
-def largest_fit(plan: Plan, world: int, share: int, check: Check) -> int:
+def largest_fit(plan: Plan, world: int, micro_batches: int, check: Check) -> int:
     """Return the largest number of processes, `world` at most, that the plan fits; 0 where there is none."""
-    for count in _counts(plan, world, share):
+    for count in _counts(plan, world, micro_batches):
         try:
             resolve(plan, count, check)
         except UserError:
@@ -130,10 +130,10 @@ def largest_fit(plan: Plan, world: int, share: int, check: Check) -> int:
     return 0
 
 
-def _counts(plan: Plan, world: int, share: int) -> Iterator[int]:
+def _counts(plan: Plan, world: int, micro_batches: int) -> Iterator[int]:
     """Yield the numbers of processes up to `world` that make whole replicas which divide the batch, largest first."""
     one = plan.tp * plan.pp
-    degrees = [plan.dp] if plan.dp is not None else reversed(divisors(share))
+    degrees = [plan.dp] if plan.dp is not None else reversed(divisors(micro_batches))
     yield from (dp * one for dp in degrees if dp * one <= world)
 
 

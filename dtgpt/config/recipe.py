@@ -154,8 +154,8 @@ class Recipe:
     def choose_plan(self, world: int, started: bool = True) -> PlanChoice:
         """Return the plan for `world` processes, or fewer of them where `plan` has alternatives, checked against the
         model and the batch; raises UserError, one sentence. started: as in `Plan.for_world`."""
-        share = self.global_batch_size // self.micro_batch_size
-        return choose_plan(self.alternatives(), world, share, self._check_plan, started)
+        micro_batches = self.global_batch_size // self.micro_batch_size
+        return choose_plan(self.alternatives(), world, micro_batches, self._check_plan, started)
 
     def plan_for(self, world: int, started: bool = True) -> ResolvedPlan:
         """Return the plan that `choose_plan` chooses."""

@@ -30,14 +30,14 @@ class Schedule:
             return self.lr * min(after / self.warmup, 1.0)
         done = min((before - self.warmup) / max(self.end - self.warmup, 1), 1.0)
         if self.shape == "cosine":
-            share = 0.5 * (1 + math.cos(math.pi * done))
+            fraction = 0.5 * (1 + math.cos(math.pi * done))
         elif self.shape == "linear":
-            share = 1 - done
+            fraction = 1 - done
         elif self.shape == "wsd":
-            share = min(1.0, (self.end - before) / max(self.wsd_decay * self.end, 1))
+            fraction = min(1.0, (self.end - before) / max(self.wsd_decay * self.end, 1))
         else:
             return self.lr
-        return self.min_lr + max(share, 0.0) * (self.lr - self.min_lr)
+        return self.min_lr + max(fraction, 0.0) * (self.lr - self.min_lr)
 
     def rates(self, steps: int, sizes: BatchSizes) -> list[float]:
         """Return the rate of every step of a run whose steps have these batch `sizes`."""

@@ -137,11 +137,11 @@ def _scoring_head(
         yield
         return
     config, forward, own = stages[0].config, head.forward, vars(head).get("forward")
-    share = mesh.plan.tp if mesh.plan.sequence_parallel else 1
-    own_share = mesh.place.tp if share > 1 else 0
+    num_parts = mesh.plan.tp if mesh.plan.sequence_parallel else 1
+    own_part = mesh.place.tp if num_parts > 1 else 0
 
     def score(x: Tensor, *_: Tensor | None) -> Tensor:
-        whole = x if share == 1 or mesh.tp_group is None else _whole_sequence(x, share, mesh.tp_group)
+        whole = x if num_parts == 1 or mesh.tp_group is None else _whole_sequence(x, num_parts, mesh.tp_group)
         selected = whole.flatten(0, 1)[asked]
         size = max(1, PIECE_LOGITS // config.padded_vocab_size)
         parts = []
@@ -149,7 +149,7 @@ def _scoring_head(
             piece = selected[first : first + size]
             count = len(piece)
             # Under sequence parallelism the head takes a part of the rows from each rank, all of the same size.
-            part = F.pad(piece, (0, 0, 0, -count % share)).chunk(share)[own_share]
+            part = F.pad(piece, (0, 0, 0, -count % num_parts)).chunk(num_parts)[own_part]
             columns = gather_columns(forward(part[None])[0, :count], mesh, config.padded_vocab_size)
             parts.append(token_scores(columns, targets[first : first + size], config.vocab_size))
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))

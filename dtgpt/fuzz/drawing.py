@@ -110,13 +110,13 @@ def draw_plan(draws: Draws, ranks: int) -> Plan:
 
 def _model(draws: Draws, architecture: str, plans: Sequence[Plan], careless: bool) -> dict[str, Any]:
     tp = 1 if careless else math.lcm(*(plan.tp for plan in plans))
-    share = 1 if careless else math.lcm(*(p.tp for p in plans if p.sequence_parallel))
-    length = draws.between("length", 1, 27) if share == 1 else share * draws.between("length of a rank", 1, 8)
+    multiple = 1 if careless else math.lcm(*(p.tp for p in plans if p.sequence_parallel))
+    length = draws.between("length", 1, 27) if multiple == 1 else multiple * draws.between("length of a rank", 1, 8)
     if draws.chance("long", 10):  # more than one tile of a kernel
-        length = share * (LONG // share + draws.below("more tokens", 90))
+        length = multiple * (LONG // multiple + draws.below("more tokens", 90))
     vocabulary, width = FIRST_VOCABULARY + draws.below("vocabulary", 270), 0
     if draws.chance("wide", 8):  # so that the table is large, see `Shard.own`
-        length, vocabulary, width = share * max(1, 16 // share), vocabulary + FIRST_VOCABULARY, WIDE
+        length, vocabulary, width = multiple * max(1, 16 // multiple), vocabulary + FIRST_VOCABULARY, WIDE
     sizes = _gpt2(draws, tp, width) if architecture == "gpt2" else _llama(draws, tp, width)
     sizes |= {
         "seq_length": length,

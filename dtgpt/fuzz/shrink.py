@@ -102,8 +102,8 @@ def _plans(case: Case) -> Iterator[Case]:
         table = case.table if changed.tp > 1 else None
         yield replace(case, plan=changed.name, blocks_per_stage=None, table=table)
         if (changed.dp or 1) < dp:
-            share = case.values["global_batch_size"] * (changed.dp or 1) // dp
-            batch = {"global_batch_size": max(1, share), "rampup_batch_size": None}
+            samples = case.values["global_batch_size"] * (changed.dp or 1) // dp
+            batch = {"global_batch_size": max(1, samples), "rampup_batch_size": None}
             yield replace(case, plan=changed.name, blocks_per_stage=None, table=table, values={**case.values, **batch})
 
 

@@ -39,9 +39,10 @@ class Update:
 
     def __init__(
         self, shards: Shards, config: OptimizerConfig, scale: LossScaleConfig, rates: list[float], dtype: torch.dtype,
-        share: float, fp8: Fp8Scales | None = None,
+        micro_batch_weight: float, fp8: Fp8Scales | None = None,
     ):  # fmt: skip
-        """rates: learning rates of every step; share: what one micro-batch counts in the sum over all."""
+        """rates: learning rates of every step; micro_batch_weight: by which the gradients of one
+        micro-batch are multiplied in the sum over all."""
         self.shards, self.clip, self.fp8 = shards, config.clip, fp8
         device = shards.mesh.device
         self.smallest_scale, self.at_smallest = scale.minimum, torch.tensor(False, device=device)
@@ -53,12 +54,12 @@ class Update:
         if dtype == torch.float16:
             self.limits = torch.tensor([SKIP_ABOVE, SHRINK_ABOVE], device=device)
             self.scaler = LossScaler(device, scale)
-        self.share_among(share)
+        self.weigh_micro_batches(micro_batch_weight)
 
-    def share_among(self, share: float) -> None:
-        """Let a micro-batch count `share` in the sum over all."""
-        self.share = share
-        self.gradient_scale.fill_(share)
+    def weigh_micro_batches(self, weight: float) -> None:
+        """Multiply the gradients of each micro-batch by `weight` in the sum over all."""
+        self.micro_batch_weight = weight
+        self.gradient_scale.fill_(weight)
         if self.scaler is not None:
             self.gradient_scale.mul_(self.scaler.scale)
 
@@ -84,7 +85,7 @@ class Update:
         self.at_smallest.copy_(self.scaler.scale <= self.smallest_scale)
         self.rule.step(self.shards.gradients, self.lr, clip_factor(norm, self.clip) * inverse, skip)
         self.scaler.update(overflow, skip)
-        self.gradient_scale.copy_(self.scaler.scale * self.share)
+        self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
         return norm
 
     def follow(self, rates: list[float]) -> None:
@@ -105,7 +106,7 @@ class Update:
             self.fp8.restore(state.get(STATE, []))
         if self.scaler is not None and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
-            self.gradient_scale.copy_(self.scaler.scale * self.share)
+            self.gradient_scale.copy_(self.scaler.scale * self.micro_batch_weight)
 
     def check_overflow(self, norm: float) -> None:
         """Raise UserError where the last step, with the gradient norm `norm`, overflowed at the smallest loss scale: no

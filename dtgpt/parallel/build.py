@@ -126,7 +126,7 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
             module.gradient_scale = scale
 
 
-def gradient_share(micro_batches: int, plan: ResolvedPlan) -> float:
+def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
     """Return what the gradient of one micro-batch's mean loss counts in the sum over all: the same under every plan, so
     that 16-bit gradients are of the same size, too."""
     return 1 / (micro_batches * plan.dp)

@@ -79,8 +79,8 @@ class SingleStageEngine(TrainingEngine):
             loss = self.model(*fields)
         with self.timers.measure("backward"):
             loss.backward()
-        share = loss.detach() / micro_batches
-        self._loss.copy_(share) if index == 0 else self._loss.add_(share)
+        part = loss.detach() / micro_batches
+        self._loss.copy_(part) if index == 0 else self._loss.add_(part)
         if last:
             self.shards.take_gradients()
 

@@ -25,7 +25,7 @@ def shard_over_data(part: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
             mp_policy=policy,
             reshard_after_forward=plan.reshards and module is not part,
         )
-        # Gradients are summed, not averaged: the loss already counts a micro-batch by its share of the global batch.
+        # Gradients are summed, not averaged: the loss already counts a micro-batch by its fraction of the global batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 

@@ -27,7 +27,7 @@ SMALL = 1 << 16  # elements of a region below which one rank writes all of it
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter's share on this rank."""
+    """The part of one parameter that this rank holds."""
 
     index: int  # among the shards of this rank
     name: str  # of the whole parameter: the same under every plan
@@ -149,7 +149,7 @@ class Shards:
         return [self.gradients[i] for i in self._counted]
 
     def _squares(self) -> Tensor:
-        """Return this rank's share of the squared norm."""
+        """Return this rank's part of the squared norm."""
         return (squared_norm(self._counted_gradients()) * self._shares).sum()
 
     def gather(self, value: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor | None]]:

@@ -32,8 +32,8 @@ def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
     plan, total = settings.plan, {"tp": 0.0, "dp": 0.0, "pp": 0.0}
     for c in collectives_of(settings, rank):
         ranks = {"tp": plan.tp, "dp": plan.dp, "pp": 2}[c.over]
-        share = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
-        total[c.over] += share * c.bytes
+        fraction = 1.0 if c.kind == "send" else (ranks - 1) / ranks * (2 if c.kind == "all-reduce" else 1)
+        total[c.over] += fraction * c.bytes
     return total
 
 
@@ -142,7 +142,7 @@ def _over_pp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
 
 
 def bubble(plan: Plan, micro_batches: int) -> float | None:
-    """Return the share of a step in which a pipeline rank is idle, with stages of equal time (Narayanan et al. 2021,
+    """Return the fraction of a step in which a pipeline rank is idle, with stages of equal time (Narayanan et al. 2021,
     section 2.2). ZBVZeroBubble has none with 2 pp - 1 micro-batches or more, where forward, backward for inputs and
     backward for weights take the same time (Qi et al. 2024, section 6); None with fewer, for which no formula is known.
     """

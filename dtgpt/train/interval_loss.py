@@ -15,7 +15,7 @@ KEY = "interval_loss"  # in the state of a checkpoint
 class IntervalLoss:
     """The losses of the steps since the last one that `log.interval` divides, summed on the device without waiting.
 
-    Each rank sums its share. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
+    Each rank sums its part. fp64 holds sums of fp32 losses exactly, so that the mean does not depend on where a run
     was stopped and resumed in between.
     """
 
@@ -25,12 +25,12 @@ class IntervalLoss:
         self.steps = 0
 
     def add(self, loss: Tensor) -> None:
-        """Add this rank's share of the loss of a step."""
+        """Add this rank's part of the loss of a step."""
         self._sum.add_(loss)
         self.steps += 1
 
     def read(self, loss: Tensor, flag: bool) -> tuple[float, float, bool]:
-        """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's share is
+        """Wait for the device, and return over all ranks: the loss of the last step, of which this rank's part is
         `loss`; the mean loss of a step of the interval; whether `flag` is up on any."""
         total, interval, flags = self._mesh.sum(loss, self._sum, float(flag)).tolist()
         return total / self._copies, interval / self._copies / self.steps, flags > 0

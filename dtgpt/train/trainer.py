@@ -19,7 +19,7 @@ from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold, root_key
 from dtgpt.optim.fp8_scales import Fp8Scales
 from dtgpt.optim.update import Update
-from dtgpt.parallel.build import build_stages, gradient_share, make_engine, scale_gradients, smoke_test_table
+from dtgpt.parallel.build import build_stages, make_engine, micro_batch_weight, scale_gradients, smoke_test_table
 from dtgpt.parallel.graphs import Graphs
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.parallel.shards import Shard
@@ -31,7 +31,7 @@ from dtgpt.util.timers import Timers
 class StepResult(NamedTuple):
     """The outcome of one optimizer step, on the device."""
 
-    loss: Tensor  # this rank's share of the mean loss
+    loss: Tensor  # this rank's part of the mean loss
     norm: Tensor  # of the gradient, before clipping
 
 
@@ -66,9 +66,15 @@ class Trainer:
             smoke_test_table(self.engine, settings)
         self.step, self.sizes = 0, recipe.batch_sizes()
         self.micro_batches = settings.micro_batches
-        share, rates = gradient_share(self.micro_batches, settings.plan), self.schedule.rates(self.steps, self.sizes)
-        given = recipe.loss_scale, rates, settings.dtype, share, self.fp8
-        self.optimizer = Update(self.shards, recipe.optimizer, *given)
+        self.optimizer = Update(
+            self.shards,
+            recipe.optimizer,
+            recipe.loss_scale,
+            self.schedule.rates(self.steps, self.sizes),
+            settings.dtype,
+            micro_batch_weight(self.micro_batches, settings.plan),
+            self.fp8,
+        )
         scale_gradients(self.stages, self.optimizer.gradient_scale)
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
@@ -164,8 +170,8 @@ class Trainer:
             return batch
         plan = self.settings.plan
         counted = self.mesh.sum(batch.loss_weights.sum())[0] / (plan.tp * plan.pp)
-        share = batch.tokens.numel() * plan.dp / counted.clamp(min=1)
-        return batch._replace(loss_weights=batch.loss_weights * share.float())
+        scale = batch.tokens.numel() * plan.dp / counted.clamp(min=1)
+        return batch._replace(loss_weights=batch.loss_weights * scale.float())
 
     def _expect(self, micro_batches: int) -> None:
         """Prepare for another number of micro-batches, where the batch size ramps up."""
@@ -173,12 +179,12 @@ class Trainer:
             self.micro_batches = micro_batches
             self.graphs.restart()
             self.engine.expect(micro_batches)
-            self.optimizer.share_among(gradient_share(micro_batches, self.settings.plan))
+            self.optimizer.weigh_micro_batches(micro_batch_weight(micro_batches, self.settings.plan))
 
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's windows int64 `[B, T + 1]` and sample ids `[B]`, and the dropout key `[2]` of `step`."""
-        share = self.sizes.at(step) // self.settings.plan.dp
-        first = self.samples_before(step) + self.mesh.place.dp * share
-        sample_ids = first + torch.arange(share)
+        samples = self.sizes.at(step) // self.settings.plan.dp
+        first = self.samples_before(step) + self.mesh.place.dp * samples
+        sample_ids = first + torch.arange(samples)
         windows = self.dataset.windows(sample_ids, self.settings.model.seq_length, self.data_key)
         return windows, sample_ids, fold(self.dropout_key, step)

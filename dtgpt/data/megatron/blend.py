@@ -1,7 +1,7 @@
 """Blend samples of several datasets in the proportions of their weights, in Megatron-LM's order.
 
-Sample t comes from the dataset that lags most behind its share: the largest w_i max(t, 1) - (samples taken from i), in
-float64, the first of equals (megatron/core/datasets/helpers.cpp, blended_dataset.py and
+Sample t comes from the dataset that lags most behind its fraction: the largest w_i max(t, 1) - (samples taken from i),
+in float64, the first of equals (megatron/core/datasets/helpers.cpp, blended_dataset.py and
 blended_megatron_dataset_builder.py, state of August 2026).
 """
 
@@ -21,7 +21,7 @@ from dtgpt.data.megatron.samples import SampleRequest, Samples, check_samples, l
 from dtgpt.data.megatron.token_shards import TokenSequences
 from dtgpt.util.errors import UserError, shown
 
-SURPLUS = 0.005  # that every dataset has ready over its share
+SURPLUS = 0.005  # that every dataset has ready over its fraction
 MOST = 32766  # datasets, which are counted in 16 bits
 BLOCK = 1 << 16  # samples of the order counted together
 
@@ -188,7 +188,7 @@ def _load_order(
 
     settings: dict[str, object] = {
         "kind": "blend",
-        "weights": [share.hex() for share in shares],
+        "weights": [weight.hex() for weight in shares],
         "size": size,
         "limits": limits,
     }

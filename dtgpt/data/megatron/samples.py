@@ -24,7 +24,7 @@ from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError, shown
 
 SPLITS = ("train", "valid", "test")
-JOINT = 0.80  # share of an epoch from which on the last one is shuffled with the others
+JOINT = 0.80  # fraction of an epoch from which on the last one is shuffled with the others
 BLOCK = 1 << 15  # documents at a time: their lengths and sums stay in the processor's cache
 INT32_MAX = np.iinfo(np.int32).max
 

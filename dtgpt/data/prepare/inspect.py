@@ -46,11 +46,15 @@ class InspectDataConfig:
 
 
 def describe(
-    prefix: str, sequences: TokenSequences, share: float | None, config: InspectDataConfig, tokenizer: Tokenizer | None
+    prefix: str,
+    sequences: TokenSequences,
+    fraction: float | None,
+    config: InspectDataConfig,
+    tokenizer: Tokenizer | None,
 ) -> str:
-    """Return statistics and the first sequences, decoded by `tokenizer` or by the one saved with the data. share: of
+    """Return statistics and the first sequences, decoded by `tokenizer` or by the one saved with the data. fraction: of
     the samples of a blend."""
-    lines = _statistics(sequences, share, config.split)
+    lines = _statistics(sequences, fraction, config.split)
     if tokenizer is None and (beside := tokenizer_beside([prefix_of(prefix)])):
         path, tokenizer = beside
         lines.append(f"  tokenizer {tokenizer.name}, {counted(tokenizer.num_tokens, 'token')}, of {path}")
@@ -122,14 +126,14 @@ def _sha256(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(values, "<i8").tobytes()).hexdigest()
 
 
-def _statistics(sequences: TokenSequences, share: float | None, split: str) -> list[str]:
+def _statistics(sequences: TokenSequences, fraction: float | None, split: str) -> list[str]:
     lengths = np.asarray(sequences.lengths)
     total, count = int(lengths.sum(dtype=np.int64)), len(lengths)
     lines = [
         f"{sequences.name}: {counted(total, 'token')} ({sequences.dtype}) in {counted(count, 'sequence')}, "
         f"{_files(sequences)}"
     ]
-    lines += [f"  {share:.4g} of the samples of the blend"] if share is not None else []
+    lines += [f"  {fraction:.4g} of the samples of the blend"] if fraction is not None else []
     if count:
         middle = f"median {int(np.median(lengths)):,}, mean {total / count:,.1f}"
         empty = int((lengths == 0).sum())

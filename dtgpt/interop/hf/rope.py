@@ -39,10 +39,11 @@ def read_rope(settings: dict[str, Any], positions: int, path: Path) -> dict[str,
     kind = rope.get("rope_type", "default")
     if kind not in KINDS:
         raise UserError(f"{path} has rope_type={shown(kind)}; dtgpt has {' and '.join(KINDS)}: give another model")
-    share = rope.get("partial_rotary_factor", 1)
-    if type(share) not in (int, float) or share != 1:
+    fraction = rope.get("partial_rotary_factor", 1)
+    if type(fraction) not in (int, float) or fraction != 1:
         raise UserError(
-            f"{path} has partial_rotary_factor={shown(share)}; dtgpt rotates all columns of a head: give another model"
+            f"{path} has partial_rotary_factor={shown(fraction)}; dtgpt rotates all columns of a head: "
+            "give another model"
         )
     fields: dict[str, Any] = {"rope_theta": _number(rope, "rope_theta", path) if "rope_theta" in rope else 10000.0}
     if kind == "llama3":

@@ -16,7 +16,7 @@ from dtgpt.ops.fp8.quantize_kernels import (
     tile_options,
 )
 from dtgpt.ops.norm.column_kernels import sum_partials
-from dtgpt.ops.pointwise.gelu_kernels import share, slope
+from dtgpt.ops.pointwise.gelu_kernels import cdf, slope
 from dtgpt.ops.pointwise.machine import rounded
 from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 
@@ -36,7 +36,7 @@ def load_pairs(places, mask, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 def gelu_of(places, mask, shift):
     """Return gelu_tanh of what is loaded plus `shift`; 0 outside of the mask."""
     u = tl.load(places, mask, 0.0).to(tl.float32) + shift
-    return tl.where(mask, u * share(u), 0.0)
+    return tl.where(mask, u * cdf(u), 0.0)
 
 
 @triton.jit

@@ -131,9 +131,9 @@ def plain_gradient(
 ) -> Tensor:
     """Return scale x (softmax - onehot) for this rank's columns, in the logits' dtype, and 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    share = torch.exp(logits.float() - largest[:, None]) / total[:, None]
+    probabilities = torch.exp(logits.float() - largest[:, None]) / total[:, None]
     here = columns == (targets - start)[:, None]
-    return (torch.where(columns < real, share - here.float(), 0) * scale).to(logits.dtype)
+    return (torch.where(columns < real, probabilities - here.float(), 0) * scale).to(logits.dtype)
 
 
 @torch.library.custom_op("dtgpt::cross_entropy_terms", mutates_args=())

@@ -78,17 +78,17 @@ def statistics(line, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def overwrite(line, real, column, hit, largest, total, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Replace the row by scale x (softmax - onehot), and by 0 in the padding. The last columns come first, since they
     were read last and are still in the cache."""
-    share = scale / total
+    factor = scale / total
     whole = real // BLOCK * BLOCK
     ahead = load_block(line, tl.maximum(whole - BLOCK, 0), WIDTH, BLOCK)
     for first in range(whole, WIDTH, BLOCK):
         values = leave_padding(load_block(line, first, WIDTH, BLOCK), first, real, BLOCK)
-        store_block(line, first, exponential(values - largest) * share, WIDTH, BLOCK)
+        store_block(line, first, exponential(values - largest) * factor, WIDTH, BLOCK)
     for done in range(0, whole, BLOCK):
         first = whole - BLOCK - done
         values = ahead
         ahead = load_block(line, tl.maximum(first - BLOCK, 0), WIDTH, BLOCK)
-        store_block(line, first, exponential(values.to(tl.float32) - largest) * share, WIDTH, BLOCK)
+        store_block(line, first, exponential(values.to(tl.float32) - largest) * factor, WIDTH, BLOCK)
     tl.debug_barrier()  # the target's column belongs to another thread
     gradient = (exponential(hit - largest) / total - 1) * scale
     tl.store(line + column, gradient.to(line.dtype.element_ty), mask=(column >= 0) & (column < real))

@@ -26,7 +26,7 @@ CUBIC_SLOPE = tl.constexpr(3 * 2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
 @triton.jit
-def share(u):
+def cdf(u):
     """Return gelu_tanh(u) / u."""
     return reciprocal(1.0 + power_of_two(u * (u * u * CUBIC_RATE + RATE)))
 
@@ -34,7 +34,7 @@ def share(u):
 @triton.jit
 def slope(u):
     """Return the derivative of gelu_tanh at u."""
-    s = share(u)
+    s = cdf(u)
     return s + (s - s * s) * (u * (u * u * CUBIC_SLOPE + SLOPE))
 
 
@@ -53,7 +53,7 @@ def bias_gelu_forward_kernel(
         first = tl.cast(tiles - 1 - before, tl.int64) * ROWS
         mask = (local < rows - first)[:, None] & inside[None, :]
         u = tl.load(x + first * F + place, mask, 0.0).to(tl.float32) + shift
-        tl.store(y + first * F + place, u * share(u), mask)
+        tl.store(y + first * F + place, u * cdf(u), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])

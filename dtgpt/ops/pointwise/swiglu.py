@@ -48,9 +48,9 @@ _swiglu.register_fake(lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Return dx."""
     gate, up = _wide_pairs(x)
-    dy, share = dy.to(gate.dtype), gate.sigmoid()
-    slope = share + gate * share * (1 - share)
-    return torch.stack([dy * up * slope, dy * gate * share], dim=-1).flatten(-2).to(x.dtype)
+    dy, gate_sigmoid = dy.to(gate.dtype), gate.sigmoid()
+    slope = gate_sigmoid + gate * gate_sigmoid * (1 - gate_sigmoid)
+    return torch.stack([dy * up * slope, dy * gate * gate_sigmoid], dim=-1).flatten(-2).to(x.dtype)
 
 
 swiglu_backward.register_kernel("cuda", lambda dy, x: kernels().swiglu_backward(dy, x))

@@ -57,9 +57,9 @@ def swiglu_backward_kernel(dy, x, dx, pairs, BLOCK: tl.constexpr):
     gate, up = load_pairs(x, first, pairs, BLOCK)
     places = tl.arange(0, BLOCK)
     gradient = tl.load(dy + first + places, places < pairs - first, 0.0).to(tl.float32)
-    share = sigmoid(gate)
-    slope = share + gate * share * (1.0 - share)
-    both = tl.reshape(tl.join(gradient * up * slope, gradient * gate * share), (2 * BLOCK,))
+    gate_sigmoid = sigmoid(gate)
+    slope = gate_sigmoid + gate * gate_sigmoid * (1.0 - gate_sigmoid)
+    both = tl.reshape(tl.join(gradient * up * slope, gradient * gate * gate_sigmoid), (2 * BLOCK,))
     places = tl.arange(0, 2 * BLOCK)
     tl.store(dx + 2 * first + places, both, places < 2 * (pairs - first))
 

@@ -36,7 +36,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """Return the exact inverse of the share that is kept, so that the mean of kept elements is unbiased."""
+    """Return the exact inverse of the fraction that is kept, so that the mean of kept elements is unbiased."""
     return LEVELS / (LEVELS - threshold(p))
 
 

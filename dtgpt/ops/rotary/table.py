@@ -34,8 +34,8 @@ def frequencies(rotation: Rotation, head_dim: int) -> Tensor:
     length, low, high = rotation.original_length, rotation.low_frequency, rotation.high_frequency
     waves = 2 * math.pi / kept
     divided = torch.where(waves > length / low, kept / rotation.factor, kept)
-    share = (length / waves - low) / (high - low)
-    blended = (1 - share) * divided / rotation.factor + share * divided
+    fraction = (length / waves - low) / (high - low)
+    blended = (1 - fraction) * divided / rotation.factor + fraction * divided
     between = ~(waves < length / high) & ~(waves > length / low)
     return torch.where(between, blended, divided)
 
