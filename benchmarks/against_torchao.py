@@ -18,6 +18,7 @@ from timing import capture
 from torch import Tensor, nn
 
 from dtgpt.models import gpt2
+from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.layers import Context, DeferredBiasLinear, Linear
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
@@ -63,7 +64,7 @@ class OurStack(nn.Module):
         calibration, cells = Calibration(keeps_weights=True), {}
         for matrix in matrices:
             found = [Site(*(torch.zeros((), device=CUDA) for _ in range(3))) for _ in FORMATS]
-            matrix.sites = Sites(*found, calibration)
+            bind(matrix, sites=Sites(*found, calibration))
             cells |= {id(site): (site, dtype) for site, dtype in zip(found, FORMATS.values(), strict=True)}
         work()
         for site, dtype in cells.values():

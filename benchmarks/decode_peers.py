@@ -14,6 +14,7 @@ from dtgpt.inference.cache import core_sizes
 from dtgpt.inference.engine import Engine
 from dtgpt.inference.request import Request
 from dtgpt.inference.sampling import Sampling
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import build_model
 from dtgpt.models.layers import AttentionCore
@@ -123,7 +124,7 @@ class NaiveGraphPeer(Peer):
         self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         for core in self.cores:
-            core.cache = StaticCache(batch, length, self.config, self.dtype, self.position)
+            bind(core, cache=StaticCache(batch, length, self.config, self.dtype, self.position))
         self.replay: Callable[[], object] = self._step
         if self.device.type == "cuda":
             self.replay = capture(self._step).replay
@@ -148,7 +149,7 @@ class NaiveGraphPeer(Peer):
     def close(self) -> None:
         self.replay = self._step
         for core in self.cores:
-            core.cache = None
+            bind(core, cache=None)
 
 
 class StaticCache:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dtgpt.inference.cache import core_sizes
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.ops.attention.cached import decode_attention
 from dtgpt.ops.decode.blocks import Residual, Write, product, residual_norm, run_blocks, run_head
 from dtgpt.ops.decode.weights import BlockWeights
@@ -58,11 +59,11 @@ def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> N
 
 def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     """Print the times of a block's kernels and of the head, for each number of rows."""
-    layers = max(4, WEIGHTS // (2 * config.flops_per_block // 6))
-    modules = [part(config.make_block()) for _ in range(layers)]
+    layers = max(4, WEIGHTS // (2 * inventory(config).block_flops(0) // 6))
+    modules = [part(config.make_block(0)) for _ in range(layers)]
     blocks: list[BlockWeights] = [module.decode_weights() for module in modules]  # type: ignore[operator]
     head = part(config.make_head()).decode_weights()  # type: ignore[operator]
-    ((kv_heads, dim),) = core_sizes(config, 1)
+    ((kv_heads, dim),) = core_sizes(config, 0, 1)
     keys, values = ([random(max(most_rows), kv_heads, config.seq_length, dim) for _ in blocks] for _ in range(2))
     for rows in most_rows:
         slots, positions = torch.arange(rows, device=CUDA), torch.full((rows,), position, device=CUDA)

@@ -5,6 +5,7 @@ import math
 from timing import COPY_RATE, MATRIX_RATE
 
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 
 ATTENTION = (0.200e-3 + 0.689e-3) / (32 * 16 * 1024**2 * 64)  # s per B N T^2 D: cuDNN's forward and backward on an H200
 # Elements of a token that the operations between matrices read and write in a block, by architecture.
@@ -27,7 +28,7 @@ def floor(config: ModelConfig, samples: int) -> dict[str, float]:
     """Seconds of a step over `samples`, by part, on an H200 that loses nothing: products at the measured rate, cuDNN's
     attention, the rest fused and bound by memory; activations of 2 bytes, no dropout. See FORWARD and BACKWARD."""
     tokens, layers, length = samples * config.seq_length, config.num_layers, config.seq_length
-    matrices = sum(math.prod(shape) for _, shape in config.layout.block if len(shape) > 1)
+    matrices = sum(math.prod(shape) for shape in inventory(config).block(0).shapes.values() if len(shape) > 1)
     products = 6 * tokens * (layers * matrices + config.hidden_size * config.padded_vocab_size)
     moved = sum(sum(passes[config.architecture](config).values()) for passes in (FORWARD, BACKWARD))
     return {

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from train_step import alternating, make_recipe, ratio
 
 from dtgpt.config.execution import Settings
+from dtgpt.models.binding import bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.gpt2 import Block
 from dtgpt.ops.pointwise.bias import bias_gradient
@@ -131,7 +132,7 @@ def write_by_hand(ours: Decoder, dtype: torch.dtype, wire: Wire) -> Decoder:
 def cut_by_hand(made: Block, block: Block, wire: Wire) -> None:
     made.attn.core = block.attn.core
     for path in ("attn.dropout", "drop_1", "drop_2"):
-        made.get_submodule(path).start = block.get_submodule(path).start
+        bind(made.get_submodule(path), start=block.get_submodule(path).bound.start)
     made.attn.qkv.forward = partial(column, made.attn.qkv, wire, made.attn.qkv.bias)
     made.mlp.fc.forward = partial(column, made.mlp.fc, wire, None)  # GELU adds the bias
     made.attn.proj.forward = partial(row, made.attn.proj, wire)  # the residual stream adds the bias

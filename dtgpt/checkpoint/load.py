@@ -16,6 +16,7 @@ from torch import Tensor
 from dtgpt.checkpoint.manifest import READERS, Check, Checkpoint, list_checkpoints, step_of
 from dtgpt.checkpoint.shard_file import Damaged, copy_overlap
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.models.source import Part, Source, TrainingSource, parameter_shapes
 from dtgpt.ops.optim.optimizer import Optimizer
 from dtgpt.parallel.mesh import Mesh
@@ -33,7 +34,7 @@ class Saved(Source):
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint, self.config = checkpoint, replace(checkpoint.config, dropout=0.0)
         last = self.config.num_layers - 1
-        name, _ = self.config.layout.of_block(last)[0]
+        name = next(inventory(self.config).of_block(last)).name
         if not checkpoint.pieces(name):  # before a model of that many blocks is laid out
             raise Damaged(checkpoint.folder, f"it has no block {last}")
         self._shapes = parameter_shapes(self.config)

@@ -4,7 +4,8 @@ import torch
 
 from dtgpt.config.plan import ResolvedPlan
 from dtgpt.models.config import ModelConfig
-from dtgpt.models.roles import MATRICES, Role, role_of
+from dtgpt.models.inventory import inventory
+from dtgpt.models.roles import MATRICES, Role
 from dtgpt.ops.fast import has_float8
 from dtgpt.ops.fp8.product import STEP
 from dtgpt.util.errors import UserError
@@ -47,14 +48,15 @@ def fp8_notes(model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, dev
 
 
 def _matrices(model: ModelConfig, plan: ResolvedPlan) -> list[tuple[str, int, int]]:
-    """Return (name, rows, columns) of each matrix of a block as the default table of tensor parallelism cuts it."""
-    found = []
-    for name, shape in model.layout.block:
-        module, _, kind = name.rpartition(".")
-        role = role_of(module, model.roles)
-        if kind == "weight" and role in MATRICES:
-            rows, columns = shape
-            by_rows = role is Role.ROW
+    """Return (name, rows, columns) of each matrix of a block, of every kind, as the default table of tensor parallelism
+    cuts it."""
+    found: dict[tuple[str, int, int], None] = {}  # in order, each once
+    parts = inventory(model)
+    for p in (p for index in parts.counts for p in parts.of_block(index)):
+        if p.name.endswith(".weight") and p.role in MATRICES:
+            rows, columns = p.shape
+            by_rows = p.role is Role.ROW
             cut = rows if by_rows else rows // plan.tp, columns // plan.tp if by_rows else columns
-            found.append((module.replace("blocks.0.", "blocks.*.", 1), *cut))
-    return found
+            name = p.name.removesuffix(".weight").replace(f"blocks.{p.block}.", "blocks.*.", 1)
+            found[name, *cut] = None
+    return list(found)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from dtgpt.models.config import Shape
+from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
 from dtgpt.ops.optim.adamw import AdamW, Slot
 from dtgpt.ops.optim.optimizer import Optimizer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtgpt.evaluation.batches import LENGTH_MULTIPLE, Rows, Sample, make_rows, pack, share_samples
 from dtgpt.inference.finite import NotFinite
@@ -24,6 +24,7 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.results import Pending
 from dtgpt.inference.step import gather_columns
 from dtgpt.models.batch import Batch
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.ops.sampling.scores import Scores, token_scores
@@ -136,7 +137,7 @@ def _scoring_head(
     if head is None:
         yield
         return
-    config, forward, own = stages[0].config, head.forward, vars(head).get("forward")
+    config = stages[0].config
     num_parts = mesh.plan.tp if mesh.plan.sequence_parallel else 1
     own_part = mesh.place.tp if num_parts > 1 else 0
 
@@ -150,24 +151,16 @@ def _scoring_head(
             count = len(piece)
             # Under sequence parallelism the head takes a part of the rows from each rank, all of the same size.
             part = F.pad(piece, (0, 0, 0, -count % num_parts)).chunk(num_parts)[own_part]
-            columns = gather_columns(forward(part[None])[0, :count], mesh, config.padded_vocab_size)
+            columns = gather_columns(head.compute(part[None])[0, :count], mesh, config.padded_vocab_size)
             parts.append(token_scores(columns, targets[first : first + size], config.vocab_size))
         scores.append(Scores(*(torch.cat(values) for values in zip(*parts, strict=True))))
         return scores[0].logprobs
 
-    head.forward = score  # type: ignore[method-assign]
+    bind(head, run=score)
     try:
         yield
     finally:
-        _restore(head, own)
-
-
-def _restore(head: nn.Module, own: Callable | None) -> None:
-    """Give a head the forward that it had: one of its own, or that of its class."""
-    if own is None:
-        del head.forward
-    else:
-        head.forward = own
+        bind(head, run=None)
 
 
 def _whole_sequence(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:

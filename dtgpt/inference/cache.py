@@ -3,17 +3,16 @@
 The last slot of a cache is scratch: rows that pad a decode step write there.
 """
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtgpt.config.plan import Plan
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
-from dtgpt.models.layers import AttentionCore, Context
+from dtgpt.models.inventory import attention_cores, inventory
 from dtgpt.ops.attention.cached import attend_chunk, attend_rows, write_prompts
 from dtgpt.ops.attention.core import Backend, causal_attention
 from dtgpt.parallel.tensor import degrees_of_heads
@@ -54,7 +53,7 @@ class Cache:
         blocks = [(int(index), block) for stage in stages for index, block in stage.blocks.items()]
         cores = [core for _, block in blocks for core in attention_cores(block)]
         self.layers = [
-            LayerCache(core.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
+            LayerCache(core.bound.backend, *(_memory(slots, config, heads, dim, dtype, device) for _ in range(2)))
             for core, (heads, dim) in zip(cores, (size for index, _ in blocks for size in sizes[index]), strict=True)
         ]
         self._cores = list(zip(cores, self.layers, strict=True))
@@ -62,12 +61,12 @@ class Cache:
     def attach(self) -> None:
         """Let the attention cores use this cache."""
         for core, layer in self._cores:
-            core.cache = layer
+            bind(core, cache=layer)
 
     def detach(self) -> None:
         """Leave the attention cores without a cache, as they were before."""
         for core, _ in self._cores:
-            core.cache = None
+            bind(core, cache=None)
 
     def expect(self, work: Chunk | PromptRows | DecodeRows | None) -> None:
         """Set which tokens the stages run next; None: none of a step of inference."""
@@ -109,49 +108,24 @@ def _memory(slots: int, config: ModelConfig, heads: int, dim: int, dtype: torch.
     return torch.empty(slots + 1, heads, config.seq_length, dim, dtype=dtype, device=device)
 
 
-def attention_cores(block: torch.nn.Module) -> list[AttentionCore]:
-    return [module for module in block.modules() if isinstance(module, AttentionCore)]
-
-
 def block_core_sizes(config: ModelConfig, plan: Plan) -> list[list[tuple[int, int]]]:
-    """Return the `core_sizes` of each block on a rank under `plan`, whose table may leave the heads of some whole."""
-    degrees = degrees_of_heads(config, plan)
-    sizes = {degree: core_sizes(config, degree) for degree in set(degrees)}
-    return [sizes[degree] for degree in degrees]
+    """Return (N_kv, D) of each attention core of each block on a rank under `plan`, whose table may leave the heads of
+    some whole. Raise UserError where tp does not divide the heads of keys and values."""
+    parts, degrees = inventory(config), degrees_of_heads(config, plan)
+    sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by kind of block and degree
+    for key in dict.fromkeys(zip(parts.examples, degrees, strict=True)):
+        sizes[key] = core_sizes(config, *key)
+    return [sizes[key] for key in zip(parts.examples, degrees, strict=True)]
 
 
-def core_sizes(config: ModelConfig, tp: int) -> list[tuple[int, int]]:
+def core_sizes(config: ModelConfig, block: int, tp: int) -> list[tuple[int, int]]:
     """Return (N_kv, D) of each attention core of a block, on one of `tp` ranks. Raise UserError where tp does not
     divide the heads of keys and values."""
-    sizes = _whole_core_sizes(replace(config, num_layers=1))
-    for heads, _ in sizes:
+    cores = inventory(config).cores(block)
+    for heads, _ in cores:
         if heads % tp:
             raise UserError(
                 f"the cache has {heads} heads of keys and values, which cannot be split over tp={tp}; use a tp that "
                 f"divides {heads}"
             )
-    return [(heads // tp, dim) for heads, dim in sizes]
-
-
-@lru_cache(maxsize=8)
-def _whole_core_sizes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Measure what the cores of a block are given: a config does not know how its blocks share heads."""
-    with torch.device("meta"):
-        block, x = config.make_block(), torch.empty(1, 1, config.hidden_size)
-    cores = attention_cores(block)
-    recorders = [_Recorder() for _ in cores]
-    for core, recorder in zip(cores, recorders, strict=True):
-        core.cache = recorder
-    with torch.no_grad():
-        block(x, Context())
-    return [recorder.size for recorder in recorders]
-
-
-class _Recorder:
-    """A cache that keeps the shape of its keys alone."""
-
-    size = (0, 0)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.size = k.shape[2], k.shape[3]
-        return torch.empty_like(q)
+    return [(heads // tp, dim) for heads, dim in cores]

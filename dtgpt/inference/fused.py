@@ -100,7 +100,7 @@ def fuse(stages: list[Decoder], mesh: Mesh, cache: Cache) -> list[FusedStage] | 
     if not usable or not all(hasattr(m, "decode_weights") for m in modules) or not sizes <= set(HEAD_SIZES):
         return None
     blocks: list[Any] = [block for stage in stages for block in stage.blocks.values()]
-    if not all(block.decode_weights().activation for block in blocks):
+    if len(cache.layers) != len(blocks) or not all(block.decode_weights().activation for block in blocks):
         return None
     layers = iter(cache.layers)
     fused = [FusedStage(stage, [next(layers) for _ in stage.blocks], mesh) for stage in stages]

@@ -76,9 +76,10 @@ class Prefill:
         return true_everywhere(self._step.mesh, torch.equal(together, alone))
 
     def _last_layer(self, slots: Sequence[int], length: int) -> Tensor:
-        """Return a copy of what the last layer's cache has of the slots, as bytes."""
-        rows, layer = self._tensor(slots), self._step.cache.layers[-1]
-        return torch.stack([kept[rows, :, :length] for kept in (layer.keys, layer.values)]).view(torch.uint8)
+        """Return a copy of what the last layer's cache has of the slots, as bytes; empty on a rank without one."""
+        rows, last = self._tensor(slots), self._step.cache.layers[-1:]
+        kept = [memory[rows, :, :length].flatten() for layer in last for memory in (layer.keys, layer.values)]
+        return torch.cat(kept).view(torch.uint8) if kept else rows.new_empty(0)
 
     def _tensor(self, numbers: Sequence) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self._step.mesh.device)

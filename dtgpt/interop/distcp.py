@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.checkpoint.load import disjoint
-from dtgpt.models.config import Shape
+from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import check_distinct, open_bare_pickle, open_embedded

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, cut, has_vocabulary
 from dtgpt.util.errors import UserError, shown, shown_name
 

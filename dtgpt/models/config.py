@@ -2,22 +2,22 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dtgpt.models.binding import BoundModule
+from dtgpt.models.inventory import inventory
 from dtgpt.models.roles import Role, Roles, patterns_of, role_of
-from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields
 
 LARGEST_SIZE = 1_000_000  # of any one dimension
 SIZE = Bounds(1, LARGEST_SIZE)
 VOCAB_MULTIPLE = 128  # padding that does not depend on the plan, so that every plan has the same global shapes
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,21 @@ class ModelConfig(ABC):
         return {"num_heads": self.num_heads}
 
     @abstractmethod
-    def make_embedding(self, dtype: torch.dtype) -> nn.Module:
+    def make_embedding(self, dtype: torch.dtype) -> BoundModule:
         """Return the module from tokens `[B, T]` to activations `[B, T, H]` of `dtype`."""
 
     @abstractmethod
-    def make_block(self) -> nn.Module:
-        """Return a transformer block, activations `[B, T, H]` to `[B, T, H]`."""
+    def make_block(self, index: int) -> BoundModule:
+        """Return transformer block `index`, activations `[B, T, H]` to `[B, T, H]`."""
 
     @abstractmethod
-    def make_head(self) -> nn.Module:
+    def make_head(self) -> BoundModule:
         """Return the module from activations `[B, T, H]` to logits `[B, T, V]`, or to a loss with targets."""
+
+    def block_kind(self, index: int) -> Hashable:
+        """Return what tells the kind of block `index`: blocks with equal kinds have the same modules and shapes. By
+        default all are of one kind."""
+        return None
 
     def comparable(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of parameter `name`, or of its gradient, that is more than rounding."""
@@ -114,65 +119,19 @@ class ModelConfig(ABC):
         return f"{patterns_of(Role.OUTPUT, self.roles)[0]}.weight"
 
     @property
-    def layout(self) -> "Layout":
-        """The parameters of the parts, by names within the whole model."""
-        return _layout(replace(self, num_layers=1))
-
-    @property
     def num_sites(self) -> int:
         """Dropout sites: those of the embedding, then those of each block."""
-        return self.layout.embedding_sites + self.num_layers * self.layout.block_sites
+        return inventory(self).num_sites
 
     @property
     def num_parameters(self) -> int:
-        layout = self.layout
-        head = [shape for name, shape in layout.head if not (self.tied and name == self.output_name)]
-        ends = [shape for _, shape in layout.embedding] + head
-        return sum(map(math.prod, ends)) + self.num_layers * sum(math.prod(shape) for _, shape in layout.block)
+        return inventory(self).num_parameters
 
     @property
     def flops_per_token(self) -> int:
         """Forward and backward: 6 N + 12 L H T, where N leaves out weights that are looked up and not multiplied
         (Chowdhery et al. 2022, PaLM, appendix B)."""
+        parts = inventory(self)
         looked_up = [Role.POSITIONS] if self.tied else [Role.POSITIONS, Role.VOCABULARY]
-        weights = self.num_parameters - sum(
-            math.prod(shape)
-            for name, shape in self.layout.embedding
-            if role_of(name.rpartition(".")[0], self.roles) in looked_up
-        )
-        return 6 * weights + 12 * self.num_layers * self.num_heads * self.head_dim * self.seq_length
-
-    @property
-    def flops_per_block(self) -> int:
-        """FLOPs of a token in one block, forward and backward: matrices and attention scores."""
-        matrices = sum(math.prod(shape) for _, shape in self.layout.block if len(shape) > 1)
-        return 6 * matrices + 12 * self.num_heads * self.head_dim * self.seq_length
-
-
-class Layout(NamedTuple):
-    """(name, shape) of each parameter of the embedding, of block 0 and of the head; numbers of dropout sites."""
-
-    embedding: list[tuple[str, Shape]]
-    block: list[tuple[str, Shape]]
-    head: list[tuple[str, Shape]]
-    embedding_sites: int
-    block_sites: int
-
-    def of_block(self, index: int) -> list[tuple[str, Shape]]:
-        """Return (name, shape) of each parameter of block `index`."""
-        return [(name.replace("blocks.0.", f"blocks.{index}.", 1), shape) for name, shape in self.block]
-
-
-@lru_cache(maxsize=8)
-def _layout(config: ModelConfig) -> Layout:
-    with torch.device("meta"):
-        embedding, block, head = config.make_embedding(torch.float32), config.make_block(), config.make_head()
-
-    def shapes(at: str, part: nn.Module) -> list[tuple[str, Shape]]:
-        return [(f"{at}.{name}", tuple(p.shape)) for name, p in part.named_parameters()]
-
-    def sites(part: nn.Module) -> int:
-        return sum(isinstance(module, Dropout) for module in part.modules())
-
-    parts = shapes("embedding", embedding), shapes("blocks.0", block), shapes("head", head)
-    return Layout(*parts, sites(embedding), sites(block))
+        weights = self.num_parameters - sum(math.prod(p.shape) for p in parts.of_embedding() if p.role in looked_up)
+        return 6 * weights + sum(count * parts.attention_flops(index) for index, count in parts.counts.items())

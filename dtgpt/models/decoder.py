@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Part, inventory
 from dtgpt.models.layers import Context
 from dtgpt.ops.random.philox import fold, normal, row_chunks
 
@@ -23,10 +25,11 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.config, self.layout = config, config.layout
-        self.embedding: nn.Module | None = config.make_embedding(dtype)
-        self.blocks = nn.ModuleDict({str(i): config.make_block() for i in range(config.num_layers)})
-        self.head: nn.Module | None = config.make_head()
+        self.config, self.inventory = config, inventory(config)
+        self.embedding: BoundModule | None = config.make_embedding(dtype)
+        self.blocks = nn.ModuleDict({str(i): config.make_block(i) for i in range(config.num_layers)})
+        self.head: BoundModule | None = config.make_head()
+        self._check_parts()
         self.tie_weights()
 
     def forward(
@@ -34,17 +37,32 @@ class Decoder(nn.Module):
         positions: Tensor | None = None, document_bounds: Tensor | None = None, loss_weights: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Arguments are those of `Batch`, `x` the tokens or activations; dropout keys of None: evaluation."""
-        layout = self.layout
 
-        def context(first: int, sites: int) -> Context:
-            keys = None if dropout_keys is None else dropout_keys[:, first : first + sites]
+        def context(sites: range) -> Context:
+            keys = None if dropout_keys is None else dropout_keys[:, sites.start : sites.stop]
             return Context(keys, positions, document_bounds)
 
         if self.embedding is not None:
-            x = self.embedding(x, context(0, layout.embedding_sites))
+            x = self.embedding(x, context(range(self.inventory.embedding.num_sites)))
         for index, block in self.blocks.items():
-            x = block(x, context(layout.embedding_sites + layout.block_sites * int(index), layout.block_sites))
+            x = block(x, context(self.inventory.sites(int(index))))
         return x if self.head is None else self.head(x, targets, loss_weights)
+
+    def _check_parts(self) -> None:
+        """Raise TypeError where a plan could not wrap what a part computes, ValueError where a block differs from the
+        first one of its kind, whose shapes and sites count."""
+        for part in (self.embedding, *self.blocks.values(), self.head):
+            if not isinstance(part, BoundModule):
+                raise TypeError(
+                    f"{type(part).__name__} of {self.config.architecture} is not a BoundModule; derive it from "
+                    "dtgpt.models.binding.BoundModule, with compute in place of forward"
+                )
+        for index, block in self.blocks.items():
+            if Part(block) != self.inventory.block(int(index)):
+                raise ValueError(
+                    f"block {index} differs from block {self.inventory.examples[int(index)]} in parameters or dropout "
+                    f"sites, but block_kind says that both are {self.config.block_kind(int(index))!r}"
+                )
 
     def tie_weights(self) -> None:
         """Make the output projection the token embedding, again after whatever replaced parameters."""

@@ -14,12 +14,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
     Context,
     DeferredBiasLinear,
+    Dropout,
     FinalNorm,
     LayerNorm,
     Linear,
@@ -32,7 +34,6 @@ from dtgpt.ops.attention.packed import split_qkv
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.gelu import bias_gelu
-from dtgpt.ops.random.dropout import Dropout
 from dtgpt.util.field_types import Bounds
 
 TABLE = "embedding.wte.weight"  # the token embedding, tied to the output projection
@@ -68,7 +69,7 @@ class GPT2Config(ModelConfig):
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
-    def make_block(self) -> "Block":
+    def make_block(self, index: int) -> "Block":
         return Block(self)
 
     def make_head(self) -> "Head":
@@ -89,7 +90,7 @@ GPT2_1558M = GPT2Config(num_layers=48, hidden_size=1600, num_heads=25)
 GPT3_175B = GPT2Config(num_layers=96, hidden_size=12288, num_heads=96, seq_length=2048)
 
 
-class Embedding(nn.Module):
+class Embedding(BoundModule):
     """tokens `[B, T]` -> activations `[B, T, H]`: token plus learned position, which are 0, 1, ... by default."""
 
     def __init__(self, config: GPT2Config, dtype: torch.dtype):
@@ -99,7 +100,7 @@ class Embedding(nn.Module):
         self.wpe = nn.Embedding(config.seq_length, config.hidden_size)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    def compute(self, tokens: Tensor, context: Context) -> Tensor:
         positions = context.positions
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -110,7 +111,7 @@ class Embedding(nn.Module):
         return EmbeddingWeights(self.wte.weight, self.wpe.weight)
 
 
-class Block(nn.Module):
+class Block(BoundModule):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
 
     Each sum is fused with the norm behind it and with the bias and the dropout of its branch, so that an activation is
@@ -126,7 +127,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout, index=2)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def compute(self, x: Tensor, context: Context) -> Tensor:
         keys = context.dropout_keys
         x, h = self.ln_1(x)
         x, h = self.ln_2(x, self.attn(h, context), self.drop_1.site(keys))
@@ -175,7 +176,7 @@ class MLP(nn.Module):
         return Branch(mlp(x, self.fc, self.proj, self.activation), self.proj.bias)
 
 
-class Head(nn.Module):
+class Head(BoundModule):
     """[B, T, H] -> logits `[B, T, V]`, or the mean loss of targets `[B, T]`."""
 
     def __init__(self, config: GPT2Config):
@@ -183,7 +184,7 @@ class Head(nn.Module):
         self.ln_f = FinalNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.lm_head = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         return self.lm_head(self.ln_f(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:

@@ -2,24 +2,24 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtgpt.ops.attention.core import Backend, causal_attention
+from dtgpt.models.binding import PLAIN, Binding, BoundModule
+from dtgpt.ops.attention.core import causal_attention
 from dtgpt.ops.fast import is_apart
 from dtgpt.ops.fp8.linear import fp8_linear
 from dtgpt.ops.fp8.mlp import fp8_mlp
-from dtgpt.ops.fp8.sites import Sites
 from dtgpt.ops.local_linear import on_local_tensors
 from dtgpt.ops.loss.head import head_loss
 from dtgpt.ops.norm.norm import norm, norm_and_pass, residual_norm
 from dtgpt.ops.norm.residual import residual
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.linear import linear
-from dtgpt.ops.random.dropout import Site
+from dtgpt.ops.random.dropout import Site, dropout
 
 NO_DROPOUT: Site = (None, 0.0)
 
@@ -42,24 +42,24 @@ class Branch(NamedTuple):
 class Linear(nn.Linear):
     """A linear map that computes in the dtype of its input; the weight may be an fp32 master."""
 
-    sites: Sites | None = None  # of a run in fp8, whose plan's build sets them
+    bound: Binding = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if self.sites is not None:
-            return on_local_tensors(partial(fp8_linear, sites=self.sites), x, weight, bias)
+        if self.bound.sites is not None:
+            return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, bias)
         return linear(x, weight, bias)
 
 
 class DeferredBiasLinear(nn.Linear):
     """A `Linear` that leaves its bias to the following operation, which adds it on the way."""
 
-    sites: Sites | None = None  # as of `Linear`
+    bound: Binding = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
-        if self.sites is not None:
-            return on_local_tensors(partial(fp8_linear, sites=self.sites), x, weight, None)
+        if self.bound.sites is not None:
+            return on_local_tensors(partial(fp8_linear, sites=self.bound.sites), x, weight, None)
         return F.linear(x, weight)
 
 
@@ -67,7 +67,8 @@ def observes(part: nn.Module) -> bool:
     """Return whether a pass through `part` takes the largest values of products that are of 8 bits from the next step
     on."""
     linears = (module for module in part.modules() if isinstance(module, Linear | DeferredBiasLinear))
-    return any(each.sites is not None and each.sites.record and not each.sites.quantise for each in linears)
+    sites = (each.bound.sites for each in linears)
+    return any(each is not None and each.record and not each.quantise for each in sites)
 
 
 def mlp(
@@ -76,7 +77,8 @@ def mlp(
     """Return second(activation(first(x))), or with first.bias, which first leaves to the activation, as its second
     argument. In a run in fp8 whose plan cuts neither matrix, what lies between them is in 8 bits only, where fused
     kernels know the activation."""
-    one, two, cut = first.sites, second.sites, isinstance(first.weight, DTensor) or isinstance(second.weight, DTensor)
+    one, two = first.bound.sites, second.bound.sites
+    cut = isinstance(first.weight, DTensor) or isinstance(second.weight, DTensor)
     bias = () if first.bias is None else (first.bias,)
     name = fused_name(activation, first.bias is not None)
     if one is None or two is None or cut or not one.quantise or is_apart() or name is None:
@@ -131,42 +133,56 @@ def add(x: Tensor, branch: Branch, site: Site) -> Tensor:
     return residual(x, *branch, *site)
 
 
-class AttentionCache(Protocol):
-    """Keys and values of earlier tokens, to which an attention core attends."""
+class Dropout(nn.Module):
+    """A dropout site. Keys int64 `[B, S, 2]` are those of S sites, of which this one has the given `index`; no keys
+    (evaluation) means identity."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
+    bound: Binding = PLAIN
+
+    def __init__(self, p: float, index: int = 0):
+        super().__init__()
+        self.p, self.index = p, index
+
+    def site(self, keys: Tensor | None) -> Site:
+        """Return (key, p) or (key, p, start) for an operation that applies this dropout itself; the key is None where
+        nothing drops."""
+        key, start = None if keys is None or self.p == 0 else keys[:, self.index], self.bound.start
+        return (key, self.p) if start is None else (key, self.p, start)
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        return x if keys is None else dropout(x, keys[:, self.index], self.p, self.bound.start)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (f", start={self.bound.start}" if self.bound.start else "")
 
 
-class AttentionCore(nn.Module):
+class AttentionCore(BoundModule):
     """Causal attention without its projections. The plan's build sets the back end, inference the cache."""
 
-    backend: Backend = "auto"
-    cache: AttentionCache | None = None  # None: the tokens of the batch attend to each other
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, site: Site, document_bounds: Tensor | None) -> Tensor:
         """Return `[B, T, N, D]` from q `[B, T, N, D]` and k, v `[B, S, N_kv, D]`, S >= T."""
-        if self.cache is not None:
-            return self.cache.attend(q, k, v)
-        options: dict[str, Any] = {"spans": document_bounds, "backend": self.backend}
+        if self.bound.cache is not None:
+            return self.bound.cache.attend(q, k, v)
+        options: dict[str, Any] = {"spans": document_bounds, "backend": self.bound.backend}
         return causal_attention(q, k, v, *site, **options)
 
 
 class Output(nn.Linear):
     """The output projection, and the loss after it.
 
-    `gradient_scale`, a scalar on the device that the training loop sets, multiplies the gradient of the loss: the share
-    of a micro-batch, and the loss scale of fp16. The loss itself stays as it is.
+    `bound.gradient_scale` multiplies the gradient of the loss: the weight of a micro-batch, and the loss scale of fp16.
+    The loss itself stays as it is.
     """
+
+    bound: Binding = PLAIN
 
     def __init__(self, hidden_size: int, padded_vocab_size: int, vocab_size: int):
         super().__init__(hidden_size, padded_vocab_size, bias=False)
         self.vocab_size = vocab_size
-        self.gradient_scale: Tensor | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` or, with targets `[B, T]`, the mean over them of loss times weight `[B, T]`."""
         weight = self.weight.to(x.dtype)
         if targets is None:
             return F.linear(x, weight)
-        return head_loss(x, weight, targets, self.vocab_size, scale=self.gradient_scale, weights=loss_weights)
+        return head_loss(x, weight, targets, self.vocab_size, scale=self.bound.gradient_scale, weights=loss_weights)

@@ -14,12 +14,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import LARGEST_SIZE, SIZE, ModelConfig
 from dtgpt.models.layers import (
     AttentionCore,
     Branch,
     Context,
     DeferredBiasLinear,
+    Dropout,
     FinalRMSNorm,
     Linear,
     Output,
@@ -31,7 +33,6 @@ from dtgpt.models.roles import Role, Roles
 from dtgpt.ops.decode.weights import BlockWeights, EmbeddingWeights, HeadWeights, Rotary
 from dtgpt.ops.pointwise.activation import fused_name
 from dtgpt.ops.pointwise.swiglu import swiglu
-from dtgpt.ops.random.dropout import Dropout
 from dtgpt.ops.rotary.rotary import rotary_qkv
 from dtgpt.ops.rotary.table import Rotation, angle_table
 from dtgpt.util.errors import UserError
@@ -121,7 +122,7 @@ class LlamaConfig(ModelConfig):
     def make_embedding(self, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, dtype)
 
-    def make_block(self) -> "Block":
+    def make_block(self, index: int) -> "Block":
         return Block(self)
 
     def make_head(self) -> "Head":
@@ -154,7 +155,7 @@ QWEN3_0_6B = LlamaConfig(
 )  # fmt: skip
 
 
-class Embedding(nn.Module):
+class Embedding(BoundModule):
     """tokens `[B, T]` -> activations `[B, T, H]`."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype):
@@ -163,7 +164,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    def compute(self, tokens: Tensor, context: Context) -> Tensor:
         return self.drop(self.tokens(tokens).to(self.dtype), context.dropout_keys)
 
     def decode_weights(self) -> EmbeddingWeights:
@@ -171,7 +172,7 @@ class Embedding(nn.Module):
         return EmbeddingWeights(self.tokens.weight, None)
 
 
-class Block(nn.Module):
+class Block(BoundModule):
     """x `[B, T, H]` -> `[B, T, H]`: x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x)))."""
 
     def __init__(self, config: LlamaConfig):
@@ -183,7 +184,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop_2 = Dropout(config.dropout, index=2)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def compute(self, x: Tensor, context: Context) -> Tensor:
         keys = context.dropout_keys
         x, h = self.norm_1(x)
         x, h = self.norm_2(x, self.attn(h, context), self.drop_1.site(keys))
@@ -252,7 +253,7 @@ class MLP(nn.Module):
         return Branch(mlp(x, self.gate_up, self.down, self.activation), None)
 
 
-class Head(nn.Module):
+class Head(BoundModule):
     """[B, T, H] -> logits `[B, T, V]`, or the mean loss of targets `[B, T]`."""
 
     def __init__(self, config: LlamaConfig):
@@ -260,7 +261,7 @@ class Head(nn.Module):
         self.norm = FinalRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)
 
     def decode_weights(self) -> HeadWeights:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.inventory import Shape, inventory
 from dtgpt.util.console import counted
 
 Part = Sequence[range]
@@ -75,12 +76,8 @@ class Watched(Source):
 
 
 def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield name and global shape of every parameter, block by block: a file may claim to have any number of them."""
-    layout = config.layout
-    yield from layout.embedding
-    for index in range(config.num_layers):
-        yield from layout.of_block(index)
-    yield from (entry for entry in layout.head if not (config.tied and entry[0] == config.output_name))
+    """Return name and global shape of every parameter, one after the other: a file may claim any number of blocks."""
+    return ((p.name, p.shape) for p in inventory(config).parameters())
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import DeferredBiasLinear, Linear
-from dtgpt.models.roles import MATRICES, role_of
+from dtgpt.models.roles import MATRICES
 from dtgpt.ops.fp8.sites import FORMATS, Calibration, Site, Sites
 from dtgpt.parallel.mesh import Mesh
 
@@ -40,7 +42,7 @@ class Fp8Scales:
     those of the whole model."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
-        self.mesh, self.matrices, count = mesh, matrices_of_block(config), num_sites(config)
+        self.mesh, self.matrices, count = mesh, matrices(config), num_sites(config)
         self.calibration = Calibration(keeps_weights=not mesh.plan.zero)
         powers = [math.frexp(torch.finfo(dtype).max)[1] - HEADROOM for dtype in FORMATS.values()]
         device = mesh.device
@@ -53,15 +55,15 @@ class Fp8Scales:
         """Give the matrices of these stages their sites."""
         cells = zip(self.scale.unbind(), self.inverse.unbind(), self.amax.unbind(), strict=True)
         all_sites = [Site(*cell) for cell in cells]
-        for stage in stages:
-            for index in stage.blocks:
-                for number, name in enumerate(self.matrices):
-                    module = stage.get_submodule(name.replace("blocks.0.", f"blocks.{index}.", 1))
-                    if not isinstance(module, Linear | DeferredBiasLinear):
-                        raise TypeError(f"{name} is a {type(module).__name__}, which does not compute in fp8")
-                    first = (int(index) * len(self.matrices) + number) * len(FORMATS)
-                    of_input, of_weight, of_gradient = all_sites[first : first + len(FORMATS)]
-                    module.sites = Sites(of_input, of_weight, of_gradient, self.calibration)
+        modules = {name: module for stage in stages for name, module in stage.named_modules()}
+        for number, name in enumerate(self.matrices):
+            module = modules.get(name)  # None: of a block on another rank
+            if module is None:
+                continue
+            if not isinstance(module, Linear | DeferredBiasLinear):
+                raise TypeError(f"{name} is a {type(module).__name__}, which does not compute in fp8")
+            of_input, of_weight, of_gradient = all_sites[number * len(FORMATS) : (number + 1) * len(FORMATS)]
+            bind(module, sites=Sites(of_input, of_weight, of_gradient, self.calibration))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -105,15 +107,16 @@ class Fp8Scales:
             self._set_scales()
 
 
-def matrices_of_block(config: ModelConfig) -> list[str]:
-    """Return the modules of block 0 whose products are of 8 bits, by name in the whole model."""
-    modules = [name.removesuffix(".weight") for name, _ in config.layout.block if name.endswith(".weight")]
-    return [name for name in modules if role_of(name, config.roles) in MATRICES]
+def matrices(config: ModelConfig) -> list[str]:
+    """Return the modules of all blocks whose products are of 8 bits, by name in the whole model."""
+    parts = inventory(config)
+    held = (p for index in range(config.num_layers) for p in parts.of_block(index) if p.role in MATRICES)
+    return [p.name.removesuffix(".weight") for p in held if p.name.endswith(".weight")]
 
 
 def num_sites(config: ModelConfig) -> int:
     """Return the number of sites of the whole model."""
-    return config.num_layers * len(matrices_of_block(config)) * len(FORMATS)
+    return len(matrices(config)) * len(FORMATS)
 
 
 def check_state(lines: Any, config: ModelConfig) -> None:
@@ -122,8 +125,9 @@ def check_state(lines: Any, config: ModelConfig) -> None:
         return
     if type(lines) is not list or len(lines) > HISTORY or not all(type(line) is str for line in lines):
         raise ValueError(f"{STATE} must be a list of at most {HISTORY} strings")
+    count = num_sites(config)
     for line in lines:
-        words, count = line.split(), num_sites(config)
+        words = line.split()
         if len(words) != count or not all(word == BLANK or _is_exponent(word) for word in words):
             raise ValueError(f"each line of {STATE} must have {count} exponents, or {BLANK!r} in place of one")
 

@@ -3,8 +3,9 @@
 model on meta -> cut into stages -> tensor table -> recompute -> compile -> fully_shard -> memory -> initial weights
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
+from dtgpt.models.binding import BoundModule, bind
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import AttentionCore, Output, observes
 from dtgpt.parallel.between import make_peers
@@ -53,13 +55,13 @@ def lay_out_stage(
     settings: Settings, mesh: Mesh, stage: int, masters: bool = True, table: Table | None = None,
     peers: KernelCollectives | None = None,
 ) -> Decoder:  # fmt: skip
-    """Return one stage on the meta device, cut as the plan says. `peers`: as of `apply_table`."""
+    """Return one stage on the meta device, cut as the plan says. `peers`: as of `make_table`."""
     plan, config = settings.plan, settings.model
     dtype = settings.dtype if plan.narrows_weights or not masters else torch.float32
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        apply_table(part, mesh.devices["tp"], make_table(config, plan) if table is None else table, peers)
+        apply_table(part, mesh.devices["tp"], make_table(config, plan, peers) if table is None else table)
     set_execution(part, settings)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
@@ -73,15 +75,14 @@ def set_execution(part: Decoder, settings: Settings) -> None:
     observe compute all blocks again: their 16-bit activations would take more memory than any other step."""
     for module in part.modules():
         if isinstance(module, AttentionCore):
-            module.backend = settings.attention
+            bind(module, backend=settings.attention)
             if settings.recompute == "selective":
-                module.forward = recomputed(module.forward)  # type: ignore[method-assign]
-    if settings.recompute == "full":
-        for block in part.blocks.values():
-            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
-    elif settings.observes_again:
-        for block in part.blocks.values():
-            block.forward = recomputed_while(partial(observes, block), block.forward)  # type: ignore[method-assign]
+                bind(module, run=recomputed(module.compute))
+    for block in cast(Iterable[BoundModule], part.blocks.values()):
+        if settings.recompute == "full":
+            bind(block, run=recomputed(block.compute))
+        elif settings.observes_again:
+            bind(block, run=recomputed_while(partial(observes, block), block.compute))
 
 
 def recomputed_while(condition: Callable[[], bool], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -97,12 +98,11 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def compile_forward(part: Decoder, whole: bool) -> None:
-    """Compile each block, and the embedding where it is a plain module. It is the forward that is compiled, so that the
-    hooks of `fully_shard` run around it, uncompiled. Blocks share their code: it is compiled once."""
-    ends = [part.embedding] if whole else []
-    for module in (*part.blocks.values(), *ends):
-        if module is not None:
-            module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
+    """Compile what each block computes, and the embedding where it is a plain module; the hooks of `fully_shard` run
+    around it, uncompiled. Blocks of one class and shape share their code: it is compiled once."""
+    ends = [part.embedding] if whole and part.embedding is not None else []
+    for module in cast(Iterable[BoundModule], (*part.blocks.values(), *ends)):
+        bind(module, run=torch.compile(module.runner, fullgraph=True, dynamic=False))
 
 
 def make_engine(
@@ -123,7 +123,7 @@ def scale_gradients(stages: list[Decoder], scale: Tensor | None) -> None:
     """Let the output layer multiply the gradient of its loss by the scalar `scale`, read at each pass; None: by 1."""
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, Output):
-            module.gradient_scale = scale
+            bind(module, gradient_scale=scale)
 
 
 def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:

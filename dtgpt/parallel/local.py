@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -90,7 +89,9 @@ def localize(stage: Decoder, mesh: Mesh) -> None:
             module.register_forward_hook(partial(_sum_output, group))
         elif role is Role.VOCABULARY:
             rows = chunk(range(stage.config.padded_vocab_size), mesh.plan.tp, mesh.place.tp)
-            module.forward = partial(_look_up, module, rows, group)  # type: ignore[method-assign]
+            lookup = _Lookup(rows, group)
+            module.register_forward_pre_hook(lookup.before)
+            module.register_forward_hook(lookup.after)
     stage.tie_weights()
 
 
@@ -99,10 +100,24 @@ def _sum_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, addend
     return addend
 
 
-def _look_up(module: Any, rows: range, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
-    """Return the embeddings of `ids`, a sum that is exact: a rank adds zero for ids that are not in its `rows`."""
-    local = ids - rows.start
-    elsewhere = (local < 0) | (local >= len(rows))
-    found = F.embedding(local.masked_fill(elsewhere, 0), module.weight).masked_fill(elsewhere[..., None], 0)
-    dist.all_reduce(found, group=group)
-    return found
+class _Lookup:
+    """Hooks of an embedding that has `rows` of its table: the sum over the ranks is exact, since a rank adds zero for
+    ids that are not in its rows."""
+
+    def __init__(self, rows: range, group: dist.ProcessGroup):
+        self._rows, self._group = rows, group
+        self._elsewhere: Tensor | None = None  # between the two hooks: bool `[B, T]`, ids of other ranks
+
+    def before(self, module: nn.Module, inputs: Any) -> Tensor:
+        """Return the ids `[B, T]` as rows of this rank's part, the first one for those of other ranks."""
+        local = inputs[0] - self._rows.start
+        self._elsewhere = (local < 0) | (local >= len(self._rows))
+        return local.masked_fill(self._elsewhere, 0)
+
+    def after(self, module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
+        """Return the embeddings `[B, T, H]`, whole on every rank."""
+        assert self._elsewhere is not None
+        found = found.masked_fill(self._elsewhere[..., None], 0)
+        self._elsewhere = None
+        dist.all_reduce(found, group=self._group)
+        return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
+from dtgpt.models.binding import bound_of
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder, fill_weight, unique_parameters
 from dtgpt.ops.optim.gradients import largest_magnitude, squared_norm
@@ -207,7 +208,7 @@ def _shard(
 def _sums_over_tp(stage: Decoder) -> set[str]:
     """Return the names of the parameters whose gradients tensor parallelism leaves as addends on the ranks."""
     modules = stage.named_modules()
-    return {f"{name}.{p}" for name, module in modules for p in getattr(module, "sums_over_tp", ())}
+    return {f"{name}.{p}" for name, module in modules for p in bound_of(module).sums_over_tp}
 
 
 def _region(parameter: nn.Parameter, place: RankCoordinates) -> Part:

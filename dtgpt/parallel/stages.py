@@ -1,12 +1,14 @@
 """The cut of a model into pipeline stages, by cost."""
 
 from functools import cache
+from itertools import accumulate
 
 from dtgpt.config.plan import Plan
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
+from dtgpt.models.inventory import inventory
 
-EMBEDDING_COST = 0.05  # of a block's: a lookup, a sum and a dropout, all bound by memory
+EMBEDDING_COST = 0.05  # of the first block's: a lookup, a sum and a dropout, all bound by memory
 
 
 def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
@@ -18,22 +20,29 @@ def block_ranges(config: ModelConfig, plan: Plan) -> list[range]:
 
 @cache
 def balanced_cut(config: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Return the blocks per stage, at least one each. Cost is in FLOPs of a token; the head counts on the last stage,
-    the embedding on the first. Among cuts with the same costliest stage, the one with the most even rest."""
-    head = 6 * config.hidden_size * config.padded_vocab_size / config.flops_per_block
+    """Return the blocks per stage, at least one each. Cost is in FLOPs of a token, in units of the first block's; the
+    head counts on the last stage, the embedding on the first. Among cuts with the same costliest stage, the one with
+    the most even rest."""
+    parts = inventory(config)
+    unit = parts.block_flops(0)
+    up_to = list(accumulate((parts.block_flops(i) / unit for i in range(config.num_layers)), initial=0.0))
+    head = 6 * config.hidden_size * config.padded_vocab_size / unit
 
-    def cost(stage: int, blocks: int) -> float:
-        return blocks + EMBEDDING_COST * (stage == 0) + head * (stage == stages - 1)
+    def cost(stage: int, first: int, blocks: int) -> float:
+        between = up_to[first + blocks] - up_to[first]
+        return between + EMBEDDING_COST * (stage == 0) + head * (stage == stages - 1)
 
     @cache
     def best(stage: int, left: int) -> tuple[float, float, tuple[int, ...]]:
         """Return (largest cost, sum of squares, cut) of the stages from `stage` on with `left` blocks."""
+        first = config.num_layers - left
         if stage == stages - 1:
-            return cost(stage, left), cost(stage, left) ** 2, (left,)
+            last = cost(stage, first, left)
+            return last, last**2, (left,)
         choices = []
         for blocks in range(1, left - (stages - stage - 1) + 1):
             largest, squares, cut = best(stage + 1, left - blocks)
-            here = cost(stage, blocks)
+            here = cost(stage, first, blocks)
             choices.append((max(here, largest), here**2 + squares, (blocks, *cut)))
         return min(choices)
 

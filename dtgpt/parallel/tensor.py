@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from dtgpt.comm.collectives import KernelCollectives
 from dtgpt.config.plan import Plan
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
@@ -41,19 +42,21 @@ FIXED = {  # roles that a plan's table cannot replace, and why
 
 
 class Columnwise(ColwiseParallel):
-    """`ColwiseParallel` whose input, laid out by `input_layouts`, becomes whole as `dtgpt.parallel.between` does it."""
+    """`ColwiseParallel` whose input, laid out by `input_layout`, becomes whole by `dtgpt.parallel.between`. `peers`:
+    what gathers activations, where kernels can do it."""
+
+    def __init__(self, input_layout: Placement, peers: KernelCollectives | None):
+        super().__init__(input_layouts=input_layout)
+        self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         (given,) = layouts = self.input_layouts
 
         def to_whole(module: Any, inputs: Any) -> Any:
             return (
-                inputs[0]
-                if isinstance(inputs[0], DTensor)
-                else whole_input(inputs[0], device_mesh, given, module.peers)
+                inputs[0] if isinstance(inputs[0], DTensor) else whole_input(inputs[0], device_mesh, given, self.peers)
             )
 
-        module.peers = None
         module.register_forward_pre_hook(to_whole)
         self.input_layouts = self.desired_input_layouts
         super()._apply(module, device_mesh)
@@ -63,7 +66,13 @@ class Columnwise(ColwiseParallel):
 
 class DeferredBiasRowwise(RowwiseParallel):
     """`RowwiseParallel` for a `DeferredBiasLinear`: the bias, added after the sum over the ranks, stays a plain tensor
-    on every rank. The sum is made as `dtgpt.parallel.between` does it."""
+    on every rank. The sum is that of `dtgpt.parallel.between`; `peers`: what makes it, where kernels can do it."""
+
+    def __init__(
+        self, output_layout: Placement, peers: KernelCollectives | None, input_layout: Placement | None = None
+    ):
+        super().__init__(input_layouts=input_layout, output_layouts=output_layout)
+        self.peers = peers
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         bias, module.bias = module.bias, None  # what is there becomes a DTensor
@@ -71,8 +80,8 @@ class DeferredBiasRowwise(RowwiseParallel):
         self.output_layouts = (Partial(),)
         super()._apply(module, device_mesh)
         self.output_layouts = layouts
-        module.register_forward_hook(lambda module, inputs, part: sum_parts(part, device_mesh, wanted, module.peers))
-        module.bias, module.peers = bias, None
+        module.register_forward_hook(lambda module, inputs, part: sum_parts(part, device_mesh, wanted, self.peers))
+        module.bias = bias
         return module
 
 
@@ -85,7 +94,7 @@ class SequencePart(ParallelStyle):
         self.names = names
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        module.sums_over_tp = self.names
+        bind(module, sums_over_tp=self.names)
         return module
 
     def __repr__(self) -> str:  # ranks compare their plans, and a run folder keeps its own, by this
@@ -109,7 +118,7 @@ class SequenceRowwise(DeferredBiasRowwise):
     """`DeferredBiasRowwise` whose output is reduce-scattered over the sequence; each rank adds the bias to its part."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        module.sums_over_tp = ("bias",)
+        bind(module, sums_over_tp=("bias",))
         return super()._apply(module, device_mesh)
 
 
@@ -148,24 +157,27 @@ class DropoutShard(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         first = self.sizes[self.dim] // device_mesh.size() * device_mesh.get_local_rank()
-        module.start = tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes)))
+        bind(module, start=tuple(first if dim == self.dim else 0 for dim in range(len(self.sizes))))
         return module
 
 
 Table = Mapping[str, ParallelStyle | None]
 
 
-def default_table(config: ModelConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same."""
+def default_table(
+    config: ModelConfig, sequence_parallel: bool, peers: KernelCollectives | None = None
+) -> dict[str, ParallelStyle]:
+    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. `peers`:
+    what gathers and sums activations, where kernels can do it."""
     length, heads = config.seq_length, config.num_heads
     # Between the matrices activations are whole on every rank, or each rank has its part of the sequence.
     between = Shard(1) if sequence_parallel else Replicate()
     row = SequenceRowwise if sequence_parallel else DeferredBiasRowwise
     styles: dict[Role, ParallelStyle] = {
         Role.VOCABULARY: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        Role.QKV: Columnwise(input_layouts=between),
-        Role.COLUMN: Columnwise(input_layouts=between),
-        Role.ROW: row(output_layouts=between),
+        Role.QKV: Columnwise(between, peers),
+        Role.COLUMN: Columnwise(between, peers),
+        Role.ROW: row(between, peers),
         Role.OUTPUT: VocabularyShard(between),
         Role.HEAD_DROPOUT: DropoutShard(0, (heads, length, length)),
         Role.HEAD_NORM: SequencePart("weight"),  # each rank has the gradient of its own heads
@@ -179,10 +191,11 @@ def default_table(config: ModelConfig, sequence_parallel: bool) -> dict[str, Par
     return {pattern: styles[role] for pattern, role in config.roles.items() if role in styles}
 
 
-def make_table(config: ModelConfig, plan: Plan) -> Table:
-    """Return the plan's own entries, then the default ones: the first that matches a module counts. Raises UserError
-    for a pattern that names no module, or one whose style follows from others."""
-    default = default_table(config, plan.sequence_parallel)
+def make_table(config: ModelConfig, plan: Plan, peers: KernelCollectives | None = None) -> Table:
+    """Return the plan's own entries, then the default ones: the first that matches a module counts. `peers`: what
+    gathers and sums activations, where kernels can do it. Raises UserError for a pattern that names no module, or one
+    whose style follows from others."""
+    default = default_table(config, plan.sequence_parallel, peers)
     if not plan.table:
         return default
     with torch.device("meta"):
@@ -192,7 +205,7 @@ def make_table(config: ModelConfig, plan: Plan) -> Table:
     deferred = [name for name, module in model.named_modules() if isinstance(module, DeferredBiasLinear)]
     for pattern, style in plan.table.items():
         if type(style) is RowwiseParallel and any(matches(name, pattern) for name in deferred):
-            own[pattern] = row(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
+            own[pattern] = row(style.output_layouts[0], peers, style.input_layouts[0])
     table = own | {pattern: style for pattern, style in default.items() if pattern not in own}
     if plan.sequence_parallel:
         _check_covers(table, model)
@@ -258,13 +271,10 @@ def _leaves_a_part(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and not any(layout.is_replicate() for layout in style.output_layouts)
 
 
-def apply_table(part: Decoder, mesh: DeviceMesh, table: Table, peers: KernelCollectives | None = None) -> None:
+def apply_table(part: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """Cut the parameters of `part` (on the meta device) over the tp `mesh`, and tie the weights again, which
-    `parallelize_module` unties. `peers`: what gathers and sums activations, where kernels can do it."""
+    `parallelize_module` unties."""
     roles = part.config.roles
     styles = {name: style_of(name, table, roles) for name, _ in part.named_modules()}
     parallelize_module(part, mesh, {name: style for name, style in styles.items() if style is not None})
-    for name, style in styles.items():
-        if isinstance(style, Columnwise | DeferredBiasRowwise):
-            setattr(part.get_submodule(name), "peers", peers)  # noqa: B010
     part.tie_weights()

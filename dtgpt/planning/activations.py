@@ -1,4 +1,4 @@
-"""The activations that one block keeps for backward, measured: a block runs on the meta device with the sizes of one
+"""The activations that a block keeps for backward, measured: a block runs on the meta device with the sizes of one
 rank, and what autograd saves is counted. On a GPU, `dtgpt compare` prints the planned memory beside the memory used."""
 
 from contextlib import nullcontext
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtgpt.config.execution import Settings
+from dtgpt.models.binding import bind
 from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import inventory
 from dtgpt.models.layers import AttentionCore, Context, DeferredBiasLinear, Linear
 from dtgpt.models.roles import COLUMNS, Role, role_of
 from dtgpt.ops.attention.core import reads_groups
@@ -37,21 +39,22 @@ class Fp8(NamedTuple):
     keeps_weights: bool  # as of `Calibration`
 
 
-def block_activations(settings: Settings) -> float:
-    """Return the bytes that one block keeps for backward under the default table of tensor parallelism, without
+def block_activations(settings: Settings, block: int) -> float:
+    """Return the bytes that block `block` keeps for backward under the default table of tensor parallelism, without
     weights."""
     if settings.recompute == "full":
         return residual_bytes(settings)  # the input of the block
-    core = 0 if settings.recompute == "selective" else core_bytes(settings)
-    return block_sizes(settings).saved + core
+    core = 0 if settings.recompute == "selective" else core_bytes(settings, block)
+    return block_sizes(settings, block).saved + core
 
 
-def block_sizes(settings: Settings) -> BlockSizes:
-    """Return the sizes of a block under the plan, measured once for each shape; in fp8 those of a step by known
+def block_sizes(settings: Settings, block: int) -> BlockSizes:
+    """Return the sizes of block `block` under the plan, measured once for each kind; in fp8 those of a step by known
     scales."""
-    plan, config = settings.plan, replace(settings.model, num_layers=1, dropout=0.0)
+    plan, config = settings.plan, replace(settings.model, dropout=0.0)
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
-    return _measure(config, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
+    example = inventory(config).examples[block]
+    return _measure(config, example, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
 
 
 def whole_bytes(settings: Settings) -> int:
@@ -65,52 +68,50 @@ def residual_bytes(settings: Settings) -> float:
     return whole_bytes(settings) / (settings.plan.tp if settings.plan.sequence_parallel else 1)
 
 
-def score_elements(settings: Settings) -> float:
-    """Return the elements of the attention scores `[B, N / tp, T, T]`."""
-    length = settings.model.seq_length
-    return settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
+def score_elements(settings: Settings, block: int) -> float:
+    """Return the elements of a block's attention scores, `[B, N / tp, T, T]` for each of its cores."""
+    length, cores = settings.model.seq_length, len(inventory(settings.model).cores(block))
+    return cores * settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
 
 
-def core_bytes(settings: Settings) -> float:
-    """Return the bytes that the attention core keeps beside its input and its output."""
-    scores, width, backend = score_elements(settings), settings.dtype.itemsize, settings.attention_backend
+def core_bytes(settings: Settings, block: int) -> float:
+    """Return the bytes that the attention cores of a block keep beside their inputs and their outputs."""
+    scores, width, backend = score_elements(settings, block), settings.dtype.itemsize, settings.attention_backend
+    repeated = block_sizes(settings, block).repeated
     if backend == "explicit":
-        return (4 + width) * scores + block_sizes(settings).repeated  # probabilities in fp32, and after dropout
+        return (4 + width) * scores + repeated  # probabilities in fp32, and after dropout
     if backend == "fused_softmax":
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
-        return tensors * width * scores + block_sizes(settings).repeated
+        return tensors * width * scores + repeated
     masked, length = settings.masks_documents, settings.model.seq_length
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
     if backend == "flash" and settings.model.dropout > 0:
         kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
     if backend == "sdpa" and not reads_groups(settings.device, settings.dtype, masked):
-        kept += block_sizes(settings).repeated
-    if backend == "sdpa" and masked:
+        kept += repeated
+    if backend == "sdpa" and masked and scores:
         kept += width * settings.micro_batch_size * length * length  # the mask, in the dtype of the scores
     return kept
 
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: Fp8 | None
+    config: ModelConfig, index: int, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: Fp8 | None
 ) -> BlockSizes:  # fmt: skip
-    length, saved, repeated = config.seq_length, {}, []
+    length, saved, recorder = config.seq_length, {}, _Recorder()
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
-        block = config.make_block().to(dtype)
+        block = config.make_block(index).to(dtype)
         x = torch.empty(batch, length // tp if sequence_parallel else length, config.hidden_size, dtype=dtype)
     weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-    widest = max(_cut(config, name, module, tp, sequence_parallel) for name, module in block.named_modules())
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-        repeated.append(2 * (q.nbytes - k.nbytes))
-        return _Core.apply(q, k, v)
+    at = f"blocks.{index}"
+    widest = max(_cut(config, f"{at}.{name}", module, tp, sequence_parallel) for name, module in block.named_modules())
 
     for module in block.modules():
         if isinstance(module, AttentionCore):
-            module.forward = attend  # type: ignore[method-assign,assignment]
+            bind(module, cache=recorder)
         elif isinstance(module, Linear | DeferredBiasLinear) and fp8:
-            module.sites = _known_sites(fp8.keeps_weights)
+            bind(module, sites=_known_sites(fp8.keeps_weights))
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -123,12 +124,12 @@ def _measure(
     kept = sum(s.nbytes() for s in saved.values())
     if apart:  # rounded weights count as weights that matmuls read, as casts do without fp8
         kept -= sum(module.weight.nbytes for module in block.modules() if isinstance(module, nn.Linear))
-    return BlockSizes(kept, batch * length * widest * dtype.itemsize, sum(repeated))
+    return BlockSizes(kept, batch * length * widest * dtype.itemsize, recorder.repeated)
 
 
 def _cut(config: ModelConfig, name: str, module: nn.Module, tp: int, sequence_parallel: bool) -> int:
     """Give a module of a block the shapes of tp rank 0. Returns the features of its output."""
-    role = role_of(f"blocks.0.{name}", config.roles)
+    role = role_of(name, config.roles)
     if not isinstance(module, nn.Linear):
         return 0
     if role in COLUMNS:
@@ -149,6 +150,16 @@ def _known_sites(keeps_weights: bool) -> Sites:
     """Return sites whose scales are known, without memory."""
     site = Site(*(torch.empty((), device="meta") for _ in Site._fields))
     return Sites(site, site, site, Calibration(known=True, keeps_weights=keeps_weights))
+
+
+class _Recorder:
+    """A cache that keeps nothing, and counts the bytes that keys and values would take more with heads of their own."""
+
+    repeated = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.repeated += 2 * (q.nbytes - k.nbytes)
+        return _Core.apply(q, k, v)
 
 
 class _Core(torch.autograd.Function):

@@ -9,7 +9,6 @@ from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
 from dtgpt.ops.loss.head import chunk_rows
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
-from dtgpt.parallel.stages import block_ranges
 from dtgpt.planning.activations import (
     block_activations,
     block_sizes,
@@ -18,7 +17,14 @@ from dtgpt.planning.activations import (
     score_elements,
     whole_bytes,
 )  # fmt: skip
-from dtgpt.planning.parameters import LocalParameter, gradient_bytes, optimizer_bytes, parameters_of, shards_are_pushed
+from dtgpt.planning.parameters import (
+    LocalParameter,
+    blocks_of_rank,
+    gradient_bytes,
+    optimizer_bytes,
+    parameters_of,
+    shards_are_pushed,
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,14 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     are small."""
     plan, config, micro_batches = settings.plan, settings.model, settings.micro_batches
     place, held = RankCoordinates(plan, rank), parameters_of(config, plan, rank)
-    ranges = block_ranges(config, plan)
-    blocks = sum(len(ranges[stage]) for stage in place.stages)
+    blocks = blocks_of_rank(config, plan, rank)
     local = sum(p.local for p in held)
 
     in_flight = stages_in_flight(plan, micro_batches, place.pp)
-    kept = in_flight / len(place.stages) * blocks * block_activations(settings)
+    activations = sum(block_activations(settings, block) for block in blocks)
+    kept = in_flight / len(place.stages) * activations
     head = 2 * residual_bytes(settings) + 2 * whole_bytes(settings)  # the norm, and the gradient of its output
-    gathered = _gathered(held, blocks, settings)
+    gathered = _gathered(held, settings)
     if plan.splits_backward:  # logits whole, with their gradient, and casts of weights for each pass in flight
         head += 2 * _logits(settings)
         gathered = round(gathered * in_flight / len(place.stages))
@@ -73,11 +79,15 @@ def _fullest_moment(settings: Settings, rank: int) -> Memory:
     full = gradient_bytes(held, settings)
     start = full if settings.sums_gradients else 0
     start = start if micro_batches == 1 or plan.zero == 0 else full  # the first micro-batch finds no gradient yet
-    working = _block_work(settings)
+    working = max((_block_work(settings, block) for block in blocks), default=0.0)
     if place.holds_last:
         working = max(working, _head_work(held, settings))
-    activations = round(kept + (head if place.holds_last else 0))
-    early = Memory(**common, gradients=start, activations=activations, working=round(working))
+    early = Memory(
+        **common,
+        gradients=start,
+        activations=round(kept + (head if place.holds_last else 0)),
+        working=round(working),
+    )
     late = Memory(**(common | _end_of_step(held, settings, gathered)), gradients=full, activations=0)
     return max(early, late, key=lambda memory: memory.total)
 
@@ -86,7 +96,7 @@ def _end_of_step(held: list[LocalParameter], settings: Settings, gathered: int) 
     """Return the bytes gathered and of work where the gradients of what lies around the blocks are summed over the
     replicas, in fp32. `fully_shard` has freed the weights that it gathered into memory of its own by then, and still
     holds the last gradient as backward made it."""
-    around = [p.by_tp for p in held if not p.in_block]
+    around = [p.by_tp for p in held if p.block is None]
     if settings.plan.zero and settings.plan.pp == 1:
         gathered = gathered if shards_are_pushed(settings) else 0  # memory that ranks share is kept
         return {"gathered": gathered, "working": 4 * sum(around) + settings.dtype.itemsize * around[-1]}
@@ -125,31 +135,38 @@ def _logits(settings: Settings) -> float:
     return settings.dtype.itemsize * settings.micro_batch_size * settings.model.seq_length * columns
 
 
-def _gathered(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
+def _gathered(held: list[LocalParameter], settings: Settings) -> int:
     """Return the bytes of the weights that matmuls read: 16-bit weights, autograd's casts of fp32 weights, or FSDP's
     all-gathered buffers, with all that ranks share for them. By NCCL, ZeRO-3 holds one block and prefetches the next,
     in CUDA graphs too."""
     plan, width = settings.plan, settings.dtype.itemsize
-    in_blocks = sum(p.by_tp for p in held if p.in_block)
-    around = sum(p.by_tp for p in held if not p.in_block)
+    blocks, around = _by_block(held), sum(p.by_tp for p in held if p.block is None)
     if plan.zero == 0:
-        return width * (in_blocks + around) if width < 4 else 0
+        return width * (sum(blocks) + around) if width < 4 else 0
     if shards_are_pushed(settings):
-        return _shared(held, blocks, settings)
+        return _shared(blocks, around, settings)
+    in_blocks = sum(blocks)
     if plan.reshards:
-        in_blocks = min(in_blocks, 2 * in_blocks // max(blocks, 1))
+        in_blocks = max((sum(blocks[i : i + 2]) for i in range(len(blocks))), default=0)
     return width * (in_blocks + around)
 
 
-def _shared(held: list[LocalParameter], blocks: int, settings: Settings) -> int:
-    """Return the bytes that ZeRO's ranks share for copy engines: places of weights, and of gradients that arrive."""
+def _by_block(held: list[LocalParameter]) -> list[int]:
+    """Return the elements of each block of a rank, as it computes with them."""
+    sizes: dict[int, int] = {}
+    for p in held:
+        if p.block is not None:
+            sizes[p.block] = sizes.get(p.block, 0) + p.by_tp
+    return list(sizes.values())
+
+
+def _shared(blocks: list[int], around: int, settings: Settings) -> int:
+    """Return the bytes that ZeRO's ranks share for copy engines: places of weights, and of gradients that arrive.
+    blocks: elements of each; around: of what lies around them."""
     plan, width = settings.plan, settings.dtype.itemsize
-    in_blocks = sum(p.by_tp for p in held if p.in_block)
-    around = sum(p.by_tp for p in held if not p.in_block)
-    largest = max(in_blocks // max(blocks, 1), around)
-    if plan.reshards and blocks > PLACES:
-        in_blocks = PLACES * in_blocks // blocks
-    room = min(ROOM, largest // plan.shard * settings.scattered_dtype.itemsize) * (plan.shard - 1)
+    places = min(PLACES, len(blocks)) if plan.reshards else len(blocks)  # which blocks use in turn
+    in_blocks = sum(max(blocks[place::places]) for place in range(places))
+    room = min(ROOM, max([*blocks, around]) // plan.shard * settings.scattered_dtype.itemsize) * (plan.shard - 1)
     return width * (in_blocks + around) + room
 
 
@@ -164,14 +181,15 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     return max(width * at_once * columns + width * weight + sums, 2 * width * weight)
 
 
-def _block_work(settings: Settings) -> float:
+def _block_work(settings: Settings, block: int) -> float:
     """Return the bytes of a block's backward pass: gradients of its widest tensors, of the scores where they are
     explicit, and what is computed again."""
     width, backend = settings.dtype.itemsize, settings.attention_backend
     again = 0.0
     if settings.recompute == "full":
-        again = block_activations(replace(settings, recompute="none"))
+        again = block_activations(replace(settings, recompute="none"), block)
     elif settings.recompute == "selective":
-        again = core_bytes(settings)
-    scores = (4 + 2 * width) * score_elements(settings) if backend in ("explicit", "fused_softmax") else 0
-    return 2 * block_sizes(settings).widest + 2 * whole_bytes(settings) + scores + again
+        again = core_bytes(settings, block)
+    is_explicit = backend in ("explicit", "fused_softmax")
+    scores = (4 + 2 * width) * score_elements(settings, block) if is_explicit else 0
+    return 2 * block_sizes(settings, block).widest + 2 * whole_bytes(settings) + scores + again

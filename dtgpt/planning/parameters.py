@@ -8,8 +8,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from dtgpt.config.execution import Settings
 from dtgpt.config.plan import ResolvedPlan
-from dtgpt.models.config import ModelConfig, Shape
-from dtgpt.models.roles import Role, role_of
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Parameter, Shape, inventory
+from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates, chunk
 from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import Table, VocabularyShard, make_table, style_of
@@ -23,7 +24,7 @@ class LocalParameter:
 
     name: str  # of the whole parameter
     role: Role | None  # of its module
-    in_block: bool
+    block: int | None  # its index; None: of the embedding or the head
     style: ParallelStyle | None  # of tensor parallelism
     shape: Shape  # of the whole
     by_tp: int  # after tensor parallelism: what the rank computes with
@@ -36,30 +37,45 @@ def parameters_of(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[Lo
     table: Table = make_table(config, plan) if plan.tp > 1 else {}
     ranges, held = block_ranges(config, plan), []
     for stage in place.stages:
-        for name, shape, in_block in _parameters_of_stage(config, ranges, stage):
-            module, _, kind = name.rpartition(".")
-            role, style = role_of(module, config.roles), style_of(module, table, config.roles)
-            local, dim = list(shape), tp_dimension(kind, role, style)
-            if dim is not None and dim < len(shape):
-                local[dim] = len(chunk(range(shape[dim]), plan.tp, place.tp))
+        for whole in _parameters_of_stage(config, ranges, stage):
+            module, _, kind = whole.name.rpartition(".")
+            style = style_of(module, table, config.roles)
+            local, dim = list(whole.shape), tp_dimension(kind, whole.role, style)
+            if dim is not None and dim < len(local):
+                local[dim] = len(chunk(range(local[dim]), plan.tp, place.tp))
             by_tp = math.prod(local)
             local[0] = len(chunk(range(local[0]), plan.shard, place.shard))
-            tied = config.tied and name == config.output_name
-            whole_name = config.table_name if tied else name
-            held.append(LocalParameter(whole_name, role, in_block, style, shape, by_tp, math.prod(local)))
+            tied = config.tied and whole.name == config.output_name
+            held.append(
+                LocalParameter(
+                    name=config.table_name if tied else whole.name,
+                    role=whole.role,
+                    block=whole.block,
+                    style=style,
+                    shape=whole.shape,
+                    by_tp=by_tp,
+                    local=math.prod(local),
+                )
+            )
     return held
 
 
-def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[tuple[str, Shape, bool]]:
-    """Yield (name, whole shape, whether it belongs to a block) of each parameter that the stage holds."""
-    layout, first, last = config.layout, stage == 0, stage == len(ranges) - 1
+def _parameters_of_stage(config: ModelConfig, ranges: list[range], stage: int) -> Iterator[Parameter]:
+    """Yield each parameter that the stage holds."""
+    parts, first, last = inventory(config), stage == 0, stage == len(ranges) - 1
     if first:
-        yield from ((name, shape, False) for name, shape in layout.embedding)
+        yield from parts.of_embedding()
     for index in ranges[stage]:
-        yield from ((name, shape, True) for name, shape in layout.of_block(index))
-    for name, shape in layout.head if last else ():
-        if not (config.tied and name == config.output_name and first):  # the embedding of the same stage
-            yield name, shape, False
+        yield from parts.of_block(index)
+    for p in parts.of_head() if last else ():
+        if not (config.tied and p.name == config.output_name and first):  # the embedding of the same stage
+            yield p
+
+
+def blocks_of_rank(config: ModelConfig, plan: ResolvedPlan, rank: int) -> list[int]:
+    """Return the indices of the blocks that `rank` holds, by stage."""
+    ranges = block_ranges(config, plan)
+    return [index for stage in RankCoordinates(plan, rank).stages for index in ranges[stage]]
 
 
 def tp_dimension(kind: str, role: Role | None, style: ParallelStyle | None) -> int | None:

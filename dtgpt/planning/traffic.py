@@ -8,10 +8,15 @@ from dtgpt.config.execution import Settings
 from dtgpt.config.plan import Plan
 from dtgpt.models.roles import Role
 from dtgpt.parallel.coordinates import RankCoordinates
-from dtgpt.parallel.stages import block_ranges
 from dtgpt.parallel.tensor import SequencePart, SequenceRowwise
 from dtgpt.planning.activations import residual_bytes, whole_bytes
-from dtgpt.planning.parameters import LocalParameter, gradient_width, parameters_of, shards_are_pushed
+from dtgpt.planning.parameters import (
+    LocalParameter,
+    blocks_of_rank,
+    gradient_width,
+    parameters_of,
+    shards_are_pushed,
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,7 @@ def sent_bytes(settings: Settings, rank: int) -> dict[str, float]:
 def collectives_of(settings: Settings, rank: int) -> list[Collective]:
     """Return the messages of `rank` in one step. Single numbers (the norm, a request to stop) stay out."""
     held = parameters_of(settings.model, settings.plan, rank)
-    place, ranges = RankCoordinates(settings.plan, rank), block_ranges(settings.model, settings.plan)
-    blocks = sum(len(ranges[stage]) for stage in place.stages)
+    place, blocks = RankCoordinates(settings.plan, rank), len(blocks_of_rank(settings.model, settings.plan, rank))
     found = _over_tp(settings, place, held) + _over_dp(settings, place, held, blocks) + _over_pp(settings, place, held)
     return [c for c in found if c.count]
 
@@ -56,10 +60,10 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     loss = "loss: maximum, sum and target of each row"
     found = [Collective("all-reduce", "tp", loss, 2 * passes * last, 12 * passes * tokens * last)]
     # A matrix cut by rows sums its output, in forward; one cut by columns the gradient of its input, in backward.
-    weights = [p for p in held if p.in_block and p.name.endswith(".weight")]
+    weights = [p for p in held if p.block is not None and p.name.endswith(".weight")]
     columns = sum(isinstance(p.style, ColwiseParallel) for p in weights)
     rows = sum(isinstance(p.style, RowwiseParallel) for p in weights)
-    into_again, out_again = _recomputed(settings, place, columns, rows)
+    into_again, out_again = _recomputed(settings, weights, columns, rows)
     if plan.sequence_parallel:
         n = passes * (columns + rows + first + last)
         into, out = "activations into each matrix pair, and gradients", "activations out of each, and gradients"
@@ -76,14 +80,13 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     return [*found, Collective("all-reduce", "tp", f"gradients of {_kinds(partial)}, fp32", bool(partial), size)]
 
 
-def _recomputed(settings: Settings, place: RankCoordinates, columns: int, rows: int) -> tuple[int, int]:
+def _recomputed(settings: Settings, weights: list[LocalParameter], columns: int, rows: int) -> tuple[int, int]:
     """Return how many of the matrices cut by columns and by rows run forward again in a micro-batch. Recomputation of a
     block ends with the last tensor that backward needs: without dropout, before the output of its last matrix."""
     if settings.recompute != "full":
         return 0, 0
-    ranges = block_ranges(settings.model, settings.plan)
-    blocks = sum(len(ranges[stage]) for stage in place.stages)
-    return columns, rows - (blocks if settings.model.dropout == 0 and rows else 0)
+    ends = {p.block for p in weights if isinstance(p.style, RowwiseParallel)} if settings.model.dropout == 0 else ()
+    return columns, rows - len(ends)
 
 
 def _sums_over_tp(p: LocalParameter) -> bool:
@@ -107,7 +110,7 @@ def _over_dp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     ends = sum(stage in (0, plan.num_stages - 1) for stage in place.stages)
     groups = blocks + ends  # each block, and the rest of a stage
     whole, width = sum(p.by_tp for p in held), settings.dtype.itemsize
-    in_blocks = sum(p.by_tp for p in held if p.in_block)
+    in_blocks = sum(p.by_tp for p in held if p.block is not None)
     if plan.zero == 0 and not settings.low_precision:
         return [Collective("all-reduce", "dp", "gradients, fp32", groups, 4 * whole)]
     if plan.zero == 0:

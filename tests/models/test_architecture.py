@@ -1,44 +1,76 @@
-"""The seam: an architecture in a file of its own goes through every kind of plan, its counts and its memory too."""
+"""The seam: an architecture in a file of its own goes through every kind of plan, also one whose blocks differ. Its
+counts and its memory follow from its modules."""
 
-import math
 from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
+from torch import nn
 
-from dtgpt.models.decoder import Decoder, unique_parameters
+from dtgpt.config.plan import Plan, ResolvedPlan
+from dtgpt.config.plan_names import parse_plan
+from dtgpt.inference.request import Request
+from dtgpt.inference.sampling import Sampling
+from dtgpt.models.binding import BoundModule
+from dtgpt.models.decoder import Decoder, build_model, unique_parameters
+from dtgpt.models.inventory import inventory
+from dtgpt.models.layers import Context
+from dtgpt.models.source import iterate_shapes
+from dtgpt.ops.random.philox import root_key
+from dtgpt.optim.fp8_scales import matrices as fp8_matrices
+from dtgpt.parallel.build import build_stages
+from dtgpt.parallel.mesh import Mesh
+from dtgpt.parallel.stages import block_ranges
+from dtgpt.planning.activations import block_activations
 from dtgpt.planning.report import describe_plan
-from tests.support import bodies_architecture
+from tests.support import bodies_architecture, bodies_engine
+from tests.support.mixed_blocks import MixedConfig
 from tests.support.other_architecture import OtherConfig
 from tests.support.ranks import pool
 
-PLANS = ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"]  # LLaMA goes through the others: test_llama_parity.py
+CPU = torch.device("cpu")
 STEPS = 3
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 257}
+MODELS = {
+    "other": OtherConfig(**SHAPE),
+    "mixed": MixedConfig(**SHAPE | {"num_layers": 5}, dropout=0.1),
+}
+PLANS = {
+    "other": ["tp2_sp", "pp2_zbv", "dp2_tp2_sp_zero2"],  # LLaMA goes through the others: test_llama_parity.py
+    "mixed": ["dp2", "dp2_zero1", "dp2_zero3", "tp2", "tp2_sp", "pp2", "pp2_zbv", "tp2_pp2", "dp2_tp2_sp_zero2"],
+}
 
 
 @pytest.fixture
 def other(recipe):
-    model = OtherConfig(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
-    return replace(recipe, model=model, micro_batch_size=2, global_batch_size=8, plan="single")
+    return replace(recipe, model=MODELS["other"], micro_batch_size=2, global_batch_size=8, plan="single")
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return {}
+def references():
+    """Losses and weights of one process, by model and precision."""
+    found = {}
+
+    def of(recipe):
+        key = recipe.model, recipe.precision
+        if key not in found:
+            found[key] = bodies_architecture.train_other(recipe, STEPS)[:2]
+        return found[key]
+
+    return of
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_follows_one_process(other, reference, plan):
-    if not reference:
-        losses, weights, _, _ = bodies_architecture.train_other(replace(other, plan="single"), STEPS)
-        reference.update(losses=losses, weights=weights)
-    world = math.prod(int(part[2:]) for part in plan.split("_") if part[:2] in ("dp", "tp", "pp"))
-    results = pool().run(world, bodies_architecture.train_other, replace(other, plan=plan), STEPS)
+@pytest.mark.parametrize("model, plan", [(model, plan) for model, plans in PLANS.items() for plan in plans])
+def test_every_plan_follows_one_process(other, references, model, plan):
+    recipe = replace(other, model=MODELS[model])
+    expected, whole_weights = references(recipe)
+    results = pool().run(parse_plan(plan).world, bodies_architecture.train_other, replace(recipe, plan=plan), STEPS)
     losses, weights = results[0][:2]
-    assert losses == pytest.approx(reference["losses"], rel=1e-6)
-    assert weights.keys() == reference["weights"].keys()
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert weights.keys() == whole_weights.keys()
     for name, whole in weights.items():
-        torch.testing.assert_close(whole, reference["weights"][name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole, whole_weights[name], rtol=1e-4, atol=1e-5)
     for _, _, held, planned in results:
         assert sorted(held) == sorted(planned)
 
@@ -52,3 +84,99 @@ def test_counts_follow_from_the_modules(other):
     assert config.flops_per_token == 6 * multiplied + 12 * 4 * 32 * 16
     settings = replace(other, plan="tp2_pp2").planned(None)
     assert "4 blocks of 32" in describe_plan(settings, "other", [], "H100")
+
+
+def test_counts_of_blocks_that_differ_follow_from_the_modules():
+    config = MODELS["mixed"]
+    with torch.device("meta"):
+        parameters = unique_parameters(Decoder(config))
+    assert config.num_parameters == sum(p.numel() for p in parameters.values())
+    assert dict(iterate_shapes(config)) == {name: tuple(p.shape) for name, p in parameters.items()}
+    assert config.num_sites == 1 + 3 + 1 + 1 + 3 + 1  # of the embedding, then of each block
+    parts = inventory(config)
+    assert [list(parts.sites(block)) for block in range(5)] == [[1, 2, 3], [4], [5], [6, 7, 8], [9]]
+    assert [len(parts.cores(block)) for block in range(5)] == [1, 0, 1, 1, 0]
+    assert parts.cores(2) == ((2, 8),) and parts.cores(3) == ((4, 8),)
+    looked_up = 16 * 32
+    assert config.flops_per_token == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
+    matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
+    assert [f"{name}.weight" for name in fp8_matrices(config)] == matrices
+
+
+def test_a_pipeline_is_cut_by_the_cost_of_each_block():
+    config = MixedConfig(**SHAPE | {"num_layers": 9, "hidden_size": 64, "seq_length": 1024, "vocab_size": 1})
+    parts = inventory(config)
+    cost = [parts.block_flops(block) for block in range(9)]
+    assert cost[1] < cost[0] < cost[2]
+    for stages in (2, 3, 4):
+        sizes = [len(blocks) for blocks in block_ranges(config, Plan(pp=stages))]
+        ends = list(accumulate(sizes))
+        largest = max(sum(cost[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+        best = min(
+            max(sum(cost[a:b]) for a, b in pairwise((0, *cut, 9))) for cut in combinations(range(1, 9), stages - 1)
+        )
+        assert largest <= best + 0.06 * cost[0] + 6 * 64 * 128  # the ends of the model count, too
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recompute):
+    model = MixedConfig(**SHAPE | {"num_layers": 3, "hidden_size": 64, "seq_length": 128})
+    recipe = replace(other, model=model, micro_batch_size=4, recompute=recompute)
+    plan = ResolvedPlan(dp=1)
+    settings = recipe.settings(plan, CPU)
+    blocks = build_stages(settings, Mesh(plan, CPU), root_key(1))[0][0].blocks
+    seen = []
+    for index, block in blocks.items():
+        shapes, kept = {shape for p in block.parameters() for shape in (p.shape, p.t().shape)}, {}
+        x = torch.randn(4, 128, 64, requires_grad=True)
+
+        def keep(tensor, shapes=shapes, kept=kept):
+            if tensor.shape not in shapes:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(x, Context())
+        seen.append(sum(storage.nbytes() for storage in kept.values()))
+        assert seen[-1] == pytest.approx(block_activations(settings, int(index)), rel=0.06)
+    assert len(set(seen)) == (1 if recompute == "full" else 3)
+
+
+@pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
+def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how):
+    recipe = replace(other, model=MODELS["mixed"], **how)
+    expected, _ = references(replace(recipe, recompute="none"))
+    found = pool().run(2, bodies_architecture.train_other, replace(recipe, plan="tp2_sp"), STEPS)[0][0]
+    assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
+
+
+@pytest.mark.parametrize("plan, training", [("tp2_pp2", False), ("pp2_zbv", False), ("dp2_zero3", True)])
+def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training):
+    config = MixedConfig(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)
+    model, prompts = build_model(config, CPU, torch.float32, bodies_engine.KEY), [[5], [3, 4, 5, 6, 7, 8], [9, 2]]
+    asked = [Request(ids=ids, sampling=Sampling(max_new_tokens=6, temperature=0, ends=False)) for ids in prompts]
+    world = parse_plan(plan).world
+    events = pool().run(world, bodies_engine.generate, config, plan, asked, 2, training)[0]
+    for (request, _), text in bodies_engine.texts(events).items():
+        ids = list(prompts[request])
+        for _ in range(6):
+            ids.append(int(bodies_engine.whole_logits(model, ids)[-1].argmax()))
+        assert text == ids[len(prompts[request]) :]
+
+
+def test_a_kind_that_hides_a_difference_is_an_error():
+    class Careless(OtherConfig):
+        def make_block(self, index: int) -> BoundModule:
+            return OtherConfig(**SHAPE | {"hidden_size": 32 * (index + 1)}).make_block(index)
+
+    with pytest.raises(ValueError, match="block 1 differs from block 0 in parameters or dropout sites"):
+        Decoder(Careless(**SHAPE))
+
+
+def test_a_block_that_no_plan_can_wrap_is_an_error():
+    class Plain(OtherConfig):
+        def make_block(self, index: int) -> nn.Module:
+            return nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match=r"Linear of other is not a BoundModule; derive it from .*"):
+        Decoder(Plain(**SHAPE))

@@ -22,7 +22,7 @@ class Work:
     """A block with its input and a gradient of its output."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-        self.block = config.make_block().to(dtype)
+        self.block = config.make_block(0).to(dtype)
         for parameter in self.block.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
         self.block = self.block.to(device)

@@ -213,7 +213,7 @@ def test_the_plan_knows_what_a_back_end_keeps_for_groups_of_heads(recipe, backen
             out = causal_attention(*inputs, spans=spans, backend=backend)
     for shared in (out, *([] if spans is None else [spans])):  # kept by others too
         kept.pop(shared.untyped_storage().data_ptr(), None)
-    assert sum(kept.values()) - sum(t.nbytes for t in inputs) == pytest.approx(core_bytes(settings), rel=0.02)
+    assert sum(kept.values()) - sum(t.nbytes for t in inputs) == pytest.approx(core_bytes(settings, 0), rel=0.02)
 
 
 @pytest.mark.parametrize("masked", [False, True])

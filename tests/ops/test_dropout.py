@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtgpt.ops.random.dropout import LEVELS, Dropout, dropout, keep_mask, threshold
+from dtgpt.models.binding import bind
+from dtgpt.models.layers import Dropout
+from dtgpt.ops.random.dropout import LEVELS, dropout, keep_mask, threshold
 from dtgpt.ops.random.philox import bits, fold, root_key
 
 KEYS = fold(root_key(3), "dropout", torch.arange(6))
@@ -41,7 +43,7 @@ def test_a_shard_draws_its_part_of_the_mask(part):
 def test_a_site_with_a_start_draws_its_part_of_the_mask():
     x, site, whole = torch.randn(6, 4, 8, 8), Dropout(0.2, index=1), Dropout(0.2, index=1)
     keys = torch.stack([KEYS + 1, KEYS], dim=1)  # of two sites
-    site.start = (2, 0, 0)  # heads 2 and 3, as under tensor parallelism
+    bind(site, start=(2, 0, 0))  # heads 2 and 3, as under tensor parallelism
     assert torch.equal(site(x[:, 2:], keys), dropout(x, KEYS, 0.2)[:, 2:])
     assert torch.equal(whole(x, keys), dropout(x, KEYS, 0.2))
 

@@ -339,7 +339,7 @@ def test_models_get_the_kernels_that_are_meant_for_them(model, expected, monkeyp
 
     monkeypatch.setattr(layers, "causal_attention", attend)
     with torch.device("meta"):
-        block = model.make_block().bfloat16()
+        block = model.make_block(0).bfloat16()
         block(torch.empty(2, 128, model.hidden_size, dtype=torch.bfloat16), layers.Context())
     assert seen == [(expected, False)]
 

@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from dtgpt.models import layers
+from dtgpt.models.binding import bind
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.decode.blocks import product as decode_product
@@ -120,7 +121,9 @@ def test_an_activation_that_no_kernel_knows_is_that_of_the_model(function, width
     x, dy = torch.randn(2, 5, 16).bfloat16(), torch.randn(2, 5, 16).bfloat16()
 
     def run(forward) -> list[torch.Tensor]:
-        first.sites, second.sites = made = make_sites("cpu", False), make_sites("cpu", False)
+        made = make_sites("cpu", False), make_sites("cpu", False)
+        bind(first, sites=made[0])
+        bind(second, sites=made[1])
         inputs = [x.clone().requires_grad_(), *first.parameters(), second.weight]
         y = forward(inputs[0])
         cells = [site.amax for sites in made for site in (sites.input, sites.weight, sites.gradient)]
@@ -148,7 +151,7 @@ def test_blocks_say_to_decode_kernels_which_activation_they_have(monkeypatch):
         ),
     }
     for name, config in models.items():
-        block = config.make_block()
+        block = config.make_block(0)
         assert block.decode_weights().activation == name
         monkeypatch.setattr(type(block.mlp), "activation", staticmethod(geglu))
         assert block.decode_weights().activation is None

@@ -12,7 +12,7 @@ from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.fp8.quantize import quantize
 from dtgpt.ops.fp8.sites import GRADIENT
-from dtgpt.optim.fp8_scales import HISTORY, STATE, Fp8Scales, check_state, matrices_of_block, num_sites
+from dtgpt.optim.fp8_scales import HISTORY, STATE, Fp8Scales, check_state, matrices, num_sites
 from dtgpt.parallel.mesh import Mesh
 
 CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=2, seq_length=16, vocab_size=257)
@@ -35,8 +35,8 @@ def step(made: Fp8Scales, amax: float) -> tuple[float, float]:
 
 def test_the_sites_are_those_of_all_matrices_of_blocks():
     names = ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"]
-    assert matrices_of_block(CONFIG) == [f"blocks.0.{name}" for name in names]
-    assert matrices_of_block(LLAMA) == [f"blocks.0.{n}" for n in ("attn.qkv", "attn.proj", "mlp.gate_up", "mlp.down")]
+    assert matrices(CONFIG) == [f"blocks.{index}.{name}" for index in range(2) for name in names]
+    assert matrices(LLAMA) == [f"blocks.0.{n}" for n in ("attn.qkv", "attn.proj", "mlp.gate_up", "mlp.down")]
     assert num_sites(CONFIG) == SITES and num_sites(LLAMA) == 12
 
 
@@ -111,5 +111,5 @@ def test_the_name_in_a_checkpoint_stays():
 def test_a_matrix_that_cannot_compute_in_fp8_is_refused():
     stage = Decoder(CONFIG)
     stage.get_submodule("blocks.1.mlp").fc = nn.Linear(32, 128)
-    with pytest.raises(TypeError, match=r"blocks\.0\.mlp\.fc is a Linear, which does not compute in fp8"):
+    with pytest.raises(TypeError, match=r"blocks\.1\.mlp\.fc is a Linear, which does not compute in fp8"):
         scales().attach([stage])

@@ -62,7 +62,7 @@ def test_the_account_of_a_block_is_what_autograd_keeps(recipe, dropout, dtype, r
     seen = sum(storage.nbytes() for storage in kept.values())
     assert settings.attention_backend == ("explicit" if dropout else "sdpa")
     assert y.requires_grad
-    assert seen == pytest.approx(block_activations(settings), rel=0.06)
+    assert seen == pytest.approx(block_activations(settings, 0), rel=0.06)
 
 
 @pytest.mark.parametrize("length", [128, 200])
@@ -71,7 +71,7 @@ def test_the_keep_decisions_of_flash_are_counted(recipe, length):
     plan, counted = ResolvedPlan(dp=1, tp=2), []
     for dropout in (0.1, 0.0):
         changed = replace(recipe, model=GPT2Config(**sizes, dropout=dropout), micro_batch_size=3, attention="flash")
-        counted.append(core_bytes(replace(changed.settings(plan, CPU), dtype=torch.bfloat16)))
+        counted.append(core_bytes(replace(changed.settings(plan, CPU), dtype=torch.bfloat16), 0))
     with FakeTensorMode():
         q = torch.empty(3, length, 2, 16, device="cuda", dtype=torch.bfloat16)
         key = torch.empty(3, 2, device="cuda", dtype=torch.int64)

@@ -63,7 +63,7 @@ def test_activations_of_a_block_are_those_of_its_operations(recipe, config, plan
     cut = (q + 2 * kv + q + 3 * config.ffn_hidden_size + packed) / known.tp
     residuals = 2 * stream / (known.tp if known.sequence_parallel else 1)
     expected = 2 * 2 * config.seq_length * (residuals + 2 * stream + cut)
-    assert block_activations(settings) == pytest.approx(expected, rel=0.01)
+    assert block_activations(settings, 0) == pytest.approx(expected, rel=0.01)
 
 
 MEASURED = [  # GiB of PyTorch's allocator on the fullest rank, H200, torch 2.11; with and without graphs

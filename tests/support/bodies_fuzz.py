@@ -9,6 +9,7 @@ from unittest import mock
 
 from dtgpt.fuzz.case import Case, Run, Setting
 from dtgpt.fuzz.measure import Seen, measure
+from dtgpt.models.binding import bind
 from dtgpt.parallel.tensor import DropoutShard
 
 
@@ -20,7 +21,7 @@ def mask_offset() -> Iterator[None]:
     def late(self, module, mesh):
         module = apply(self, module, mesh)
         if mesh.get_local_rank():
-            module.start = tuple(n + (dim == self.dim) for dim, n in enumerate(module.start))
+            bind(module, start=tuple(n + (dim == self.dim) for dim, n in enumerate(module.bound.start)))
         return module
 
     with mock.patch.object(DropoutShard, "_apply", late):

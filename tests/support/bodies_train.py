@@ -84,4 +84,4 @@ def texts_between_steps(recipe: Recipe, sampling: bool) -> tuple[list[str], list
             found.append(run.mean_loss(run.train_step()))
             texts += [run.sample()] * sampling
         cores = [module for stage in run.stages for module in stage.modules() if isinstance(module, AttentionCore)]
-        return texts, found, [core.cache is not None for core in cores]
+        return texts, found, [core.bound.cache is not None for core in cores]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import Context
@@ -44,39 +45,39 @@ class RulesConfig(ModelConfig):
     num_heads: int = 1
     rules: tuple[Rule, ...] = ()
 
-    def make_embedding(self, dtype: torch.dtype) -> nn.Module:
+    def make_embedding(self, dtype: torch.dtype) -> BoundModule:
         return Inputs()
 
-    def make_block(self) -> nn.Module:
+    def make_block(self, index: int) -> BoundModule:
         return Nothing()
 
-    def make_head(self) -> nn.Module:
+    def make_head(self) -> BoundModule:
         return Rules(self)
 
 
-class Inputs(nn.Module):
+class Inputs(BoundModule):
     """tokens `[B, T]` -> fp32 `[B, T, 2]`: token and position."""
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    def compute(self, tokens: Tensor, context: Context) -> Tensor:
         positions = context.positions
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return torch.stack([tokens, positions], dim=-1).float()
 
 
-class Nothing(nn.Module):
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+class Nothing(BoundModule):
+    def compute(self, x: Tensor, context: Context) -> Tensor:
         return x
 
 
-class Rules(nn.Module):
+class Rules(BoundModule):
     """fp32 `[B, T, 2]` -> logits `[B, T, V]`."""
 
     def __init__(self, config: RulesConfig):
         super().__init__()
         self.config = config
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         token, position = x.long().unbind(-1)
         logits = torch.zeros(*token.shape, self.config.padded_vocab_size)
         logits[..., self.config.vocab_size :] = PADDING

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from dtgpt.models.binding import BoundModule
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.layers import AttentionCore, Branch, Context, DeferredBiasLinear, Linear, Output, add
 from dtgpt.models.roles import Role, Roles
@@ -35,13 +36,13 @@ class OtherConfig(ModelConfig):
         "head.output": Role.OUTPUT,
     }
 
-    def make_embedding(self, dtype: torch.dtype) -> nn.Module:
+    def make_embedding(self, dtype: torch.dtype) -> BoundModule:
         return Embedding(self, dtype)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self, index: int) -> BoundModule:
         return Block(self)
 
-    def make_head(self) -> nn.Module:
+    def make_head(self) -> BoundModule:
         return Head(self)
 
 
@@ -51,13 +52,13 @@ class GroupedConfig(OtherConfig):
     group: ClassVar[int] = 2
 
 
-class Embedding(nn.Module):
+class Embedding(BoundModule):
     def __init__(self, config: OtherConfig, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
         self.tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    def compute(self, tokens: Tensor, context: Context) -> Tensor:
         return self.tokens(tokens).to(self.dtype)
 
 
@@ -96,7 +97,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
-class Block(nn.Module):
+class Block(BoundModule):
     def __init__(self, config: OtherConfig):
         super().__init__()
         self.norm_1, self.norm_2 = Norm(config), Norm(config)
@@ -105,17 +106,17 @@ class Block(nn.Module):
         self.up = Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.down = DeferredBiasLinear(3 * config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def compute(self, x: Tensor, context: Context) -> Tensor:
         x = add(x, self.attention(self.norm_1(x), context), NO_DROPOUT)
         h = self.norm_2(x)
         return add(x, Branch(self.down(F.silu(self.gate(h)) * self.up(h)), None), NO_DROPOUT)
 
 
-class Head(nn.Module):
+class Head(BoundModule):
     def __init__(self, config: OtherConfig):
         super().__init__()
         self.norm = Norm(config)
         self.output = Output(config.hidden_size, config.padded_vocab_size, config.vocab_size)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, targets: Tensor | None = None, loss_weights: Tensor | None = None) -> Tensor:
         return self.output(self.norm(x), targets, loss_weights)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.config.sections import OptimizerConfig
-from dtgpt.models.config import Shape
+from dtgpt.models.inventory import Shape
 from dtgpt.models.roles import Role
 from dtgpt.parallel.shards import Shards
 from dtgpt.util.field_types import Pattern

@@ -28,8 +28,9 @@ from dtgpt.interop.foreign import (
     untied,
 )
 from dtgpt.interop.hf import gpt2, llama
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
 from dtgpt.models.gpt2 import GPT2_124M
+from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.storage import new_folder, open_regular, read_json, write_json, write_text

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dtgpt.interop.foreign import whole_number
 from dtgpt.interop.megatron.names import Family, Modules
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Shape
 from dtgpt.util.errors import UserError, shown
 
 Values = Mapping[str, tuple[tuple[Any, ...], str]]  # name in args -> values that fit; what a model with another has

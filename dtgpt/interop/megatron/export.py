@@ -16,7 +16,8 @@ from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
 from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
 from dtgpt.interop.open import TRACKER
-from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig, Shape
+from dtgpt.models.config import VOCAB_MULTIPLE, ModelConfig
+from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Source, has_vocabulary
 from dtgpt.parallel.coordinates import chunk
 from dtgpt.util.errors import UserError
@@ -123,20 +124,21 @@ def _stage(source: Source, target: Target, tensor_rank: int, stage: int) -> dict
 
 def _parameters(config: ModelConfig, target: Target, stage: int) -> dict[tuple[str, ...], tuple[str, Shape]]:
     """Return dtgpt's name and the global shape of each tensor of a pipeline stage, by Megatron-LM's key."""
-    layout, layers = config.layout, config.num_layers // target.pipeline_parallel_size
+    parts, layers = inventory(config), config.num_layers // target.pipeline_parallel_size
     last, found = stage == target.pipeline_parallel_size - 1, {}
 
     def key(name: str) -> tuple[str, ...]:
         return their_key(name, target.architecture.MODULES, target.family)
 
-    for name, shape in layout.embedding if stage == 0 else ():
-        found[key(name)] = name, shape
+    for p in parts.of_embedding() if stage == 0 else ():
+        found[key(p.name)] = p.name, p.shape
     for number in range(layers):
-        here, whole = layout.of_block(number), layout.of_block(stage * layers + number)
-        found |= {key(name): entry for (name, _), entry in zip(here, whole, strict=True)}
-    for name, shape in layout.head if last else ():
-        if name != config.output_name or not config.tied:
-            found[key(name)] = name, shape
+        whole = stage * layers + number
+        for name, shape in parts.block(whole).shapes.items():
+            found[key(f"blocks.{number}.{name}")] = f"blocks.{whole}.{name}", shape
+    for p in parts.of_head() if last else ():
+        if p.name != config.output_name or not config.tied:
+            found[key(p.name)] = p.name, p.shape
         elif stage:
             found[copy_key(target.family)] = config.table_name, shape
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.distcp import DistributedFolder
-from dtgpt.models.config import Shape
+from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part
 from dtgpt.util.errors import UserError, shown, shown_name
 

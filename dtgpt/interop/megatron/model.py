@@ -14,7 +14,8 @@ from dtgpt.interop.megatron.architecture import Facts, check_agreement
 from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
 from dtgpt.interop.megatron.tree import check_places, expected_path, open_ranks
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
 from dtgpt.util.errors import UserError, shown
 
@@ -108,14 +109,13 @@ class Megatron(Source):
 
     def _locate(self, layers: list[tuple[int, int, int]], config: ModelConfig) -> dict[str, Where]:
         """Find every parameter."""
-        where: dict[str, Where] = {name: (0, 0, name) for name, _ in config.layout.embedding}
+        parts = inventory(config)
+        where: dict[str, Where] = {p.name: (0, 0, p.name) for p in parts.of_embedding()}
         for number, (stage, chunk, local) in enumerate(layers):
-            for (name, _), (there, _) in zip(
-                config.layout.of_block(number), config.layout.of_block(local), strict=True
-            ):
-                where[name] = stage, chunk, there
+            for name in parts.block(number).shapes:
+                where[f"blocks.{number}.{name}"] = stage, chunk, f"blocks.{local}.{name}"
         last = self.pipeline_parallel_size - 1, len(self._ranks[0, 0].chunks) - 1
-        return {name: (*last, name) for name, _ in config.layout.head} | where
+        return {p.name: (*last, p.name) for p in parts.of_head()} | where
 
     def _read_config(self, num_layers: int) -> tuple[ModelConfig, list[str]]:
         first, tables = self._ranks[0, 0], f"{self._architecture.MODULES['tokens']}.weight"

@@ -24,7 +24,8 @@ from dtgpt.interop.megatron.config import choose_architecture, contradiction, sh
 from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import ANGLES, our_name
 from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
-from dtgpt.models.config import ModelConfig, Shape
+from dtgpt.models.config import ModelConfig
+from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
 from dtgpt.util.errors import UserError, shown, shown_name
 from dtgpt.util.pickles import open_pickle

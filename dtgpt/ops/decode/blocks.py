@@ -156,10 +156,12 @@ def attend(h: Tensor, block: BlockWeights, write: Write) -> Tensor:
 
 
 def kernels_of_few_rows(blocks: Sequence[BlockWeights], keys: Sequence[Tensor], ranks: int = 1) -> RowKernels | None:
-    """Return the kernels of few rows for `blocks`, which are built if need be; None where there are none."""
-    if not blocks or not serves(blocks[0]):
+    """Return the kernels of few rows for `blocks`, which are built if need be; None where there are none, or where
+    blocks differ in size."""
+    sizes = {sizes_of(block, kept, ranks) for block, kept in zip(blocks, keys, strict=True)}
+    if len(sizes) != 1 or not all(map(serves, blocks)):
         return None
-    return kernels_for(sizes_of(blocks[0], keys[0], ranks), keys[0].device)
+    return kernels_for(*sizes, keys[0].device)
 
 
 def run_blocks(

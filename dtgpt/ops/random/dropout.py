@@ -16,7 +16,7 @@ import operator
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +26,7 @@ from dtgpt.ops.random.philox import block_words, covering_blocks, fold
 from dtgpt.ops.random.sliced import keep_words, unpack_words
 
 LANES = 8  # elements that share one evaluation of Philox
-Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `Dropout.site`
+Site = tuple  # (key [B, 2] or None, p) and, of a shard, its start: see `dtgpt.models.layers.Dropout`
 LEVELS = 1 << 16  # a keep decision compares 16 bits, so p is rounded to a multiple of 2^-16
 
 
@@ -157,28 +157,3 @@ def _backward(ctx, grad: Tensor):
 
 
 _dropout.register_autograd(_backward, setup_context=_save)
-
-
-class Dropout(nn.Module):
-    """A dropout site. Keys int64 `[B, S, 2]` are those of S sites, of which this one has the given `index`; no keys
-    (evaluation) means identity.
-
-    `start` is set by a plan that hands this module a shard: the global index of the shard's first element.
-    """
-
-    def __init__(self, p: float, index: int = 0):
-        super().__init__()
-        self.p, self.index = p, index
-        self.start: tuple[int, ...] | None = None
-
-    def site(self, keys: Tensor | None) -> Site:
-        """Return (key, p) or (key, p, start) for an operation that applies this dropout itself; the key is None where
-        nothing drops."""
-        key = None if keys is None or self.p == 0 else keys[:, self.index]
-        return (key, self.p) if self.start is None else (key, self.p, self.start)
-
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        return x if keys is None else dropout(x, keys[:, self.index], self.p, self.start)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}" + (f", start={self.start}" if self.start else "")

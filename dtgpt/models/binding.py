@@ -1,0 +1,64 @@
+"""What a plan, a precision or a cache gives a module beside its parameters.
+
+A module reads its `bound`, and does without what is None there. `bind` is the one function that writes it, so that a
+model file states the computation alone and nothing is replaced from outside.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from dtgpt.ops.attention.core import Backend
+from dtgpt.ops.fp8.sites import Sites
+
+
+class AttentionCache(Protocol):
+    """Keys and values of earlier tokens, to which an attention core attends."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep k and v `[B, T, N_kv, D]`, and return the attention `[B, T, N, D]` of q over what is kept."""
+
+
+class Binding(NamedTuple):
+    """The values that modules are given; each kind of module reads its own."""
+
+    run: Callable[..., Any] | None = None  # of a `BoundModule`: runs in place of `compute`
+    backend: Backend = "auto"  # of an attention core
+    cache: AttentionCache | None = None  # of an attention core; None: the tokens of the batch attend to each other
+    sites: Sites | None = None  # of a matrix that computes in fp8
+    start: tuple[int, ...] | None = None  # of a dropout site that gets a shard: global index of its first element
+    gradient_scale: Tensor | None = None  # of the output layer: scalar that multiplies the gradient of its loss
+    sums_over_tp: tuple[str, ...] = ()  # parameters whose gradients are addends on the tensor-parallel ranks
+
+
+PLAIN = Binding()
+
+
+def bound_of(module: nn.Module) -> Binding:
+    """Return what the module is bound to, for any class of modules."""
+    return getattr(module, "bound", PLAIN)
+
+
+def bind(module: nn.Module, **values: Any) -> None:
+    """Set these fields of the module's binding, and leave the others as they are."""
+    module.bound = bound_of(module)._replace(**values)  # type: ignore[assignment]
+
+
+class BoundModule(nn.Module):
+    """A module whose computation a plan can wrap: to run it again in backward, or to compile it. A subclass defines
+    `compute` in place of `forward`. Hooks of the module, such as those of `fully_shard`, run around what wraps it."""
+
+    bound: Binding = PLAIN
+
+    def compute(self, *inputs: Any, **named: Any) -> Any:
+        """Return the output of the module."""
+        raise NotImplementedError
+
+    @property
+    def runner(self) -> Callable[..., Any]:
+        """What `forward` calls."""
+        return self.bound.run or self.compute
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.runner(*inputs, **named)

@@ -1,0 +1,180 @@
+"""What a model consists of: parameters, dropout sites and attention cores, from its configuration alone.
+
+Blocks may differ. Those of one kind (`ModelConfig.block_kind`) have the same modules and shapes, so that one of each
+kind is laid out on the meta device, whatever the number of blocks.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtgpt.models.binding import bind
+from dtgpt.models.layers import AttentionCore, Context, Dropout
+from dtgpt.models.roles import Role, role_of
+
+if TYPE_CHECKING:  # a configuration counts by its inventory
+    from dtgpt.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class Parameter(NamedTuple):
+    """One parameter of the whole model."""
+
+    name: str
+    shape: Shape
+    role: Role | None  # of its module
+    block: int | None  # its index; None: of the embedding or the head
+
+
+class Core(NamedTuple):
+    """The sizes of an attention core, whose heads of queries are `num_heads` of the model."""
+
+    kv_heads: int
+    head_dim: int
+
+
+class Part:
+    """The embedding, a kind of block or the head."""
+
+    def __init__(self, module: nn.Module):
+        self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.num_sites = sum(isinstance(each, Dropout) for each in module.modules())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and vars(self) == vars(other)
+
+
+class Inventory:
+    """The parts of a model. `embedding` and `head` are those of the whole model; names in a `Part` are its own."""
+
+    def __init__(self, config: "ModelConfig"):
+        """Lay out the ends and one block of each kind."""
+        kinds = [config.block_kind(index) for index in range(config.num_layers)]
+        first: dict[object, int] = {}
+        for index, kind in enumerate(kinds):
+            first.setdefault(kind, index)
+        self.config = config
+        self.examples = [first[kind] for kind in kinds]  # for each block, the first one of its kind
+        with torch.device("meta"):
+            self.embedding, self.head = Part(config.make_embedding(torch.float32)), Part(config.make_head())
+            self._blocks = {index: Part(config.make_block(index)) for index in first.values()}
+
+    def block(self, index: int) -> Part:
+        """Return the parts of block `index`."""
+        return self._blocks[self.examples[index]]
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """The number of blocks of each kind, by the index of the first."""
+        return dict(Counter(self.examples))
+
+    @cached_property
+    def _first_sites(self) -> list[int]:
+        sizes = (self.block(index).num_sites for index in range(self.config.num_layers))
+        return list(accumulate(sizes, initial=self.embedding.num_sites))
+
+    @property
+    def num_sites(self) -> int:
+        """The number of dropout sites: those of the embedding, then those of each block."""
+        return self._first_sites[-1]
+
+    def sites(self, block: int) -> range:
+        """Return the dropout sites of block `block` among those of the model."""
+        return range(*self._first_sites[block : block + 2])
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield every parameter in the order of the modules, one that is tied once. Nothing is made before it is asked
+        for: a file may claim any number of blocks."""
+        yield from self.of_embedding()
+        for index in range(self.config.num_layers):
+            yield from self.of_block(index)
+        yield from (p for p in self.of_head() if not (self.config.tied and p.name == self.config.output_name))
+
+    def of_embedding(self) -> Iterator[Parameter]:
+        """Yield the parameters of the embedding."""
+        return self._parameters("embedding", self.embedding, None)
+
+    def of_block(self, index: int) -> Iterator[Parameter]:
+        """Yield the parameters of block `index`."""
+        return self._parameters(f"blocks.{index}", self.block(index), index)
+
+    def of_head(self) -> Iterator[Parameter]:
+        """Yield the parameters of the head, with a tied output projection."""
+        return self._parameters("head", self.head, None)
+
+    def _parameters(self, at: str, part: Part, block: int | None) -> Iterator[Parameter]:
+        for name, shape in part.shapes.items():
+            whole = f"{at}.{name}"
+            yield Parameter(whole, shape, role_of(whole.rpartition(".")[0], self.config.roles), block)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The number of parameters, one that is tied counted once."""
+        ends = [*self.of_embedding(), *self.of_head()]
+        tied = self.config.tied
+        total = sum(math.prod(p.shape) for p in ends if not (tied and p.name == self.config.output_name))
+        for index, count in self.counts.items():
+            total += count * sum(map(math.prod, self.block(index).shapes.values()))
+        return total
+
+    def cores(self, block: int) -> tuple[Core, ...]:
+        """Return the sizes of each attention core of block `block`."""
+        return _cores(self.config, self.examples[block])
+
+    def attention_flops(self, block: int) -> int:
+        """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each."""
+        config = self.config
+        return sum(12 * config.num_heads * core.head_dim * config.seq_length for core in self.cores(block))
+
+    def block_flops(self, block: int) -> int:
+        """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
+        matrices = sum(math.prod(shape) for shape in self.block(block).shapes.values() if len(shape) > 1)
+        return 6 * matrices + self.attention_flops(block)
+
+
+@lru_cache(maxsize=16)
+def inventory(config: "ModelConfig") -> Inventory:
+    """Return the inventory of the model of this configuration."""
+    return Inventory(config)
+
+
+def attention_cores(block: nn.Module) -> list[AttentionCore]:
+    """Return the attention cores of a block, in the order of its modules."""
+    return [module for module in block.modules() if isinstance(module, AttentionCore)]
+
+
+@lru_cache(maxsize=64)
+def _cores(config: "ModelConfig", index: int) -> tuple[Core, ...]:
+    """Measure what the cores of a block are given: a configuration does not know how its blocks share heads."""
+    with torch.device("meta"):
+        block, x = config.make_block(index), torch.empty(1, 1, config.hidden_size)
+    recorders = [_Recorder() for _ in attention_cores(block)]
+    for core, recorder in zip(attention_cores(block), recorders, strict=True):
+        bind(core, cache=recorder)
+    with torch.no_grad():
+        block(x, Context())
+    for recorder in recorders:
+        if recorder.num_heads != config.num_heads:
+            raise ValueError(
+                f"block {index} has an attention core with {recorder.num_heads} heads of queries, but "
+                f"model.num_heads={config.num_heads} counts for every block; heads of keys and values may differ"
+            )
+    return tuple(recorder.core for recorder in recorders)
+
+
+class _Recorder:
+    """A cache that keeps the sizes of its first keys alone."""
+
+    num_heads = 0
+    core = Core(0, 0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.num_heads, self.core = q.shape[2], Core(k.shape[2], k.shape[3])
+        return torch.empty_like(q)
