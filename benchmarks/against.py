@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, overrides: list[str], make_peers: MakePeer
         found = {}
         for name, rounds, loss in zip(steps, times, losses, strict=True):
             seconds = statistics.median(t for times in rounds for t in times)
-            mfu = recipe.model.flops_per_token * tokens / seconds / peak if peak else None
+            mfu = recipe.model.flops_per_token(recipe.sample_length) * tokens / seconds / peak if peak else None
             found[name] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": mfu, "loss": loss}
             found[name]["rounds"] = [statistics.median(times) for times in rounds]
         return found

@@ -72,7 +72,8 @@ def make_engine(args: argparse.Namespace, device: torch.device) -> Engine:
     config, dtype, slots = args.config, DTYPES[args.dtype], args.slots or max(args.batches)
     plan = parse_plan(args.plan, {}).for_world(Process.from_environment().world).for_inference()
     settings = Settings(
-        model=config, plan=plan, device=device, dtype=dtype, micro_batch_size=1, global_batch_size=plan.dp * 2 * plan.pp
+        model=config, plan=plan, device=device, dtype=dtype, seq_length=config.seq_length, micro_batch_size=1,
+        global_batch_size=plan.dp * 2 * plan.pp,
     )  # fmt: skip
     mesh = Mesh(plan, device)
     stages = inference_stages(settings, mesh, lambda shards: shards.initialize(config, root_key(1)))

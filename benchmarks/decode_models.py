@@ -21,8 +21,8 @@ MODELS: dict[str, ModelConfig] = {
 def bytes_read(config: ModelConfig, dtype: torch.dtype, batch: int, position: float) -> float:
     """Bytes of a step of `batch` sequences at `position`: the weights that it multiplies once, keys and values of each
     sequence."""
-    weights = (config.flops_per_token - 12 * config.num_layers * width(config) * config.seq_length) // 6
-    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 1))
+    weights = config.flops_per_token(0) // 6
+    kept = config.num_layers * sum(2 * heads * dim for heads, dim in core_sizes(config, 0, 1))
     return (weights + batch * position * kept) * dtype.itemsize
 
 

@@ -59,7 +59,7 @@ def line(name: str, rows: int, bytes_moved: float, found: dict[str, float]) -> N
 
 def measure(config: ModelConfig, most_rows: list[int], position: int) -> None:
     """Print the times of a block's kernels and of the head, for each number of rows."""
-    layers = max(4, WEIGHTS // (2 * inventory(config).block_flops(0) // 6))
+    layers = max(4, WEIGHTS // (2 * inventory(config).block_flops(0, 0) // 6))
     modules = [part(config.make_block(0)) for _ in range(layers)]
     blocks: list[BlockWeights] = [module.decode_weights() for module in modules]  # type: ignore[operator]
     head = part(config.make_head()).decode_weights()  # type: ignore[operator]

@@ -148,7 +148,7 @@ def result(name: str, recipe: Recipe, training: Trainer, measured: dict[str, flo
     return measured | {
         "plan": name, "gpus": plan.world, "batch": [plan.dp, settings.micro_batches, settings.micro_batch_size],
         "tokens_per_second": rate, "per_gpu": rate / plan.world,
-        "mfu": config.flops_per_token * rate / plan.world / peak if peak and known else None,
+        "mfu": config.flops_per_token(config.seq_length) * rate / plan.world / peak if peak and known else None,
         "over_floor": measured["step"] / bound if known else None,
         "rounds": [statistics.median(times) for times in rounds], "dtype": str(settings.dtype),
         "environment": environment(device), "recipe": asdict(recipe),

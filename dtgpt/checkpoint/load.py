@@ -181,6 +181,17 @@ def check_same_model(where: Path, saved: ModelConfig, wanted: ModelConfig) -> No
         raise UserError(f"{where} holds another model: {'; '.join(differences)}; give the same --model values")
 
 
+def check_same_samples(checkpoint: Checkpoint, seq_length: int) -> None:
+    """Raise UserError where the run of a checkpoint has samples of another length than `seq_length`, by which the order
+    of its data and its count of tokens go."""
+    saved = checkpoint.state.get("recipe", {}).get("seq_length") or checkpoint.config.seq_length
+    if saved != seq_length:
+        raise UserError(
+            f"{checkpoint.folder} was trained on samples of {saved} tokens, not {seq_length}; leave --seq_length out, "
+            f"or begin a new run with its weights: --init_from {checkpoint.folder}"
+        )
+
+
 def check_same_optimizer(where: Path, saved: str, wanted: str) -> None:
     """Raise UserError where the state at `where` is of another optimizer than the recipe's, by their kinds."""
     if saved != wanted:

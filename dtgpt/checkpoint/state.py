@@ -18,7 +18,7 @@ def describe(recipe: dict[str, Any], settings: Settings, schedule: Schedule, ste
     return {
         "step": step,
         "consumed_samples": samples,
-        "tokens": samples * config.seq_length,
+        "tokens": samples * settings.seq_length,
         "schedule": schedule.described(),
         "keys": {"seed": recipe["seed"], **{name: fold(root, name).tolist() for name in KEYS}},
         "plan": settings.plan.name,

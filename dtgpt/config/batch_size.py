@@ -74,12 +74,12 @@ class BatchSizes:
         return self._pieces[max(0, bisect_right(self._pieces, place, key=itemgetter(key)) - 1)]
 
 
-def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int) -> None:
+def check_rampup(rampup: str, model: ModelConfig, plan: ResolvedPlan, micro: int, whole: int, seq_length: int) -> None:
     """Raise UserError where the plan cannot split a size of the ramp up to `whole` samples."""
     start, increment, _ = parse_rampup(rampup)
     for size in range(start, whole, increment):
         try:
-            plan.validate(model, micro, size)
+            plan.validate(model, micro, size, seq_length)
         except UserError:
             raise UserError(
                 f"rampup_batch_size={shown(rampup)} passes {size} samples a step, which micro_batch_size={micro} and "

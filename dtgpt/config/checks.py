@@ -97,12 +97,21 @@ def one_replica(level: int) -> str:
     return f"ZeRO-{level} shards over replicas, and there is only one: the plan is the same as without it"
 
 
-def large_for_a_cpu(model: ModelConfig, global_batch_size: int) -> str | None:
+def check_sample_length(seq_length: int, model: ModelConfig) -> None:
+    """Raise UserError where a training sample has more tokens than the model has positions."""
+    if seq_length > model.seq_length:
+        raise UserError(
+            f"seq_length={seq_length} is more than the model's positions, model.seq_length={model.seq_length}; use "
+            f"--seq_length {model.seq_length} or less, or a larger --model.seq_length"
+        )
+
+
+def large_for_a_cpu(model: ModelConfig, global_batch_size: int, seq_length: int) -> str | None:
     """Return a caution where a model is so large that a CPU takes minutes for a step."""
     if model.num_parameters < LARGE_FOR_A_CPU:
         return None
-    tokens = global_batch_size * model.seq_length
-    time = duration(model.flops_per_token * tokens / CPU_FLOPS)
+    tokens = global_batch_size * seq_length
+    time = duration(model.flops_per_token(seq_length) * tokens / CPU_FLOPS)
     return (
         f"a model of {parameters(model.num_parameters)} on a CPU: a step of {tokens:,} tokens takes about {time} at "
         "0.1 TFLOP/s; use a GPU, or a small model such as recipes/gpt2_tiny.py"

@@ -27,6 +27,7 @@ class Settings:
     plan: ResolvedPlan
     device: torch.device
     dtype: torch.dtype  # of activations, and of the weights that matmuls read; masters are fp32
+    seq_length: int  # tokens of a training sample; the model may have more positions
     micro_batch_size: int  # samples
     global_batch_size: int  # samples of a step, after a ramp-up
     attention: Backend = "auto"

@@ -28,15 +28,17 @@ def no_float8(gpu: str) -> UserError:
     )
 
 
-def fp8_notes(model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, device_type: str) -> list[str]:
+def fp8_notes(
+    model: ModelConfig, plan: ResolvedPlan, micro_batch_size: int, seq_length: int, device_type: str
+) -> list[str]:
     """Return why fp8 is slow here, though right; nothing where it is fast."""
     slow = "is computed in 16 bits from 8-bit values, slower than bf16"
     if device_type == "cpu":
         return [f"precision=fp8 has no CPU kernel: every product {slow}"]
     if plan.splits_backward:
         return [f"the schedule {plan.schedule} splits backward, for which every product of fp8 {slow}"]
-    if (micro_batch_size * model.seq_length) % STEP:
-        samples = f"micro_batch_size={micro_batch_size} x model.seq_length={model.seq_length}"
+    if (micro_batch_size * seq_length) % STEP:
+        samples = f"micro_batch_size={micro_batch_size} x {seq_length}"
         return [f"{samples} tokens are not a multiple of {STEP}: every product of fp8 {slow}"]
     found = []
     for name, rows, columns in _matrices(model, plan):

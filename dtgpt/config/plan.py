@@ -142,14 +142,14 @@ class ResolvedPlan(Plan):
         """Return the plan without what concerns training alone."""
         return replace(self, zero=0, sequence_parallel=False)
 
-    def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int) -> None:
+    def validate(self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int) -> None:
         """Raise UserError, one sentence with its remedy, where the model or the batch cannot be cut in this way. No
         process group is needed. `for_world` comes first."""
         if self.table and self.tp == 1:
             raise UserError(
                 "the plan's table says how tp ranks share modules, but tp=1; add tp2 or more, or leave it out"
             )
-        self._validate_tensor(model)
+        self._validate_tensor(model, seq_length)
         self._validate_batch(micro_batch_size, global_batch_size)
         if self.pp > 1:
             self._validate_pipeline(model, micro_batch_size, global_batch_size)
@@ -158,7 +158,7 @@ class ResolvedPlan(Plan):
                 f"the stages of schedule {self.schedule} need a pipeline, but pp=1; add pp2 or more to the plan"
             )
 
-    def _validate_tensor(self, model: ModelConfig) -> None:
+    def _validate_tensor(self, model: ModelConfig, seq_length: int) -> None:
         vocab = model.padded_vocab_size
         dividing = divisors(math.gcd(*model.cut_by_tp.values()))
         fitting = [n for n in dividing if _every_rank_has_rows(vocab, n)]
@@ -176,13 +176,13 @@ class ResolvedPlan(Plan):
             return
         if self.tp == 1:
             raise UserError("sequence parallelism (sp) shares the tp ranks, but tp=1; add tp2 or more, or leave sp out")
-        length = model.seq_length
-        if length % self.tp:
-            low = length // self.tp * self.tp
+        if seq_length % self.tp:
+            field = "model.seq_length" if seq_length == model.seq_length else "seq_length"
+            low = seq_length // self.tp * self.tp
             near = f"{low} or {low + self.tp}" if low else f"{self.tp}"
             raise UserError(
-                f"model.seq_length={length} cannot be split over tp={self.tp} under sequence parallelism "
-                f"({length % self.tp} left over); use --model.seq_length {near}, or leave sp out"
+                f"{field}={seq_length} cannot be split over tp={self.tp} under sequence parallelism "
+                f"({seq_length % self.tp} left over); use --{field} {near}, or leave sp out"
             )
 
     def _validate_batch(self, micro: int, whole: int) -> None:

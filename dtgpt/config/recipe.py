@@ -41,6 +41,9 @@ class Recipe:
     name: Annotated[str, "name of the experiment; its runs are folders NAME-001, NAME-002, ...", RUN_NAME]
     model: ModelConfig
     optimizer: OptimizerConfig
+    seq_length: Annotated[
+        int | None, "number of tokens in a training sample; none: as many as the model has positions", Bounds(1)
+    ] = None
     micro_batch_size: Annotated[int, "number of samples in a forward and backward pass on one device", Bounds(1)]
     global_batch_size: Annotated[int, "number of samples in an optimizer step", Bounds(1)]
     steps: Annotated[int | None, "number of optimizer steps; none: by train_samples", Bounds(1, MOST_STEPS)] = None
@@ -98,6 +101,11 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def sample_length(self) -> int:
+        """The number of tokens in a training sample."""
+        return self.seq_length or self.model.seq_length
 
     @property
     def counts_samples(self) -> bool:
@@ -163,10 +171,10 @@ class Recipe:
 
     def _check_plan(self, plan: ResolvedPlan) -> None:
         """Raise UserError, one sentence, where this recipe cannot run the plan."""
-        sizes = self.micro_batch_size, self.global_batch_size
-        plan.validate(self.model, *sizes)
+        micro, whole, length = self.micro_batch_size, self.global_batch_size, self.sample_length
+        plan.validate(self.model, micro, whole, length)
         if self.rampup_batch_size is not None:
-            check_rampup(self.rampup_batch_size, self.model, plan, *sizes)
+            check_rampup(self.rampup_batch_size, self.model, plan, micro, whole, length)
         if self.compile == "on" and plan.splits_backward:
             raise UserError(
                 f"compile=on, but the schedule {plan.schedule} cuts the backward pass of each block in two, which "
@@ -184,6 +192,7 @@ class Recipe:
             plan=plan,
             device=device,
             dtype=choose_dtype(self.precision, device),
+            seq_length=self.sample_length,
             micro_batch_size=self.micro_batch_size,
             global_batch_size=self.global_batch_size,
             attention=self.attention,
@@ -227,6 +236,7 @@ class Recipe:
                 f"resume={self.resume} and init_from={self.init_from} are both given; leave one out: a resumed run "
                 "has weights already"
             )
+        checks.check_sample_length(self.sample_length, self.model)
         check_backend(self.attention, self.model.dropout, self.model.head_dim)
         if self.compile == "on" and self.precision == FP8:
             raise UserError(
@@ -263,5 +273,5 @@ class Recipe:
         if self.attention in ("flash", "fused_softmax") and device_type == "cpu":
             found.append(f"attention={self.attention} has no CPU kernel: the reference implementation runs instead")
         if self.precision == FP8:
-            found += fp8_notes(self.model, choice.plan, self.micro_batch_size, device_type)
+            found += fp8_notes(self.model, choice.plan, self.micro_batch_size, self.sample_length, device_type)
         return found

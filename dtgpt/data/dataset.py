@@ -112,8 +112,8 @@ class TextDataset(Dataset):
         for name, tokens in (("training", self.train), ("validation", self.valid)):
             if 0 < len(tokens) <= seq_length or (name == "training" and len(tokens) == 0):
                 raise UserError(
-                    f"the {name} text has {counted(len(tokens), 'token')}, but model.seq_length={seq_length} needs at "
-                    f"least {seq_length + 1}; use more text, a shorter --model.seq_length or another --data.held_out "
+                    f"the {name} text has {counted(len(tokens), 'token')}, but seq_length={seq_length} needs at "
+                    f"least {seq_length + 1}; use more text, a shorter --seq_length or another --data.held_out "
                     "(0 for none)"
                 )
         check_vocabulary(self.tokenizer, vocab_size)

@@ -89,11 +89,16 @@ def open_model(
     source.config.validate()
     config = shortened(source.config, max_length)
     batch = resolved.dp * 2 * resolved.pp  # the fewest samples that every schedule takes
-    resolved.validate(config, 1, batch)
+    resolved.validate(config, 1, batch, config.seq_length)
     settings = Settings(
-        model=config, plan=mesh.plan, device=place, dtype=choose_dtype(precision, place), micro_batch_size=1,
+        model=config,
+        plan=mesh.plan,
+        device=place,
+        dtype=choose_dtype(precision, place),
+        seq_length=config.seq_length,
+        micro_batch_size=1,
         global_batch_size=batch,
-    )  # fmt: skip
+    )
     return source, settings, mesh
 
 

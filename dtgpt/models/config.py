@@ -30,7 +30,7 @@ class ModelConfig(ABC):
     num_layers: Annotated[int, "number of transformer blocks", SIZE]
     hidden_size: Annotated[int, "width of the residual stream", SIZE]
     num_heads: Annotated[int, "number of attention heads", SIZE]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 1024
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 1024
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 50257
     dropout: Annotated[float, "dropout of embeddings, attention and residual branches", Bounds(0, below=1)] = 0.0
     init_std: Annotated[
@@ -127,11 +127,10 @@ class ModelConfig(ABC):
     def num_parameters(self) -> int:
         return inventory(self).num_parameters
 
-    @property
-    def flops_per_token(self) -> int:
-        """Forward and backward: 6 N + 12 L H T, where N leaves out weights that are looked up and not multiplied
-        (Chowdhery et al. 2022, PaLM, appendix B)."""
+    def flops_per_token(self, seq_length: int) -> int:
+        """Return the FLOPs of a token in a sample of `seq_length`, forward and backward: 6 N + 12 L H T, where N leaves
+        out weights that are looked up and not multiplied (Chowdhery et al. 2022, PaLM, appendix B)."""
         parts = inventory(self)
         looked_up = [Role.POSITIONS] if self.tied else [Role.POSITIONS, Role.VOCABULARY]
         weights = self.num_parameters - sum(math.prod(p.shape) for p in parts.of_embedding() if p.role in looked_up)
-        return 6 * weights + sum(count * parts.attention_flops(index) for index, count in parts.counts.items())
+        return 6 * weights + sum(count * parts.attention_flops(i, seq_length) for i, count in parts.counts.items())

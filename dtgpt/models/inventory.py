@@ -128,15 +128,14 @@ class Inventory:
         """Return the sizes of each attention core of block `block`."""
         return _cores(self.config, self.examples[block])
 
-    def attention_flops(self, block: int) -> int:
+    def attention_flops(self, block: int, seq_length: int) -> int:
         """Return the FLOPs of a token in the attention cores of a block, forward and backward: 12 N D T for each."""
-        config = self.config
-        return sum(12 * config.num_heads * core.head_dim * config.seq_length for core in self.cores(block))
+        return sum(12 * self.config.num_heads * core.head_dim * seq_length for core in self.cores(block))
 
-    def block_flops(self, block: int) -> int:
+    def block_flops(self, block: int, seq_length: int) -> int:
         """Return the FLOPs of a token in a block, forward and backward: matrices and attention scores."""
         matrices = sum(math.prod(shape) for shape in self.block(block).shapes.values() if len(shape) > 1)
-        return 6 * matrices + self.attention_flops(block)
+        return 6 * matrices + self.attention_flops(block, seq_length)
 
 
 @lru_cache(maxsize=16)

@@ -67,7 +67,7 @@ class LlamaConfig(ModelConfig):
     num_kv_heads: Annotated[int, "number of heads of keys and values; divides num_heads", SIZE]
     head_dim: Annotated[int, "size of a head, an even number", SIZE] = 128  # type: ignore[assignment]
     ffn_hidden_size: Annotated[int, "width of the MLP", SIZE]
-    seq_length: Annotated[int, "number of positions, and tokens of a training sample", SIZE] = 4096
+    seq_length: Annotated[int, "number of positions, and tokens of a training sample unless it has fewer", SIZE] = 4096
     vocab_size: Annotated[int, "number of tokens in the vocabulary, before padding to a multiple of 128", SIZE] = 128256
     tied: Annotated[bool, "use the token embedding as output projection"] = False  # type: ignore[assignment]
     qk_norm: Annotated[bool, "normalise each head of queries and keys by RMSNorm, as Qwen3 does"] = False

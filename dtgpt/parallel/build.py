@@ -61,7 +61,8 @@ def lay_out_stage(
     with torch.device("meta"):
         part = keep_stage(Decoder(config, settings.dtype), stage, plan).to(dtype)
     if plan.tp > 1:
-        apply_table(part, mesh.devices["tp"], make_table(config, plan, peers) if table is None else table)
+        styles = make_table(config, plan, settings.seq_length, peers) if table is None else table
+        apply_table(part, mesh.devices["tp"], styles)
     set_execution(part, settings)
     if settings.compile:
         compile_forward(part, whole=plan.tp == 1)
@@ -135,7 +136,7 @@ def micro_batch_weight(micro_batches: int, plan: ResolvedPlan) -> float:
 @torch.no_grad()
 def smoke_test_table(engine: TrainingEngine, settings: Settings) -> None:
     """Run the model once where a recipe changed the plan's table; raises UserError where its styles do not fit."""
-    tokens = torch.zeros(1, settings.model.seq_length, dtype=torch.int64, device=settings.device)
+    tokens = torch.zeros(1, settings.seq_length, dtype=torch.int64, device=settings.device)
     try:
         engine.logits(tokens)
     except torch.OutOfMemoryError:

@@ -165,11 +165,11 @@ Table = Mapping[str, ParallelStyle | None]
 
 
 def default_table(
-    config: ModelConfig, sequence_parallel: bool, peers: KernelCollectives | None = None
+    config: ModelConfig, sequence_parallel: bool, seq_length: int, peers: KernelCollectives | None
 ) -> dict[str, ParallelStyle]:
-    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. `peers`:
-    what gathers and sums activations, where kernels can do it."""
-    length, heads = config.seq_length, config.num_heads
+    """Return styles by module pattern. What is not in the table is replicated: every tp rank does the same. Other
+    arguments: as of `make_table`."""
+    length, heads = seq_length, config.num_heads
     # Between the matrices activations are whole on every rank, or each rank has its part of the sequence.
     between = Shard(1) if sequence_parallel else Replicate()
     row = SequenceRowwise if sequence_parallel else DeferredBiasRowwise
@@ -191,11 +191,13 @@ def default_table(
     return {pattern: styles[role] for pattern, role in config.roles.items() if role in styles}
 
 
-def make_table(config: ModelConfig, plan: Plan, peers: KernelCollectives | None = None) -> Table:
-    """Return the plan's own entries, then the default ones: the first that matches a module counts. `peers`: what
-    gathers and sums activations, where kernels can do it. Raises UserError for a pattern that names no module, or one
-    whose style follows from others."""
-    default = default_table(config, plan.sequence_parallel, peers)
+def make_table(
+    config: ModelConfig, plan: Plan, seq_length: int | None = None, peers: KernelCollectives | None = None
+) -> Table:
+    """Return the plan's own entries, then the default ones: the first that matches a module counts. `seq_length`: of
+    samples; None: all positions. `peers`: what gathers and sums activations, where kernels can do it. Raises UserError
+    for a pattern that names no module, or one whose style follows from others."""
+    default = default_table(config, plan.sequence_parallel, seq_length or config.seq_length, peers)
     if not plan.table:
         return default
     with torch.device("meta"):

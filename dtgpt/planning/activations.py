@@ -53,13 +53,13 @@ def block_sizes(settings: Settings, block: int) -> BlockSizes:
     scales."""
     plan, config = settings.plan, replace(settings.model, dropout=0.0)
     fp8 = Fp8(plan.splits_backward, not plan.zero) if settings.fp8 else None
-    example = inventory(config).examples[block]
-    return _measure(config, example, settings.micro_batch_size, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
+    example, shape = inventory(config).examples[block], (settings.micro_batch_size, settings.seq_length)
+    return _measure(config, example, shape, plan.tp, plan.sequence_parallel, settings.dtype, fp8)
 
 
 def whole_bytes(settings: Settings) -> int:
     """Return the bytes of `[B, T, H]`, the input of a matrix."""
-    tokens = settings.micro_batch_size * settings.model.seq_length
+    tokens = settings.micro_batch_size * settings.seq_length
     return settings.dtype.itemsize * tokens * settings.model.hidden_size
 
 
@@ -70,7 +70,7 @@ def residual_bytes(settings: Settings) -> float:
 
 def score_elements(settings: Settings, block: int) -> float:
     """Return the elements of a block's attention scores, `[B, N / tp, T, T]` for each of its cores."""
-    length, cores = settings.model.seq_length, len(inventory(settings.model).cores(block))
+    length, cores = settings.seq_length, len(inventory(settings.model).cores(block))
     return cores * settings.micro_batch_size * length * length * settings.model.num_heads / settings.plan.tp
 
 
@@ -83,7 +83,7 @@ def core_bytes(settings: Settings, block: int) -> float:
     if backend == "fused_softmax":
         tensors = 1 if settings.model.dropout == 0 else 2  # probabilities; under dropout the scores too
         return tensors * width * scores + repeated
-    masked, length = settings.masks_documents, settings.model.seq_length
+    masked, length = settings.masks_documents, settings.seq_length
     kept = 4 * scores / length  # the logarithm of each row's sum, fp32
     if backend == "flash" and settings.model.dropout > 0:
         kept += 8 * mask_words(length, length) * scores / length**2  # keep decisions
@@ -96,9 +96,10 @@ def core_bytes(settings: Settings, block: int) -> float:
 
 @lru_cache(maxsize=32)
 def _measure(
-    config: ModelConfig, index: int, batch: int, tp: int, sequence_parallel: bool, dtype: torch.dtype, fp8: Fp8 | None
+    config: ModelConfig, index: int, shape: tuple[int, int], tp: int, sequence_parallel: bool, dtype: torch.dtype,
+    fp8: Fp8 | None,
 ) -> BlockSizes:  # fmt: skip
-    length, saved, recorder = config.seq_length, {}, _Recorder()
+    (batch, length), saved, recorder = shape, {}, _Recorder()
     apart = fp8 is not None and fp8.splits_backward
     with torch.device("meta"):
         block = config.make_block(index).to(dtype)

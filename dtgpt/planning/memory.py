@@ -132,7 +132,7 @@ def stages_in_flight(plan: Plan, micro_batches: int, pp: int) -> int:
 def _logits(settings: Settings) -> float:
     """Return the bytes of this rank's logits `[B, T, V / tp]`."""
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
-    return settings.dtype.itemsize * settings.micro_batch_size * settings.model.seq_length * columns
+    return settings.dtype.itemsize * settings.micro_batch_size * settings.seq_length * columns
 
 
 def _gathered(held: list[LocalParameter], settings: Settings) -> int:
@@ -174,7 +174,7 @@ def _head_work(held: list[LocalParameter], settings: Settings) -> float:
     """Return the bytes of the head's forward pass: a chunk of logits, the gradient of its weight, in fp32 too where
     there are several chunks, and in backward a copy of it."""
     weight = next(p.by_tp for p in reversed(held) if p.role in (Role.OUTPUT, Role.VOCABULARY))
-    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.model.seq_length
+    width, rows = settings.dtype.itemsize, settings.micro_batch_size * settings.seq_length
     columns = len(chunk(range(settings.model.padded_vocab_size), settings.plan.tp, 0))
     at_once = chunk_rows(rows, columns, width)
     sums = 4 * weight if at_once < rows and width < 4 else 0

@@ -82,7 +82,7 @@ def describe_mesh(name: str, settings: Settings) -> list[str]:
     config, plan, passes = settings.model, settings.plan, settings.micro_batches
     lines = [
         f"recipe  {name}: {parameters(config.num_parameters)}, {counted(config.num_layers, 'block')} of "
-        f"{config.hidden_size}, T={config.seq_length}, {settings.number_types}"
+        f"{config.hidden_size}, T={settings.seq_length}, {settings.number_types}"
         f"{', compiled' if settings.compile else ''}",
         f"plan    {plan.name}: {counted(plan.world, 'rank')} = pp {plan.pp} x dp {plan.dp} x tp {plan.tp}, tp fastest"
         + (f"; ZeRO-{plan.zero}" if plan.zero else "")

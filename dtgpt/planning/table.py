@@ -57,11 +57,13 @@ def longest_sequence(settings: Settings, size: float) -> int:
     plan = replace(settings.plan, blocks_per_stage=sizes) if settings.plan.pp > 1 else settings.plan
 
     def fits(grains: int) -> bool:
-        model = replace(settings.model, seq_length=grains * grain)
-        return fits_into(fullest(memory_by_rank(replace(settings, plan=plan, model=model))).total, size)
+        length = grains * grain
+        model = replace(settings.model, seq_length=max(length, settings.model.seq_length))
+        longer = replace(settings, plan=plan, model=model, seq_length=length)
+        return fits_into(fullest(memory_by_rank(longer)).total, size)
 
     low, high = 0, LARGEST_SIZE // grain + 1  # `low` grains fit, `high` do not, or are not allowed
-    guess = max(1, settings.model.seq_length // grain)
+    guess = max(1, settings.seq_length // grain)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         if fits(guess):
@@ -72,10 +74,10 @@ def longest_sequence(settings: Settings, size: float) -> int:
 
 
 def _heading(name: str, settings: Settings) -> list[str]:
-    config, tokens = settings.model, settings.global_batch_size * settings.model.seq_length
+    config, tokens = settings.model, settings.global_batch_size * settings.seq_length
     lines = [
         f"recipe  {name}: {parameters(config.num_parameters)}, {config.num_layers} blocks of {config.hidden_size}, "
-        f"T={config.seq_length}, {settings.number_types}, recompute {settings.recompute}",
+        f"T={settings.seq_length}, {settings.number_types}, recompute {settings.recompute}",
         f"batch   {settings.global_batch_size:,} samples = {tokens:,} tokens, micro-batches of "
         f"{settings.micro_batch_size}",
     ]

@@ -54,7 +54,7 @@ def _over_tp(settings: Settings, place: RankCoordinates, held: list[LocalParamet
     plan, passes = settings.plan, settings.micro_batches
     if plan.tp == 1:
         return []
-    tokens = settings.micro_batch_size * settings.model.seq_length
+    tokens = settings.micro_batch_size * settings.seq_length
     unit = whole_bytes(settings)
     first, last = place.holds_first, place.holds_last
     loss = "loss: maximum, sum and target of each row"

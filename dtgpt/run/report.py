@@ -63,7 +63,7 @@ class Report:
         per_token = f"{self.bytes_per_token:.2f} bytes per token " if tokenizer.spells else ""
         header = [
             f"model   {parameters(model.num_parameters)}; "
-            f"{counted(self.steps, 'step')} of {batch} x {model.seq_length} tokens",
+            f"{counted(self.steps, 'step')} of {batch} x {self.settings.seq_length} tokens",
             f"data    {data.source}: {counted(data.num_train_tokens, 'token')} to train on, "
             f"{data.num_valid_tokens:,} for validation, {per_token}({tokenizer.name}, "
             f"{counted(tokenizer.vocab_size, 'token')})",
@@ -73,7 +73,7 @@ class Report:
             f"run     {self.run}" + (f", from step {step}" if step else ""),
         ]
         say("\n".join(hanging(line, HANG) for line in header))
-        if self.device.type == "cpu" and (caution := large_for_a_cpu(model, batch_size)):
+        if self.device.type == "cpu" and (caution := large_for_a_cpu(model, batch_size, self.settings.seq_length)):
             say(caution, warning=True)
 
     def step(self, step: int, metrics: dict[str, float], recorded: bool) -> None:
@@ -165,7 +165,7 @@ class Report:
             "seconds_per_step": per_step,
             "eta_seconds": (self.steps - step) * per_step,
         }
-        flops = self.settings.model.flops_per_token * tokens_per_second / self.mesh.world
+        flops = self.settings.model.flops_per_token(self.settings.seq_length) * tokens_per_second / self.mesh.world
         rates["tflops_per_device"] = flops / 1e12
         if self.peak:
             rates["mfu"] = flops / self.peak

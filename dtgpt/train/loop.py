@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from dtgpt.checkpoint.load import check_same_model, find_checkpoint
+from dtgpt.checkpoint.load import check_same_model, check_same_samples, find_checkpoint
 from dtgpt.checkpoint.manifest import Checkpoint, list_checkpoints
 from dtgpt.checkpoint.save import SaveClock, Saver
 from dtgpt.config.recipe import Recipe
@@ -62,6 +62,7 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
             mesh.on_rank_0(lambda: lock.take(former))
             checkpoint = find_checkpoint(mesh, former, resume.checkpoint, check=check_interval)
             check_same_model(checkpoint.folder, checkpoint.config, recipe.model)
+            check_same_samples(checkpoint, recipe.sample_length)
             if is_over(former, checkpoint, recipe.num_steps, recipe.resume):
                 return 0
         elif recipe.resume == AUTO:
@@ -70,7 +71,7 @@ def _train(job: Job, group: Group, stop: StopRequest) -> int:
         dataset = startup.read_on_every_node(lambda: startup.read_dataset(recipe), mesh, group.process)
         left: list[str] = []
         if former and checkpoint and checkpoint.state["step"] == recipe.num_steps:
-            steps, length = recipe.num_steps, recipe.model.seq_length
+            steps, length = recipe.num_steps, recipe.sample_length
             left = mesh.on_rank_0(lambda: left_to_do(former, steps, length, recipe.log, dataset))
             if not left:
                 return 0
@@ -238,7 +239,7 @@ class Loop:
             "step_loss": loss,
             "grad_norm": norm,
             "lr": trainer.optimizer.lr.item(),
-            "tokens": trainer.samples_before(trainer.step) * self.recipe.model.seq_length,
+            "tokens": trainer.samples_before(trainer.step) * self.recipe.sample_length,
             "memory_gib": self.mesh.max(peak_memory(self.mesh.device)),
             "batch_size": trainer.sizes.at(trainer.step - 1),
             **trainer.optimizer.metrics(),

@@ -161,9 +161,14 @@ def _say_kept(asked: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _can_change(name: str) -> bool:
-    """Whether a run can go on with another value of a field: not another model, nor tokens of another meaning."""
+    """Whether a run can go on with another value of a field: not another model, nor samples or tokens of another
+    meaning."""
     section, _, last = name.rpartition(".")
-    return last in FREE if section == "model" else name not in ("name", "data.tokenizer", "data.bpe_vocab_size")
+    return (
+        last in FREE
+        if section == "model"
+        else name not in ("name", "seq_length", "data.tokenizer", "data.bpe_vocab_size")
+    )
 
 
 def _checked(value: Any, hint: Any) -> Any:

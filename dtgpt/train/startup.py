@@ -117,14 +117,14 @@ def read_dataset(recipe: Recipe) -> Dataset:
     data = recipe.data
     if is_prepared(data.path):
         samples = data.train_samples or recipe.batch_sizes().before(recipe.num_steps)
-        seed, length = recipe.seed, recipe.model.seq_length
+        seed, length = recipe.seed, recipe.sample_length
         wanted = length, samples, recipe.log.eval_samples, seed
         dataset: Dataset = load_prepared(data, *wanted, default_cache(), recipe.model.vocab_size)
     else:
         dataset = load_dataset(data, default_cache())
     if recipe.init_from:
         check_size(dataset.tokenizer, recipe.model)
-    dataset.check(recipe.model.seq_length, recipe.model.vocab_size)
+    dataset.check(recipe.sample_length, recipe.model.vocab_size)
     tokenizer = dataset.tokenizer
     if recipe.log.sample_tokens:
         tokenizer.encode(recipe.log.prompt)  # which raises UserError where the tokenizer cannot

@@ -47,7 +47,7 @@ class TaskEvaluation:
         `interrupted`, which all ranks ask together, became true in between."""
         trainer, settings, results = self._trainer, self._trainer.settings, []
         # The memory of a micro-batch in training is enough for as many tokens without gradients.
-        tokens = settings.micro_batch_size * settings.model.seq_length
+        tokens = settings.micro_batch_size * settings.seq_length
         scorer = Scorer(trainer.stages, trainer.mesh, settings.model, settings.dtype, tokens)
         for number in range(len(self.names)):
             prepared = self._prepared[number] if self._prepared else None

@@ -124,7 +124,7 @@ class Trainer:
         self, part: Part = "valid", interrupted: Callable[[], bool] = never
     ) -> tuple[float, float | None] | None:
         """Return as `evaluate.held_out_loss` does, for the fixed samples of a part of the dataset."""
-        length, size = self.settings.model.seq_length, self.settings.micro_batch_size
+        length, size = self.settings.seq_length, self.settings.micro_batch_size
         batches = list(self.dataset.held_out(part, length, size, self.log.eval_samples))
         token_bytes = torch.from_numpy(self.dataset.tokenizer.token_bytes())
         return evaluate.held_out_loss(self.engine, self.mesh, batches, self.masks, token_bytes, interrupted)
@@ -186,5 +186,5 @@ class Trainer:
         samples = self.sizes.at(step) // self.settings.plan.dp
         first = self.samples_before(step) + self.mesh.place.dp * samples
         sample_ids = first + torch.arange(samples)
-        windows = self.dataset.windows(sample_ids, self.settings.model.seq_length, self.data_key)
+        windows = self.dataset.windows(sample_ids, self.settings.seq_length, self.data_key)
         return windows, sample_ids, fold(self.dropout_key, step)

@@ -227,5 +227,5 @@ def test_names_too_long_for_a_file_are_told(recipe, path):
 
 def test_a_text_of_three_tokens_is_refused(recipe):
     Path(recipe.data.path).write_text("ab")
-    with pytest.raises(UserError, match=r"has 3 tokens, but .* at least 17; use more text, a shorter --model.seq_l"):
+    with pytest.raises(UserError, match=r"has 3 tokens, but .* at least 17; use more text, a shorter --seq_l"):
         read_dataset(change(recipe, data={"held_out": 0.0}))

@@ -81,7 +81,7 @@ def test_counts_follow_from_the_modules(other):
     config, sizes = other.model, {name: p.numel() for name, p in parameters.items()}
     assert config.num_parameters == sum(sizes.values()) and config.num_sites == 0
     multiplied = sum(sizes.values()) - sizes["embedding.tokens.weight"]
-    assert config.flops_per_token == 6 * multiplied + 12 * 4 * 32 * 16
+    assert config.flops_per_token(16) == 6 * multiplied + 12 * 4 * 32 * 16
     settings = replace(other, plan="tp2_pp2").planned(None)
     assert "4 blocks of 32" in describe_plan(settings, "other", [], "H100")
 
@@ -98,7 +98,7 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
     assert [len(parts.cores(block)) for block in range(5)] == [1, 0, 1, 1, 0]
     assert parts.cores(2) == ((2, 8),) and parts.cores(3) == ((4, 8),)
     looked_up = 16 * 32
-    assert config.flops_per_token == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
+    assert config.flops_per_token(16) == 6 * (config.num_parameters - looked_up) + 3 * 12 * 32 * 16
     matrices = [name for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
     assert [f"{name}.weight" for name in fp8_matrices(config)] == matrices
 
@@ -106,7 +106,7 @@ def test_counts_of_blocks_that_differ_follow_from_the_modules():
 def test_a_pipeline_is_cut_by_the_cost_of_each_block():
     config = MixedConfig(**SHAPE | {"num_layers": 9, "hidden_size": 64, "seq_length": 1024, "vocab_size": 1})
     parts = inventory(config)
-    cost = [parts.block_flops(block) for block in range(9)]
+    cost = [parts.block_flops(block, 1024) for block in range(9)]
     assert cost[1] < cost[0] < cost[2]
     for stages in (2, 3, 4):
         sizes = [len(blocks) for blocks in block_ranges(config, Plan(pp=stages))]

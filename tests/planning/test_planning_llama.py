@@ -47,7 +47,7 @@ def test_parameters_and_flops_are_those_of_the_published_model(name):
     assert config.num_parameters == parameters
     looked_up = 0 if config.tied else config.padded_vocab_size * config.hidden_size
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * config.seq_length
-    assert config.flops_per_token == 6 * (parameters - looked_up) + attention
+    assert config.flops_per_token(config.seq_length) == 6 * (parameters - looked_up) + attention
 
 
 @pytest.mark.parametrize("config", [LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B])

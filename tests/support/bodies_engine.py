@@ -33,7 +33,8 @@ def settings_of(config: ModelConfig, plan: str, **choices) -> Settings:
     resolved = resolve(plan, dist.get_world_size() if dist.is_initialized() else 1)
     batch = resolved.dp * 2 * resolved.pp
     return Settings(
-        model=config, plan=resolved, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=batch,
+        model=config, plan=resolved, device=CPU, dtype=torch.float32, seq_length=config.seq_length, micro_batch_size=1,
+        global_batch_size=batch,
         **choices,
     )  # fmt: skip
 

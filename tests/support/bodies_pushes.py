@@ -63,7 +63,13 @@ def settings_of(plan: str, micro_batches: int, world: int) -> Settings:
     resolved = parse_plan(plan, {}).for_world(world)
     samples = resolved.dp * micro_batches
     return Settings(
-        model=CONFIG, plan=resolved, device=CPU, dtype=torch.bfloat16, micro_batch_size=1, global_batch_size=samples
+        model=CONFIG,
+        plan=resolved,
+        device=CPU,
+        dtype=torch.bfloat16,
+        seq_length=CONFIG.seq_length,
+        micro_batch_size=1,
+        global_batch_size=samples,
     )
 
 

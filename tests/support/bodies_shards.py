@@ -81,7 +81,13 @@ def norm_of(config: GPT2Config, plan: ResolvedPlan) -> float:
 def settings_of(config: GPT2Config, plan: ResolvedPlan) -> Settings:
     """Return settings with this model and plan, in fp32 on the CPU; the rest counts for nothing here."""
     return Settings(
-        model=config, plan=plan, device=CPU, dtype=torch.float32, micro_batch_size=1, global_batch_size=plan.dp
+        model=config,
+        plan=plan,
+        device=CPU,
+        dtype=torch.float32,
+        seq_length=config.seq_length,
+        micro_batch_size=1,
+        global_batch_size=plan.dp,
     )
 
 
