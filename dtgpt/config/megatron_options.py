@@ -50,8 +50,8 @@ OPTIONS = {
         "num-layers N": "--model.num_layers {N}",
         "hidden-size N": "--model.hidden_size {N}",
         "num-attention-heads N": "--model.num_heads {N}",
-        "seq-length N, encoder-seq-length N": "--model.seq_length {N}",
-        "max-position-embeddings N": "the model has as many positions as a sample has tokens: --model.seq_length {N}",
+        "encoder-seq-length N": "--seq_length {N}",
+        "max-position-embeddings N": "--model.seq_length {N}",
         "attention-dropout P, hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
         "init-method-std S": "--model.init_std {S}",
         "make-vocab-size-divisible-by N": "the vocabulary is padded to a multiple of 128 under every plan; set "

@@ -32,7 +32,7 @@ SCRIPTS = """
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
-SAME = ("--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
+SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
 
 
 def table() -> str:

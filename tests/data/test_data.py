@@ -336,7 +336,7 @@ def test_held_out_windows_lie_side_by_side_under_any_batch_size(batch_size):
 @pytest.mark.parametrize(
     "seq_length, vocab_size, words",
     [
-        (10_000, 300, ["training text has", "model.seq_length=10000", "10001"]),
+        (10_000, 300, ["training text has", "seq_length=10000", "10001"]),
         (700, 300, ["validation text has", "--data.held_out"]),
         (16, 200, ["model.vocab_size=200", "300", "--data.tokenizer"]),
     ],
