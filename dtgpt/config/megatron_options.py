@@ -50,7 +50,7 @@ OPTIONS = {
         "num-layers N": "--model.num_layers {N}",
         "hidden-size N": "--model.hidden_size {N}",
         "num-attention-heads N": "--model.num_heads {N}",
-        "encoder-seq-length N": "--seq_length {N}",
+        "seq-length N, encoder-seq-length N": "--seq_length {N}",
         "max-position-embeddings N": "--model.seq_length {N}",
         "attention-dropout P, hidden-dropout P": "--model.dropout {P}, for attention and hidden states alike",
         "init-method-std S": "--model.init_std {S}",
