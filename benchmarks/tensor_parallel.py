@@ -169,8 +169,10 @@ def mark_partial(model: Decoder) -> None:
     """Tell `Shards` which gradients are addends under sequence parallelism: those of parameters that every rank holds
     and uses on its part of the sequence."""
     for block in model.blocks.values():
-        block.ln_1.sums_over_tp = block.ln_2.sums_over_tp = ("weight", "bias")
-        block.attn.proj.sums_over_tp = block.mlp.proj.sums_over_tp = ("bias",)
+        for norm in (block.ln_1, block.ln_2):
+            bind(norm, sums_over_tp=("weight", "bias"))
+        for matrix in (block.attn.proj, block.mlp.proj):
+            bind(matrix, sums_over_tp=("bias",))
 
 
 def make_inputs(settings: Settings, mesh: Mesh, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:

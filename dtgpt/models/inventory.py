@@ -41,7 +41,7 @@ class Core(NamedTuple):
 
 
 class Part:
-    """The embedding, a kind of block or the head."""
+    """The embedding, a kind of block or the head: shapes of parameters by name, and the number of dropout sites."""
 
     def __init__(self, module: nn.Module):
         self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -65,6 +65,12 @@ class Inventory:
         with torch.device("meta"):
             self.embedding, self.head = Part(config.make_embedding(torch.float32)), Part(config.make_head())
             self._blocks = {index: Part(config.make_block(index)) for index in first.values()}
+        whole = {"embedding": self.embedding, "head": self.head}
+        whole |= {f"blocks.{index}": part for index, part in self._blocks.items()}
+        self._roles = {at: self._roles_in(at, part) for at, part in whole.items()}
+
+    def _roles_in(self, at: str, part: Part) -> list[Role | None]:
+        return [role_of(f"{at}.{name}".rpartition(".")[0], self.config.roles) for name in part.shapes]
 
     def block(self, index: int) -> Part:
         """Return the parts of block `index`."""
@@ -99,20 +105,19 @@ class Inventory:
 
     def of_embedding(self) -> Iterator[Parameter]:
         """Yield the parameters of the embedding."""
-        return self._parameters("embedding", self.embedding, None)
+        return self._parameters("embedding", "embedding", self.embedding, None)
 
     def of_block(self, index: int) -> Iterator[Parameter]:
         """Yield the parameters of block `index`."""
-        return self._parameters(f"blocks.{index}", self.block(index), index)
+        return self._parameters(f"blocks.{index}", f"blocks.{self.examples[index]}", self.block(index), index)
 
     def of_head(self) -> Iterator[Parameter]:
         """Yield the parameters of the head, with a tied output projection."""
-        return self._parameters("head", self.head, None)
+        return self._parameters("head", "head", self.head, None)
 
-    def _parameters(self, at: str, part: Part, block: int | None) -> Iterator[Parameter]:
-        for name, shape in part.shapes.items():
-            whole = f"{at}.{name}"
-            yield Parameter(whole, shape, role_of(whole.rpartition(".")[0], self.config.roles), block)
+    def _parameters(self, at: str, example: str, part: Part, block: int | None) -> Iterator[Parameter]:
+        for (name, shape), role in zip(part.shapes.items(), self._roles[example], strict=True):
+            yield Parameter(f"{at}.{name}", shape, role, block)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -66,7 +66,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(plan, world):
     longest = longest_sequence(settings, size)
 
     def total(length: int) -> float:
-        return fullest(memory_by_rank(replace(settings, model=replace(settings.model, seq_length=length)))).total
+        model = replace(settings.model, seq_length=length)
+        return fullest(memory_by_rank(replace(settings, model=model, seq_length=length))).total
 
     assert longest % 1024 == 0 and 0 < longest < 1_000_000
     assert total(longest) <= HEADROOM * size < total(longest + 1024)
