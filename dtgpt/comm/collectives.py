@@ -1,19 +1,54 @@
-"""All-gather and reduce-scatter along any dimension by kernels that write to each other's memory.
+"""All-gather and reduce-scatter along any dimension: by NCCL or gloo, or by kernels that write to each other's memory.
 
-For tensors of several MB, on which NCCL's kernels are slower and which it gathers along the first dimension alone. A
-sum is computed in fp32, in the order of the ranks.
+The kernels are for tensors of several MB, on which NCCL's are slower and which it gathers along the first dimension
+alone. They compute a sum in fp32, in the order of the ranks.
 """
 
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtgpt.comm.arena import AllRanks, Area, share
 from dtgpt.comm.barrier import Barrier
+from dtgpt.util.torch_private import all_gather_single, reduce_scatter_single
 
 WORD = 16  # bytes that a thread moves at once
+
+
+class GroupCollectives:
+    """The collectives of a group by NCCL or gloo, for tensors that the ranks cut evenly.
+
+    Functional collectives, which DTensor uses, must not gather in eager execution: gloo of torch 2.13 assigns the name
+    of each finished collective to one string from two threads without a lock. Two threads that free the same long name,
+    such as "ALLGATHER_COALESCED", corrupt the memory of the process. Names of up to 15 characters are not allocated,
+    and those here are shorter.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def gather(self, part: Tensor, dim: int | None) -> Tensor:
+        """Return the parts of all ranks, concatenated along `dim`; None: each rank has the whole, which is returned."""
+        if dim is None:
+            return part.view_as(part)
+        parts = part.new_empty(self.group.size() * len(part), *part.shape[1:])
+        all_gather_single(parts, part.contiguous(), self.group)
+        return torch.cat(parts.chunk(self.group.size()), dim) if dim else parts
+
+    def sum(self, whole: Tensor, dim: int | None) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks; None: the whole sum, in place where `whole` is
+        contiguous."""
+        if dim is None:
+            whole = whole.contiguous()
+            dist.all_reduce(whole, group=self.group)
+            return whole.view_as(whole)
+        parts = torch.cat(whole.chunk(self.group.size(), dim)) if dim else whole.contiguous()
+        part = parts.new_empty(len(parts) // self.group.size(), *parts.shape[1:])
+        reduce_scatter_single(part, parts, self.group)
+        return part
 
 
 class KernelCollectives:

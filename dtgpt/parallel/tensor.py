@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -26,7 +26,7 @@ from dtgpt.models.config import ModelConfig
 from dtgpt.models.decoder import Decoder
 from dtgpt.models.layers import DeferredBiasLinear
 from dtgpt.models.roles import Role, Roles, matches, patterns_of, role_of
-from dtgpt.parallel.between import sum_parts, whole_input
+from dtgpt.parallel.between import sum_parts, sum_rows, whole_input
 from dtgpt.util.errors import UserError
 
 BETWEEN = "what lies between the matrices follows from sequence parallelism"
@@ -122,6 +122,16 @@ class SequenceRowwise(DeferredBiasRowwise):
         return super()._apply(module, device_mesh)
 
 
+class VocabularyRows(RowwiseParallel):
+    """`RowwiseParallel` for the token table, whose sum is that of `dtgpt.parallel.between`."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement], use_local_output: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
+    ) -> Tensor:
+        return sum_rows(outputs, mesh, output_layouts[0])
+
+
 class VocabularyShard(ParallelStyle):
     """A style for the output layer: its table is cut over the vocabulary, its input gathered. It makes local
     logits, or a loss that is whole on every rank."""
@@ -136,7 +146,7 @@ class VocabularyShard(ParallelStyle):
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             x, *targets = inputs
-            x = DTensor.from_local(x, mesh, [self.input_layout], run_check=False).redistribute(mesh, [Replicate()])
+            x = whole_input(x, mesh, self.input_layout, None)
             if any(target is not None for target in targets):  # the loss works on local tensors: its gradients add up
                 x = x.to_local(grad_placements=[Partial()])
             return (x, *targets)
@@ -174,7 +184,7 @@ def default_table(
     between = Shard(1) if sequence_parallel else Replicate()
     row = SequenceRowwise if sequence_parallel else DeferredBiasRowwise
     styles: dict[Role, ParallelStyle] = {
-        Role.VOCABULARY: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        Role.VOCABULARY: VocabularyRows(input_layouts=Replicate(), output_layouts=between),
         Role.QKV: Columnwise(between, peers),
         Role.COLUMN: Columnwise(between, peers),
         Role.ROW: row(between, peers),

@@ -35,6 +35,12 @@ def all_gather_single(output: Tensor, part: Tensor, group: dist.ProcessGroup) ->
     gather(output, part, group=group)
 
 
+def reduce_scatter_single(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Put this rank's part of the sum over the ranks into `output`. `reduce_scatter_tensor` before torch 2.13."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, whole, group=group)
+
+
 def gather_by_own_memory(parameter: nn.Parameter, weight: Tensor, inputs: Callable[[Any], tuple[Any, Any]]) -> None:
     """Let modules compute with `weight`, whose memory a custom all-gather fills, where `fully_shard` would copy what it
     has gathered. inputs: `fsdp_pre_all_gather` of torch's extension for weights that are gathered in another form,

@@ -215,7 +215,7 @@ def test_a_rank_that_never_reports_is_named_after_the_timeout(recipe, tmp_path):
 def test_a_rank_that_can_make_no_file_is_not_waited_for(recipe, tmp_path, rank):
     recipe = change(recipe, plan="dp2_zero1", micro_batch_size=2)
     for sentence, seconds in pool().run(2, save_without_inodes, recipe, tmp_path / "checkpoints", rank):
-        assert seconds < 20  # of a timeout of 600
+        assert seconds < 60  # of a timeout of 600
         assert re.fullmatch(
             r"UserError: no checkpoint of step 1 could be written to .*No space left on device.*\); free space there; "
             "then start again",

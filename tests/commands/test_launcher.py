@@ -137,7 +137,7 @@ def test_others_end_soon_after_rank_0_has_said_why(monkeypatch):
     monkeypatch.setattr(launcher, "SAID", 0.1)
     children = launched("sys.exit(2) if rank == 0 else time.sleep(60)")
     begin = time.monotonic()
-    assert children.run() == 2 and time.monotonic() - begin < 20
+    assert children.run() == 2 and time.monotonic() - begin < 40
     assert [child.returncode for child in children.started] == [2, -signal.SIGTERM, -signal.SIGTERM]
 
 

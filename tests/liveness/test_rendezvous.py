@@ -35,7 +35,7 @@ def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, mo
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"did not find each other .*came within 1 s.*start all of them with torchrun"):
         rendezvous.meet(Process(rank=rank, world=2), 600)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_torchrun_ends_those_who_wait_so_that_they_may_wait_for_long(port, monkeypatch):
@@ -56,4 +56,4 @@ def test_a_process_that_dies_before_the_group_is_complete_is_not_awaited_for_lon
         launch.start_process_group(
             torch.device("cpu"), 600, store=FileStore(str(tmp_path / "store"), 2), rank=0, world_size=2
         )
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60

@@ -81,7 +81,7 @@ def test_any_rank_of_16384_is_built_in_seconds(name, options):
         built = build_rank(settings, recipe.optimizer, rank)
         assert differences(built, settings) == []
         assert [len(ranks) for ranks in built.groups.values()] == [8, 128, 16, 2][: 3 if rank == 9000 else 4]
-    assert time.process_time() - begin < 15  # 3 on a machine of one's own
+    assert time.process_time() - begin < 30  # 3 on a machine of one's own
 
 
 def test_a_rank_that_differs_from_its_plan_is_seen(recipe, monkeypatch):

@@ -1,6 +1,6 @@
+import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,10 +145,10 @@ def test_more_micro_batches_and_more_stages_per_rank_shrink_the_bubble():
 
 
 def test_the_175b_layout_is_planned_in_seconds_and_little_memory():
-    begin = time.perf_counter()
+    begin = sum(os.times()[2:4])  # processor time of programs that have ended
     command = [sys.executable, "-c", MEASURED, str(RECIPES / "gpt3_175b.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - begin < 30  # 10 on a machine of one's own
+    assert sum(os.times()[2:4]) - begin < 60  # 10 on a machine of one's own
     assert "128 ranks = pp 16 x dp 1 x tp 8" in done.stdout and "fits" in done.stdout
     assert int(done.stderr.split()[-1]) < 2 * 2**20  # KiB
 

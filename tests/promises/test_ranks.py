@@ -88,7 +88,7 @@ def test_traceback_of_a_failing_rank_arrives_while_the_others_are_blocked():
     told = r"ranks \[1\] of 2: ValueError: bad number(?s:.*)a note on stderr(?s:.*)ValueError: bad number"
     with pytest.raises(RankFailed, match=told):
         pool().run(2, raise_on, 1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # of a timeout of 120
     assert pool().run(2, sum_over_ranks, 1) == [3, 3]
 
 

@@ -48,7 +48,7 @@ def test_chunks_of_a_byte_hold_nobody_up(address, monkeypatch):
         with suppress(ConnectionError):
             connection.sendall(chunked(content=b" " * 500_000))
         assert received(connection)[:13] in (b"HTTP/1.1 413 ", b"HTTP/1.1 408 ")  # the time for a body is 0.4 s here
-    assert max(seconds) < 0.1 and sum(seconds) < 5
+    assert max(seconds) < sum(seconds) / 10  # a read of 256 KiB is more than half of all
 
 
 def test_a_body_of_few_chunks_is_read_whatever_their_size(address):

@@ -269,7 +269,7 @@ def test_a_client_with_long_prompts_leaves_a_thread_to_others():
         return await asyncio.gather(work("many", 8), work("few", 1))
 
     many, few = asyncio.run(both())
-    assert many >= 0.8 and few < 0.6
+    assert many >= 0.8 and few < 0.75 * many
 
 
 def test_addresses_of_one_network_are_one_client():
@@ -335,7 +335,7 @@ def test_a_body_that_arrives_slowly_or_never_is_refused(address):
     with connect(address) as connection:
         connection.sendall(head(Content_Length=100) + b'\r\n\r\n{"prompt": ')
         begin = time.monotonic()
-        assert b" 408 " in received(connection)[:20] and time.monotonic() - begin < 10
+        assert b" 408 " in received(connection)[:20] and time.monotonic() - begin < 30
 
 
 def test_garbage_in_place_of_http_ends_the_connection(address):

@@ -17,12 +17,12 @@ PARTS = ("forward_backward_seconds", "forward_seconds", "backward_seconds", "opt
 
 
 def test_means_are_of_the_steps_since_the_last_call():
-    timers = Timers(True, torch.device("cpu"))
+    timers, begin = Timers(True, torch.device("cpu")), time.perf_counter()
     for _ in range(4):
         with timers.measure("forward"):
             time.sleep(0.01)
         timers.next_step()
-    assert 0.01 <= timers.take()["forward"] < 0.03
+    assert 0.01 <= timers.take()["forward"] <= (time.perf_counter() - begin) / 4
     assert timers.take() == {}
 
 

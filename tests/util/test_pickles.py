@@ -214,14 +214,14 @@ CHILD = textwrap.dedent(
     limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (3 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for path in sys.argv[1:]:
-        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             open_source(Path(path))
             said = None
         except UserError as error:
             said = str(error)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps([path, said, time.monotonic() - began, after - before]), flush=True)
+        print(json.dumps([path, said, time.process_time() - began, after - before]), flush=True)
     """
 )
 
@@ -290,7 +290,7 @@ def test_small_files_cost_little_time_and_memory(tmp_path):
     assert [path for path, *_ in told] == [str(path) for path in files.values()], done.stderr[-2000:]
     for (name, _), (path, said, seconds, kilobytes) in zip(files.items(), told, strict=True):
         assert said and said.startswith(path) and len(said) < 700 and "\n" not in said, (name, said)
-        assert seconds < 5 and kilobytes < 500_000, (name, seconds, kilobytes)
+        assert seconds < 20 and kilobytes < 500_000, (name, seconds, kilobytes)
 
 
 def test_what_a_message_shows_of_a_value_is_short():
@@ -301,13 +301,13 @@ def test_what_a_message_shows_of_a_value_is_short():
         doubled = [doubled, doubled]
     looped = {}
     looped["self"] = looped
-    began = time.monotonic()
+    began = time.process_time()
     for value in (
         doubled, looped, 10**100_000, "x" * 10**7, b"x" * 10**7, Namespace(a=doubled), [10**5000] * 9, {1: doubled},
         torch.zeros(3), StandIn("y" * 10**6), {"k" * 10**6: 1}, (doubled,) * 10**5, float("nan"),
     ):  # fmt: skip
         assert 0 < len(shown(value)) <= 120 and "\n" not in shown(value)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 10  # 0.1; what is shown whole takes for ever
     assert [shown(v) for v in ("a", 1, 2.5, None, True, [1, 2], (3,))] == [
         "'a'",
         "1",
