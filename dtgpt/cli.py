@@ -20,8 +20,8 @@ from dtgpt.util.errors import UserError, remedy, shown
 interrupt_imports()  # here, since a recipe file imports torch for seconds before it calls anything
 
 COMMANDS = (
-    "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert", "inspect",
-    "plot",
+    "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert",
+    "translate", "inspect", "plot",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -49,6 +49,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       evaluate a model with lm-evaluation-harness
   dtgpt convert MODEL TARGET --to hf|megatron|dtgpt
       convert from and to Hugging Face and Megatron-LM; from nanoGPT and llm.c
+  dtgpt translate SCRIPT.sh | -- COMMAND
+      make a recipe of a command of Megatron-LM, nanoGPT or llm.c
   dtgpt inspect MODEL | PREFIX
       verify and describe a checkpoint or model; describe token files
   dtgpt plot RUN [RUN ...] [--output FILE.png]
@@ -58,13 +60,13 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the `dtgpt` command, and exit."""
-    words = sys.argv[1:] if arguments is None else arguments
+    words = _without_rank(sys.argv[1:] if arguments is None else arguments)
     _exit(lambda: _command(words))
 
 
 def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None = None) -> None:
     """Train `recipe_function()` with the options of the command line, and exit: the last line of a recipe file."""
-    words = sys.argv[1:] if arguments is None else arguments
+    words = _without_rank(sys.argv[1:] if arguments is None else arguments)
 
     def train() -> int:
         from dtgpt.commands.train import train_recipe
@@ -72,6 +74,13 @@ def run_recipe(recipe_function: Callable, doc: str, arguments: list[str] | None 
         return train_recipe(recipe_function, doc, words)
 
     _exit(train)
+
+
+def _without_rank(words: list[str]) -> list[str]:
+    """Return the words without the `--local-rank=N` that `python -m torch.distributed.launch` adds: the environment has
+    it, too."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return [word for word in words if word not in (f"--local-rank={rank}", f"--local_rank={rank}") or not rank]
 
 
 def _command(words: list[str]) -> int:

@@ -19,6 +19,7 @@ from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
 from dtgpt.models.source import Watched
+from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds
@@ -118,4 +119,10 @@ def _files_of(
     return files
 
 
-command = Command("convert MODEL TARGET", ConvertOptions, convert, "runs/gpt2_tiny-001 exported --to hf")
+command = Command(
+    "convert MODEL TARGET",
+    ConvertOptions,
+    convert,
+    "runs/gpt2_tiny-001 exported --to hf",
+    explain=explain_for_command("convert"),
+)

@@ -24,6 +24,7 @@ from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.interop.inspect import model_digest
 from dtgpt.interop.tokenizer import named_tokenizer
 from dtgpt.models.source import Source
+from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, duration, say
 from dtgpt.util.errors import UserError, remedy
 from dtgpt.util.field_types import PATH, Bounds
@@ -190,4 +191,5 @@ class SampleProgress(ProgressLines):
 command = Command(
     "eval MODEL", EvalOptions, evaluate, "runs/gpt2_tiny-001 --task lambada --data lambada_test.jsonl",
     aliases={"valid_data": "data", "strict_lambada": "strict", "tasks": "task"},
+    explain=explain_for_command("eval"),
 )  # fmt: skip

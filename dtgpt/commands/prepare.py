@@ -3,14 +3,12 @@
 import signal
 import sys
 import threading
-from functools import partial
 from typing import Any
 
 from dtgpt.commands.command import Command
-from dtgpt.config.megatron_options import explain
 from dtgpt.data.prepare.job import PrepareConfig, join_datasets
 from dtgpt.data.prepare.job import prepare as encode
-from dtgpt.data.prepare.megatron_options import OPTIONS
+from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import counted, say
 
 ALIASES = {"tokenizer_model": "tokenizer"}  # Megatron-LM's name
@@ -49,5 +47,5 @@ class SignalsAsExit:
 
 command = Command(
     "prepare INPUT ... --output-prefix PREFIX", PrepareConfig, prepare, "corpus.jsonl --output-prefix corpus",
-    doc=DOC, aliases=ALIASES, explain=partial(explain, entries=OPTIONS),
+    doc=DOC, aliases=ALIASES, explain=explain_for_command("prepare"),
 )  # fmt: skip

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from dtgpt.commands.command import Command
 from dtgpt.commands.help import recipe_help, usage_of, wants_help
-from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
+from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import check_fields

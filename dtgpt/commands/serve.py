@@ -18,6 +18,7 @@ from dtgpt.inference.model import Model
 from dtgpt.inference.prompts import tokenizer_of
 from dtgpt.inference.session import Session
 from dtgpt.interop.tokenizer import named_tokenizer
+from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.errors import UserError, optional_package, shown
 from dtgpt.util.field_types import Bounds, Pattern
 from dtgpt.util.hardware import memory_errors_as_user_errors
@@ -174,4 +175,6 @@ def check_access(options: ServeOptions, listener: socket.socket, key: str | None
         )
 
 
-command = Command("serve MODEL", ServeOptions, serve, "runs/gpt2_tiny-001 --port 5000")
+command = Command(
+    "serve MODEL", ServeOptions, serve, "runs/gpt2_tiny-001 --port 5000", explain=explain_for_command("serve")
+)

@@ -11,12 +11,12 @@ from typing import Annotated
 
 from dtgpt.commands.help import HELP, recipe_help, usage_of, usage_of_file, wants_help
 from dtgpt.commands.launcher import launch
-from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import Options, read_words, take
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, recipe_module
 from dtgpt.train.job import Job, find_resume_point, make_job
 from dtgpt.train.settle import settle_at
+from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import say
 from dtgpt.util.errors import UserError
 from dtgpt.util.field_types import Bounds, check_fields

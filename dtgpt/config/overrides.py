@@ -52,37 +52,49 @@ def read_words(
 
     free: whether words may belong to no option. aliases: other names of fields. explain: returns a sentence about an
     option, or a choice, that does not exist here, by its name and value; None if it has none.
-    Raises UserError for an unknown name (with the nearest one), an unknown choice or a missing value.
+    Raises UserError for unknown names (with the nearest ones), unknown choices and missing values, all at once.
     """
     known = {name: type_ for config in reversed(configs) for name, type_, *_ in leaves(config)}
     alone: list[str] = []
     options: Options = {}
+    problems: list[str] = []
     last, rest = "", list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            if not free:
-                raise UserError(_stray(word, rest, options.get(last), last))
-            alone.append(word)
+            if free:
+                alone.append(word)
+            else:
+                problems.append(_stray(word, rest, options.get(last), last))
+                del rest[: len(_until_option(rest))]
             continue
         typed, equals, text = word[2:].partition("=")
         last = name = (aliases or {}).get(typed.replace("-", "_"), typed.replace("-", "_"))
         if name not in known:
-            value = text if equals else " ".join(_until_option(rest))
-            raise UserError(explain(typed, value) or f"there is no option --{typed}; {_nearest(name, known)}")
+            values = [text] if equals else _until_option(rest)
+            del rest[: 0 if equals else len(values)]
+            problems.append(
+                explain(typed, " ".join(values)) or f"there is no option --{typed}; {_nearest(name, known)}"
+            )
+            continue
         values = [text] if equals else _values(word, rest, known[name], free)
         if get_origin(known[name]) is Literal and values and values[0] not in get_args(known[name]):
             choices = ", ".join(get_args(known[name]))
             default = f"--{typed} {shown_name(values[0])} is not a choice; use one of {choices}"
-            raise UserError(explain(typed, values[0]) or default)
+            problems.append(explain(typed, values[0]) or default)
+            continue
         if not values:
             wanted = "at least one word after it" if get_origin(known[name]) is tuple else "a value"
-            raise UserError(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
+            problems.append(f"--{typed} needs {wanted}: --{typed} {describe_type(known[name])}")
+            continue
         if get_origin(known[name]) is tuple:
             values = [*options.get(name, []), *values]
         elif name in options:
             say(f"--{typed} is given twice; {shown(values[0])} replaces {shown(options[name][0])}", warning=True)
         options[name] = values
+    if problems:
+        heading = [f"{len(problems)} options cannot be used:"] if len(problems) > 1 else []
+        raise UserError("\n  ".join([*heading, *problems]))
     return alone, options
 
 

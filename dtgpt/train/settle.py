@@ -11,7 +11,6 @@ from typing import Any
 
 from dtgpt.checkpoint.load import FREE, check_same_architecture, check_same_optimizer
 from dtgpt.checkpoint.manifest import list_checkpoints, read_state, step_of
-from dtgpt.config.megatron_options import explain_for
 from dtgpt.config.overrides import LARGEST, Options, leaves, read_words, replace_values, take, value_text
 from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import call_recipe, load_module
@@ -23,6 +22,7 @@ from dtgpt.models.source import TrainingSource
 from dtgpt.run.folder import ABSENT, AUTO, OF_ONE_START, read_recipe, saved_value
 from dtgpt.train.job import ResumePoint, checked, find_resume_point, with_steps
 from dtgpt.train.own_tokenizer import named_by_option
+from dtgpt.translate.megatron_table import explain_for
 from dtgpt.util.console import counted, hanging, say
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.field_types import kinds_of, misfit

@@ -5,9 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "dtgpt"
 LAYERS = (
-    ["util"], ["comm", "liveness"], ["ops"], ["models"], ["config"], ["data", "parallel"], ["optim", "planning"],
-    ["checkpoint"], ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"], ["fuzz"], ["commands"],
-    ["cli"], ["__main__", "__init__"],
+    ["util"], ["comm", "liveness", "translate"], ["ops"], ["models"], ["config"], ["data", "parallel"],
+    ["optim", "planning"], ["checkpoint"], ["interop", "run"], ["inference"], ["evaluation"], ["train", "serve"],
+    ["fuzz"], ["commands"], ["cli"], ["__main__", "__init__"],
 )  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

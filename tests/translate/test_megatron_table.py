@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dtgpt.config.megatron_options import OPTIONS, entries_of, explain, fill
-from dtgpt.config.overrides import leaves, read_words, take
+from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
+from dtgpt.translate.megatron_table import OPTIONS, entries_of
+from dtgpt.translate.megatron_tools import PROGRAMS
+from dtgpt.translate.options import Option, explain
 from dtgpt.util.errors import UserError
 from tests.support.other_architecture import OtherConfig
 
@@ -32,24 +34,36 @@ SCRIPTS = """
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
+<<<<<<< HEAD:tests/config/test_megatron_options.py
 SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
+=======
+OLDER = ("checkpoint/util.py", "checkpoint_util.py")  # names that checkpoint/convert.py had
+SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
+>>>>>>> 5d643ab (dtgpt translate: commands and scripts of Megatron-LM, nanoGPT and llm.c as recipes; unknown options are told at once):tests/translate/test_megatron_table.py
+
+
+SECTIONS = OPTIONS | {
+    f"{program}: dtgpt {command}": table for program, (command, table) in PROGRAMS.items() if program not in OLDER
+}
 
 
 def table() -> str:
-    """The tables of docs/megatron.md. To write them anew, put what this returns behind the line `<!-- table -->`."""
+    """Return the tables of docs/megatron.md."""
     lines = []
-    for section, entries in OPTIONS.items():
+    for section, entries in SECTIONS.items():
         lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
         for keys, answer in entries.items():
             word = keys.split(", ")[0].partition(" ")[2]
-            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", fill(answer, word, ""))
+            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", answer.sentence(word))
             there = ", ".join(f"`--{key}`" for key in keys.split(", "))
             lines.append(f"| {there} | {here} |")
     return "\n".join(lines) + "\n"
 
 
 def test_the_table_in_the_docs_is_the_one_that_explains():
-    assert DOCS.read_text().partition("<!-- table -->\n")[2] == table()
+    assert DOCS.read_text().partition("<!-- table -->\n")[2] == table(), (
+        "run python -m tests.translate.test_megatron_table"
+    )
 
 
 @pytest.mark.parametrize("words", re.split(r"\s+(?=--)", SCRIPTS.strip()))
@@ -70,8 +84,12 @@ def test_every_option_of_the_scripts_is_explained_or_taken(recipe, words, dash):
     [
         ("--num-layers 24", "use --model.num_layers 24"),
         ("--num_layers=24", "use --model.num_layers 24"),
-        ("--load ckpt", "use --resume RUN to resume a run, or --init_from ckpt to start"),
-        ("--save-interval 10", "use --checkpoint.interval 10"),
+        ("--load ckpt", "use --resume auto, which goes on with the newest run in --runs, or begins one; --resume ckpt"),
+        ("--save-interval 10", "use --checkpoint.interval 10 --checkpoint.keep_last 0, which keeps all"),
+        ("--attention-backend fused", "use --attention auto, which is cuDNN's"),
+        ("--attention-backend local", "use --attention fused_softmax"),
+        ("--log-num-zeros-in-grad", "zeros of gradients are not counted"),
+        ("--DDP-impl local", "messages follow from the plan; leave it out"),
         ("--data-path 0.3 A 0.7 B", "use --data.path '0.3 A 0.7 B'"),
         ("--distributed-timeout-minutes 20", "use --timeout S, where S is 20 x 60"),
         ("--distributed-timeout-minutes", "where S is N x 60"),
@@ -126,16 +144,18 @@ def test_a_recipe_of_any_other_architecture_has_the_answers_for_all(recipe):
 
 
 def test_an_answer_names_options_that_exist_and_take_the_value(of_architecture):
-    known = {name: type_ for name, type_, *_ in leaves(of_architecture)}
+    known = {name for name, *_ in leaves(of_architecture)}
     for key, answer in entries_of(of_architecture.model.architecture).items():
         word = key.partition(" ")[2]
-        for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer):
-            if name not in ("nproc", "nnodes", "node", "master"):  # of torchrun
+        for name in re.findall(r"(?<!\S)--([a-z_.0-9]+)", answer.text):
+            if name not in ("nproc", "nnodes", "node", "master", "max"):  # of torchrun
                 assert name in known, (key, name)
-        told = fill(answer, word, "1" if word.isupper() else word)
-        given = re.match(r"--([a-z_.0-9]+) ([a-z0-9_.]+)$", told)
-        if given and word not in ("STYLE", "KIND"):
-            take(of_architecture, read_words([f"--{given[1]}", given[2]], of_architecture)[1])
+        if answer.kind == "translated" and not answer.together:
+            example = {"STYLE": "linear", "KIND": "full"}.get(word, "1" if word.isupper() else word)
+            settings = answer.settings(Option(key, example, key))
+            assert settings, key
+            for name, value in settings.items():
+                take(of_architecture, read_words([f"--{name}={value_text(value)}"], of_architecture)[1])
 
 
 def test_no_answer_is_hidden_by_an_earlier_one(of_architecture):
@@ -144,4 +164,21 @@ def test_no_answer_is_hidden_by_an_earlier_one(of_architecture):
         name, _, word = key.partition(" ")
         value = "7" if word.isupper() or not word else word
         told = explain(name.replace("*", "x"), value, entries)
-        assert told.endswith(fill(answer, word, value)), (key, told)
+        assert told.endswith(answer.sentence(word, value)), (key, told)
+
+
+def test_all_unknown_options_are_told_at_once(recipe):
+    words = "--num-layers 24 --data-path 0.3 A 0.7 B --hiden_size 8 --rampup_batch_size 16 16 100 --swiglu"
+    with pytest.raises(UserError) as error:
+        override(recipe, words.split())
+    heading, *told = str(error.value).split("\n  ")
+    assert heading == "5 options cannot be used:"
+    for sentence, part in zip(
+        told, ("--num-layers of", "'0.3 A 0.7 B'", "mean --model.hidden", "quotes", "--swiglu"), strict=True
+    ):
+        assert part in sentence
+
+
+if __name__ == "__main__":
+    before, mark, _ = DOCS.read_text().partition("<!-- table -->\n")
+    DOCS.write_text(before + mark + table())

@@ -1,0 +1,289 @@
+"""Commands of Megatron-LM's pretrain_gpt.py as recipes."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dtgpt.translate.megatron_table import DEFAULTS, entries_of
+from dtgpt.translate.options import Option, number, read_options
+from dtgpt.translate.translation import Launch, Translation
+from dtgpt.util.console import counted
+from dtgpt.util.errors import UserError
+
+NEEDED = {  # options that Megatron-LM needs, too, and others in their place
+    "num-layers": ("encoder-num-layers",), "hidden-size": (), "num-attention-heads": (),
+    "seq-length": ("encoder-seq-length",), "micro-batch-size": ("batch-size",), "lr": (),
+    "train-iters": ("train-samples",),
+}  # fmt: skip
+WARMUPS = {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+SHARDING = {"no_shard": "", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+
+
+def translate_training(words: Sequence[str], launch: Launch) -> Translation:
+    """Return the recipe of a command, `words` being those after pretrain_gpt.py. Raises UserError where it lacks an
+    option that Megatron-LM needs, or values are not known."""
+    free, given = read_options(words)
+    missing = [name for name, others in NEEDED.items() if not {name, *others} & given.keys()]
+    if missing:
+        raise UserError(
+            f"the command has no {', '.join(f'--{name}' for name in missing)}, which Megatron-LM needs; add "
+            f"{'it' if len(missing) == 1 else 'them'} after --"
+        )
+    training = Training(given, launch)
+    for word in free:
+        training.result.refuse(word, "it belongs to no option")
+    return training.run()
+
+
+class Training:
+    """One command: its options, by their names without dashes, and what they become."""
+
+    def __init__(self, given: dict[str, Option], launch: Launch):
+        self.given = given
+        self.result = Translation("Megatron-LM's pretrain_gpt.py", launch=launch)
+
+    def run(self) -> Translation:
+        result = self.result
+        result.architecture = self._architecture()
+        for name, value in DEFAULTS.items():
+            if name not in self.given and not (name in WARMUPS and WARMUPS & self.given.keys()):
+                self.given[name] = Option(name, value, f"default --{name} {value}")
+        result.apply(self.given.values(), entries_of(result.architecture))
+        self._model()
+        self._attention()
+        self._precision()
+        self._schedule()
+        plan = self._plan()
+        self._batch(plan)
+        self._data()
+        self._checkpoints()
+        return result
+
+    def _has(self, name: str) -> bool:
+        return name in self.given
+
+    def _text(self, name: str, otherwise: str = "") -> str:
+        return self.given[name].value if name in self.given else otherwise
+
+    def _number(self, name: str, otherwise: Any = None) -> Any:
+        option = self.given.get(name)
+        return otherwise if option is None else number(option)
+
+    def _words(self, *names: str) -> str:
+        """Return the options among `names` that were given, as typed."""
+        return " ".join(self.given[name].source for name in names if name in self.given)
+
+    def _architecture(self) -> str:
+        rotary = self._has("use-rotary-position-embeddings") or self._text("position-embedding-type") == "rope"
+        signs = {
+            "--position-embedding-type rope": rotary,
+            "--normalization RMSNorm": self._text("normalization") == "RMSNorm",
+            "--swiglu": self._has("swiglu"),
+        }
+        llama = sum(signs.values()) > 1
+        if llama and not self._has("disable-bias-linear"):
+            signs["--disable-bias-linear"] = False
+        for sign, found in signs.items():
+            if llama and not found:
+                self.result.refuse(f"no {sign}", "a LLaMA always has it, and no model here has the others without it")
+        return "llama" if llama else "gpt2"
+
+    def _model(self) -> None:
+        length, positions = self.result.value("seq_length"), self._number("max-position-embeddings")
+        if positions is None:
+            self.result.set("no --max-position-embeddings", model__seq_length=length)
+        elif positions == length:  # which is the default
+            del self.result.settings["seq_length"]
+        result, hidden, heads = (
+            self.result,
+            self.result.value("model.hidden_size"),
+            self.result.value("model.num_heads"),
+        )
+        if result.architecture == "gpt2":
+            for name, product, size in (("ffn-hidden-size", 1, 4 * hidden), ("kv-channels", heads, hidden)):
+                if self._has(name):
+                    fits = self._number(name) * product == size
+                    why = "a GPT-2 always has this width" if fits else "a GPT-2 always has another width"
+                    (result.skip if fits else result.refuse)(self._words(name), why)
+        else:
+            self._llama(hidden, heads)
+        dropouts = [self._number(f"{part}-dropout") for part in ("hidden", "attention")]
+        result.set(self._words("hidden-dropout"), model__dropout=dropouts[0])
+        if dropouts[0] == dropouts[1]:
+            result.set(self._words("attention-dropout"), model__dropout=dropouts[0])
+        else:
+            result.refuse(self._words("attention-dropout"), f"all sites have the same dropout: {dropouts[0]}")
+
+    def _llama(self, hidden: int, heads: int) -> None:
+        result = self.result
+        if not self._has("group-query-attention"):
+            result.set("no --group-query-attention", model__num_kv_heads=heads)
+        if not self._has("kv-channels"):
+            result.set("default --kv-channels", model__head_dim=hidden // heads)
+        if not self._has("ffn-hidden-size"):
+            result.set("default --ffn-hidden-size", model__ffn_hidden_size=int(4 * hidden * 2 / 3 / 64) * 64)
+        untied = "untie-embeddings-and-output-weights"
+        result.set(self._words(untied) or f"no --{untied}", model__tied=not self._has(untied))
+        if self._has("use-rope-scaling"):
+            words = self._words("use-rope-scaling", "rope-scaling-factor")
+            result.set(words, model__rope_factor=self._number("rope-scaling-factor", 8))
+        elif self._has("rope-scaling-factor"):
+            result.skip(self._words("rope-scaling-factor"), "it has no effect without --use-rope-scaling")
+
+    def _attention(self) -> None:
+        local = self._text("transformer-impl") == "local" or self._text("attention-backend") == "local"
+        words = [name for name in ("transformer-impl", "attention-backend") if self._text(name) == "local"]
+        unfused = "no-masked-softmax-fusion"
+        if local and not self._has("use-flash-attn"):
+            core = "explicit" if self._has(unfused) else "fused_softmax"
+            self.result.set(self._words(*words, unfused), attention=core)
+            return
+        for name in words:
+            self.result.skip(self._words(name), "there is one implementation of each model")
+        if self._has(unfused):
+            self.result.skip(self._words(unfused), "it has no effect with this attention")
+
+    def _precision(self) -> None:
+        result = self.result
+        fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3") if self._has(name)]
+        if fp8:
+            result.settings["precision"] = "fp8", self._words(*fp8)  # in place of bf16, which is given, too
+        elif not self._has("fp16") and not self._has("bf16"):
+            result.set("neither --fp16 nor --bf16", precision="fp32")
+        for name in ("fp8-recipe", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-margin", "fp8-interval"):
+            if self._has(name) and self._text(name) == "delayed":
+                result.skip(self._words(name), "scales always follow from earlier steps")
+            elif self._has(name):
+                result.refuse(self._words(name), "scales always follow from the largest values of the last 16 steps")
+        if self._has("loss-scale"):
+            scale = self._number("loss-scale")
+            result.refuse(self._words("loss-scale"), "the loss scale is dynamic: it starts with this value")
+            result.settings["loss_scale.initial"] = scale, self._words("loss-scale")
+        if self._has("distributed-timeout-minutes"):
+            minutes = self._number("distributed-timeout-minutes")
+            result.set(self._words("distributed-timeout-minutes"), timeout=60 * minutes)
+
+    def _schedule(self) -> None:
+        for name, ends in (
+            ("lr-wsd-decay-iters", ("lr-decay-iters", "train-iters")),
+            ("lr-wsd-decay-samples", ("lr-decay-samples", "train-samples")),
+        ):
+            end = next((self._number(other) for other in ends if self._has(other)), None)
+            if self._has(name) and end:
+                self.result.set(self._words(name), optimizer__wsd_decay=self._number(name) / end)
+
+    def _plan(self) -> dict[str, int]:
+        """Set the plan; return its degrees."""
+        result = self.result
+        tp = "tensor-model-parallel-size" if not self._has("model-parallel-size") else "model-parallel-size"
+        pp = "pipeline-model-parallel-size"
+        degrees = {"tp": self._number(tp, 1), "pp": self._number(pp, 1)}
+        parts = [f"{part}{degree}" for part, degree in degrees.items() if degree > 1]
+        sources = [tp, pp]
+        if self._has("sequence-parallel") and degrees["tp"] > 1:
+            parts.append("sp")
+            sources.append("sequence-parallel")
+        elif self._has("sequence-parallel"):
+            result.skip("--sequence-parallel", "it has no effect without tensor parallelism")
+        per_stage, stages = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
+        if degrees["pp"] > 1 and (self._has(per_stage) or self._has(stages)):
+            layers = result.value("model.num_layers") // degrees["pp"]
+            parts.append(f"interleaved{self._number(stages) or layers // self._number(per_stage)}")
+            sources += [per_stage, stages]
+        sharded = [n for n in ("use-distributed-optimizer", "use-torch-fsdp2", "use-megatron-fsdp") if self._has(n)]
+        strategy = "data-parallel-sharding-strategy"
+        if sharded:
+            fsdp = sharded[-1] != "use-distributed-optimizer"
+            zero = SHARDING.get(self._text(strategy, "optim_grads_params"), "zero3") if fsdp else "zero1"
+            parts += [zero] * bool(zero)
+            sources += [*sharded, strategy]
+        elif self._has(strategy):
+            result.skip(self._words(strategy), "it has no effect without --use-megatron-fsdp")
+        result.set(self._words(*sources) or "no option of parallelism", plan="_".join(parts) or "dp")
+        world, needed = result.launch.world, degrees["tp"] * degrees["pp"]
+        if world is not None and world % needed:
+            result.refuse(counted(world, "process", "processes"), f"the plan needs {needed}, or a multiple")
+        return degrees
+
+    def _batch(self, degrees: dict[str, int]) -> None:
+        result, micro = self.result, self.result.value("micro_batch_size")
+        if not self._has("global-batch-size") and not self._has("step-batch-size-schedule"):
+            replicas = max(1, (result.launch.world or 1) // (degrees["tp"] * degrees["pp"]))
+            result.set("default --global-batch-size", global_batch_size=micro * replicas)
+        ramp = "rampup-batch-size"
+        if self._has(ramp):
+            result.set(self._words(ramp), rampup_batch_size=self._text(ramp))
+        if self._has("step-batch-size-schedule"):
+            self._steps_of_batch()
+        whole = result.value("global_batch_size")
+        samples = self._number("eval-iters") * whole
+        if samples:
+            result.set(self._words("eval-iters"), log__eval_samples=samples)
+        else:
+            result.set(self._words("eval-iters"), log__eval_interval=0)
+        if not self._has("eval-interval"):
+            result.set("no --eval-interval", log__eval_interval=0)
+
+    def _steps_of_batch(self) -> None:
+        """Translate a schedule of batch sizes that grows by equal steps at equal distances."""
+        words = self._words("step-batch-size-schedule")
+        length = self.result.value("seq_length") or self.result.value("model.seq_length")
+        text = self._text("step-batch-size-schedule").strip("\"'").upper().replace(",", " ")
+        found = re.findall(r"([\d.]+)([KMBT]?):(\d+)", text)
+        pieces = [(int(float(tokens) * UNITS[unit]) // length, int(size)) for tokens, unit, size in found]
+        if len(found) < len(text.split()) or not found:
+            raise UserError(f"{words} is not THRESHOLD:SIZE ..., as in '0:16 2.4B:320'; correct the command")
+        (_, first), (end, last) = pieces[0], pieces[-1]
+        self.result.settings["global_batch_size"] = last, words
+        if len(pieces) == 1:
+            self.result.set(words, global_batch_size=last)
+            return
+        steps, growth = len(pieces) - 1, (last - first) // (len(pieces) - 1)
+        if pieces == [(end * n // steps, first + growth * n) for n in range(len(pieces))]:
+            self.result.set(words, global_batch_size=last, rampup_batch_size=f"{first} {growth} {end}")
+        else:
+            self.result.refuse(words, f"batches grow by equal steps only; the recipe begins with the last size, {last}")
+
+    def _data(self) -> None:
+        result = self.result
+        if self._has("split") and (self._has("valid-data-path") or self._has("test-data-path")):
+            result.skip(self._words("split"), "each path is used entirely")
+        elif self._has("split"):
+            result.set(self._words("split"), data__split=self._text("split").strip("\"'"))
+        if self._has("data-cache-path"):
+            result.environment["DTGPT_CACHE"] = self._text("data-cache-path")
+            variable = f"DTGPT_CACHE={self._text('data-cache-path')}"
+            result.note(self._words("data-cache-path"), variable)
+        if self._has("mock-data"):
+            result.refuse("--mock-data", "the recipe trains on a text included in Python, in place of random tokens")
+        kind = self._text("tokenizer-type", "GPT2BPETokenizer")
+        if kind == "NullTokenizer" and not self._has("mock-data"):
+            result.set(self._words("tokenizer-type"), data__tokenizer="ids")
+        elif kind != "GPT2BPETokenizer" and self._has("tokenizer-type"):
+            why = "the tokenizer is that of the data" if self._has("mock-data") else "its file says what it is"
+            result.skip(self._words("tokenizer-type"), why)
+        if kind == "GPT2BPETokenizer" and not self._has("vocab-size"):
+            result.set("the tokenizer of GPT-2", model__vocab_size=50257)
+        elif not self._has("vocab-size"):
+            result.refuse("no --vocab-size", "it is that of the tokenizer: set --model.vocab_size")
+
+    def _checkpoints(self) -> None:
+        result, load = self.result, self._text("load")
+        if self._has("save-retain-interval"):
+            result.settings["checkpoint.keep_last"] = 1, self._words("save-retain-interval")
+        if not self._has("save"):
+            result.set("no --save", checkpoint__interval=0)
+        begins = [name for name in ("finetune", "no-load-optim") if self._has(name)]
+        if self._has("load") and "finetune" in begins:
+            result.set(self._words("load", *begins), init_from=load)
+        elif self._has("load") and (load == self._text("save") or not begins):
+            same = load == self._text("save")
+            result.set(self._words("load"), resume="auto" if same else load)
+            for name in begins:
+                result.skip(self._words(name), "a run goes on with its optimizer")
+        elif self._has("load"):
+            result.set(self._words("load", *begins), init_from=load)
+        else:
+            for name in begins:
+                result.skip(self._words(name), "it has no effect without --load")

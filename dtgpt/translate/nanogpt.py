@@ -1,0 +1,164 @@
+"""Configs and commands of nanoGPT's train.py (November 2025, 3adf61e1) as recipes. A config is Python: its assignments
+of numbers and texts are read, and nothing is run."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtgpt.translate.literals import evaluate
+from dtgpt.translate.options import Option, Table, flat, no, skip, to, together
+from dtgpt.translate.script import unknown_names
+from dtgpt.translate.translation import Launch, Translation
+from dtgpt.util.errors import UserError, shown
+
+OPTIONS: dict[str, Table] = {
+    "train.py": {
+        "out_dir DIR": to("--runs {DIR}"),
+        "eval_interval N": to("--log.eval_interval {N} --checkpoint.interval {N} --checkpoint.keep_last 1"),
+        "log_interval N": to("--log.interval {N}"),
+        "eval_iters N": together("--log.eval_samples S, where S is {N} x batch_size"),
+        "eval_only False": skip("it trains"),
+        "eval_only True": no("a run of evaluation only is not available; use dtgpt eval MODEL"),
+        "always_save_checkpoint True": skip("a checkpoint is saved at every --checkpoint.interval"),
+        "always_save_checkpoint False": no("checkpoints are saved at every interval, also where the loss has grown"),
+        "init_from scratch": skip("weights are random without --init_from"),
+        "init_from resume": to("--resume auto"),
+        "init_from NAME": to("--init_from {NAME}, the folder of this model of Hugging Face"),
+        "wandb_log True": to("--log.wandb online"),
+        "wandb_log False": skip("--log.wandb is off"),
+        "wandb_project NAME": to("--log.wandb_project {NAME}"),
+        "wandb_run_name NAME": skip("a run has the name of the recipe"),
+        "dataset NAME": together("--data.path data/{NAME}/train.bin --data.valid_path data/{NAME}/val.bin"),
+        "gradient_accumulation_steps N": together("--global_batch_size S, where S is {N} x batch_size"),
+        "batch_size N": to("--micro_batch_size {N}"),
+        "block_size N": to("--model.seq_length {N}"),
+        "n_layer N": to("--model.num_layers {N}"),
+        "n_head N": to("--model.num_heads {N}"),
+        "n_embd N": to("--model.hidden_size {N}"),
+        "dropout P": to("--model.dropout {P}"),
+        "bias True": skip("a GPT-2 always has biases"),
+        "bias False": no("a GPT-2 always has biases, which begin at 0"),
+        "learning_rate X": to("--optimizer.lr {X}"),
+        "max_iters N": to("--steps {N}"),
+        "weight_decay X": to("--optimizer.weight_decay {X}"),
+        "beta1 X": to("--optimizer.beta1 {X}"),
+        "beta2 X": to("--optimizer.beta2 {X}"),
+        "grad_clip X": to("--optimizer.clip {X}"),
+        "decay_lr BOOL": together("--optimizer.schedule cosine, or constant"),
+        "warmup_iters N": together("--optimizer.warmup {N}"),
+        "lr_decay_iters N": together("--optimizer.decay_steps {N}"),
+        "min_lr X": together("--optimizer.min_lr {X}"),
+        "backend NAME": skip("GPUs always use NCCL and CPUs gloo"),
+        "device cpu": to("--device cpu"),
+        "device mps": no("GPUs of Apple are not available; --device cpu"),
+        "device NAME": skip("--device auto takes the GPU"),
+        "dtype float32": to("--precision fp32"),
+        "dtype bfloat16": to("--precision bf16"),
+        "dtype float16": to("--precision fp16"),
+        "compile BOOL": skip("kernels are chosen for the device"),
+    }
+}
+DEFAULTS = {  # of train.py, where a recipe has other values, or none
+    "out_dir": "out", "eval_interval": 2000, "log_interval": 1, "eval_iters": 200, "dataset": "openwebtext",
+    "gradient_accumulation_steps": 40, "batch_size": 12, "block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768,
+    "bias": False, "learning_rate": 6e-4, "max_iters": 600_000, "decay_lr": True, "warmup_iters": 2000,
+    "lr_decay_iters": 600_000, "min_lr": 6e-5,
+}  # fmt: skip
+SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+CHARACTERS = 65  # in the text of data/shakespeare_char
+
+
+def translate(words: Sequence[str], launch: Launch) -> Translation:
+    """Return the recipe of a command, `words` being those after train.py: config files, and `--name=value`. Raises
+    UserError for what train.py does not take, and where nothing would be trained."""
+    result = Translation("nanoGPT's train.py", launch=launch)
+    values: dict[str, tuple[Any, str]] = {}
+    for word in words:
+        if unknown_names(word):
+            raise UserError(f"{shown(word)} holds what only a shell knows; write it out")
+        if not word.startswith("--"):
+            values |= read_config(Path(word), result)
+            continue
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            raise UserError(f"{word} of nanoGPT has no value; write --{name}=VALUE")
+        values[name] = _literal(text), word
+    for name, value in DEFAULTS.items():
+        values.setdefault(name, (value, f"default {name} = {value!r}"))
+    return _recipe(result, values)
+
+
+def read_config(path: Path, result: Translation) -> dict[str, tuple[Any, str]]:
+    """Return the values that a config file assigns, each with its source. Raises UserError where there are none."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{path}: {reason}; give a config file of nanoGPT") from None
+    names: dict[str, Any] = {}
+    found: dict[str, tuple[Any, str]] = {}
+    known = {key.split()[0] for key in flat(OPTIONS)}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.AST() as value):
+                pass
+            case _:
+                continue
+        source = f"{name} = {ast.unparse(value)}"
+        try:
+            names[name] = evaluate(value, names)
+        except ValueError:
+            result.refuse(source, "it is computed by a program, which is not run")
+            continue
+        if name in known:
+            found[name] = names[name], source
+        elif not name.startswith("_"):
+            result.refuse(source, "nanoGPT does not have it")
+    if not found:
+        raise UserError(f"{path} sets nothing that nanoGPT's train.py has; give a config such as config/train_gpt2.py")
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return evaluate(ast.parse(text, mode="eval"), {})
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _recipe(result: Translation, values: dict[str, tuple[Any, str]]) -> Translation:
+    if values.get("eval_only", (False,))[0]:
+        raise UserError(
+            "eval_only = True measures a model and trains nothing; use dtgpt eval MODEL, or train with -- "
+            "--eval_only=False"
+        )
+    begin = values.get("init_from", ("scratch",))[0]
+    if begin in SIZES:
+        for name, size in zip(("n_layer", "n_head", "n_embd"), SIZES[begin], strict=True):
+            values[name] = size, f"{name} of {begin}"
+        values["bias"] = True, f"bias of {begin}"
+    result.apply([Option(name, str(value), source) for name, (value, source) in values.items()], flat(OPTIONS))
+    micro = values["batch_size"][0]
+    result.set(values["gradient_accumulation_steps"][1],
+               global_batch_size=micro * values["gradient_accumulation_steps"][0])  # fmt: skip
+    result.set(values["eval_iters"][1], log__eval_samples=micro * values["eval_iters"][0])
+    dataset, source = values["dataset"]
+    result.set(source, data__path=f"data/{dataset}/train.bin", data__valid_path=f"data/{dataset}/val.bin")
+    if str(dataset).endswith("_char"):
+        result.set(f"the characters of {dataset}", data__tokenizer="char", model__vocab_size=CHARACTERS)
+    else:
+        result.set(f"the tokens of {dataset}", data__tokenizer="gpt2")
+    if values["decay_lr"][0]:
+        result.set(values["decay_lr"][1], optimizer__schedule="cosine")
+        for name, to_name in (("warmup_iters", "warmup"), ("lr_decay_iters", "decay_steps"), ("min_lr", "min_lr")):
+            result.assign(values[name][1], {f"optimizer.{to_name}": values[name][0]})
+    else:
+        result.set(values["decay_lr"][1], optimizer__schedule="constant", optimizer__warmup=0)
+        for name in ("warmup_iters", "lr_decay_iters", "min_lr"):
+            result.skip(values[name][1], "the learning rate is constant")
+    result.refuse("exact GELU", "a GPT-2 has the tanh form of GELU, as OpenAI's")
+    result.refuse("random windows", "each window is taken once in an epoch, in a shuffled order")
+    return result

@@ -1,0 +1,71 @@
+"""Which program a command runs, and its translation."""
+
+from collections.abc import Sequence
+
+from dtgpt.translate import llmc, nanogpt
+from dtgpt.translate.megatron import translate_training
+from dtgpt.translate.megatron_tools import PROGRAMS, translate_tool
+from dtgpt.translate.script import Found
+from dtgpt.translate.translation import Launch, Translation, program_at
+from dtgpt.util.errors import UserError
+
+NOT_RUN = ("echo", "printf", "make", "scp", "cp", "rsync", "cat", "ls", "grep", "rm", "chmod", "pip", "git", "mkdir")
+MEGATRON = ("pretrain_gpt.py",)
+LLMC = ("train_gpt2cu", "train_gpt2.py", "train_gpt2fp32cu")
+NANOGPT = ("train.py",)
+OTHERS = {  # programs of which dtgpt has no equivalent -> why
+    **{f"pretrain_{name}.py": "dtgpt trains GPT-2 and LLaMA alone" for name in (
+        "bert", "t5", "mamba", "hybrid", "vlm", "ict", "retro", "vision_classify", "vision_dino", "vision_inpaint",
+    )},
+    "train_gpt2": "it is llm.c's reference in C; give the command of train_gpt2cu",
+    "sample.py": "use dtgpt generate MODEL",
+    "bench.py": "use benchmarks/train_step.py",
+}  # fmt: skip
+UNKNOWN = Launch()
+KNOWN = (*MEGATRON, *LLMC, *NANOGPT, *PROGRAMS, *OTHERS)
+
+
+def choose(commands: Sequence[Found], nth: int | None) -> Found:
+    """Return the command of a known program, the `nth` of several. Raises UserError where there is none, or it is not
+    said which."""
+    known = [one for one in commands if one.words[0] not in NOT_RUN and program_at(one.words, KNOWN) is not None]
+    if not known:
+        raise UserError(
+            "no command of Megatron-LM, nanoGPT or llm.c was found, such as pretrain_gpt.py, train.py or train_gpt2cu; "
+            "give the command itself after --"
+        )
+    if nth is None and len(known) > 1:
+        said = ", ".join(f"{number} in line {one.line}" for number, one in enumerate(known, 1))
+        raise UserError(
+            f"the script has {len(known)} commands that can be translated ({said}); choose one with --nth N"
+        )
+    if nth is not None and nth > len(known):
+        raise UserError(
+            f"--nth is {nth}, but the commands that can be translated are {len(known)}; use 1 to {len(known)}"
+        )
+    return known[(nth or 1) - 1]
+
+
+def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translation:
+    """Return the translation of a command with a known program. also: how many processes its script asks for, where the
+    command does not say it. Raises UserError."""
+    at = program_at(words, KNOWN)
+    if at is None:
+        raise UserError(f"{' '.join(words[:3])} ... runs no program of Megatron-LM, nanoGPT or llm.c that is known")
+    rest = list(words[at + 1 :])
+    named = Launch.of(words[:at])
+    launch = named if named.world is not None else also
+    for names in (MEGATRON, LLMC, NANOGPT, tuple(PROGRAMS), tuple(OTHERS)):
+        if program_at(words[at : at + 1], names) is None:
+            continue
+        program = next(name for name in names if program_at(words[at : at + 1], [name]) is not None)
+        if names is MEGATRON:
+            return translate_training(rest, launch)
+        if names is LLMC:
+            return llmc.translate("train_gpt2.py" if program == "train_gpt2.py" else "train_gpt2cu", rest, launch)
+        if names is NANOGPT:
+            return nanogpt.translate(rest, launch)
+        if program in PROGRAMS:
+            return translate_tool(program, rest, launch)
+        raise UserError(f"{program} cannot be translated: {OTHERS[program]}")
+    raise AssertionError(words)

@@ -1,0 +1,107 @@
+"""Recipe files, as text."""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dtgpt.translate.translation import Row, Translation
+
+WIDTH = 120
+SECTIONS = {
+    "optimizer": "OptimizerConfig", "loss_scale": "LossScaleConfig", "data": "DataConfig", "log": "LogConfig",
+    "checkpoint": "CheckpointConfig",
+}  # fmt: skip
+MODELS = {"gpt2": ("dtgpt.models.gpt2", "GPT2Config"), "llama": ("dtgpt.models.llama", "LlamaConfig")}
+FIRST = (
+    "name", "model", "plan", "optimizer", "steps", "train_samples", "seq_length", "micro_batch_size", "global_batch_size",
+    "rampup_batch_size", "seed", "precision", "loss_scale", "attention", "recompute", "graph",
+)  # fmt: skip
+LAST = ("runs", "resume", "init_from", "data", "log", "checkpoint")
+
+
+def recipe_text(translation: Translation, name: str, source: str) -> str:
+    """Return the text of a recipe file. source: of what it is a translation, for its docstring."""
+    settings = {"name": (name, "")} | {
+        key: one for key, one in translation.settings.items() if key != "name" and one[0] is not None
+    }
+    if "name" in translation.settings:
+        settings["name"] = translation.settings["name"]
+    module, model = MODELS[translation.architecture]
+    groups: dict[str, dict[str, tuple[Any, str]]] = {}
+    for key, one in settings.items():
+        section, _, field = key.rpartition(".")
+        groups.setdefault(section or key, {})[field] = one
+    used = sorted(SECTIONS[section] for section in groups if section in SECTIONS)
+    lines = [
+        *_docstring(translation, source), "",
+        "from dtgpt.cli import run_recipe",
+        "from dtgpt.config.recipe import Recipe",
+        f"from dtgpt.config.sections import {', '.join(used)}",
+        f"from {module} import {model}",
+        "", "",
+        "def recipe() -> Recipe:",
+        "    return Recipe(",
+    ]  # fmt: skip
+    middle = [key for key in groups if key not in (*FIRST, *LAST)]
+    for key in [*FIRST, *middle, *LAST]:
+        if key in groups:
+            lines += _group(key, groups[key], model)
+    lines += ["    )", "", "", 'if __name__ == "__main__":', "    run_recipe(recipe, __doc__)", ""]
+    return "\n".join(lines)
+
+
+def _docstring(translation: Translation, source: str) -> Iterator[str]:
+    yield f'"""{_plain(translation.program)}, translated from {_plain(source)} by dtgpt translate.'
+    refused = [row for row in translation.rows if row.kind == "cannot be done"]
+    if refused:
+        yield ""
+        yield "Not the same:"
+        yield ""
+        yield from _wrapped(refused)
+    yield '"""'
+
+
+def _wrapped(rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        yield from textwrap.wrap(
+            f"{_plain(row.source)}: {_plain(row.text)}", WIDTH, initial_indent="* ", subsequent_indent="  ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """Return a text that may stand in a docstring or a comment."""
+    return (
+        "".join(character if character.isprintable() else " " for character in text)
+        .replace("\\", "/")
+        .replace('"', "'")
+    )
+
+
+def _group(key: str, values: dict[str, tuple[Any, str]], model: str) -> Iterator[str]:
+    if key != "model" and key not in SECTIONS:
+        ((value, source),) = values.values()
+        yield _line(8, key, value, source)
+        return
+    yield f"        {key}={model if key == 'model' else SECTIONS[key]}("
+    for name, (value, source) in values.items():
+        yield _line(12, name, value, source)
+    yield "        ),"
+
+
+def _line(indent: int, name: str, value: Any, source: str) -> str:
+    code = f"{' ' * indent}{name}={_literal(value)},"
+    comment = _plain(source)
+    room = WIDTH - len(code) - len("  # ")
+    if not comment or room < 12:
+        return code
+    return f"{code}  # {comment if len(comment) <= room else comment[: room - 3] + '...'}"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}" if abs(value) > 9999 else str(value)
+    if isinstance(value, str):
+        text = repr(value)
+        return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
+    return repr(value)

@@ -1,0 +1,443 @@
+"""The commands that a shell script would run, with their words expanded. No command is run: its output, and variables
+of the environment, are unknown, and stand as marks in the words."""
+
+import ast
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from dtgpt.translate.literals import evaluate
+from dtgpt.translate.shell import PLACEHOLDER, Lexer, Token
+from dtgpt.util.errors import UserError
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
+FROM_ENVIRONMENT = ("HOME", "USER")
+NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+IN_BRACES = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+FIELD = re.compile(rf"(?:{PLACEHOLDER.pattern}|\S)+")
+MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around the name of what is unknown
+SHELLS = ("sh", "bash", "zsh", "dash")
+RESERVED = {  # words that open, branch or close a compound command: of which kind, and whether they close it
+    "if": ("if", False), "then": ("if", False), "elif": ("if", False), "else": ("if", False), "fi": ("if", True),
+    "while": ("loop", False), "until": ("loop", False), "for": ("loop", False), "do": ("loop", False),
+    "done": ("loop", True), "case": ("case", False), "in": ("case", False), "esac": ("case", True),
+    "{": ("group", False), "}": ("group", True),
+}  # fmt: skip
+COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
+}  # fmt: skip
+Value = str | list[str]
+
+
+def unknown(name: str) -> str:
+    """Return the mark of an unknown value."""
+    return f"\ue000{name}\ue001"
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return the names of the unknown values in a word."""
+    return MARK.findall(text)
+
+
+def readable(text: str) -> str:
+    """Return a word with its marks as they would stand in a script: $NAME or $(command)."""
+    return MARK.sub(lambda match: f"${match[1]}", text)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A command of a script."""
+
+    words: list[str]
+    line: int
+
+
+@dataclass
+class Frame:
+    """A compound command that is open: `if`, `loop`, `case` or `group`."""
+
+    kind: str
+    line: int
+    active: bool = True  # whether what stands here is followed
+    taken: bool = False  # whether a branch was
+    value: str = ""  # of a case
+    patterns: list[str] | None = None  # of a case, while they are read
+
+
+class Script:
+    """Follows a script: assignments, and conditions that are known. Loops are followed once, functions where they are
+    defined, and `exit` is not.
+
+    arguments: $1, $2 ...; given: variables whose value the user gives, in place of the script's own.
+    """
+
+    def __init__(self, arguments: Sequence[str], given: Mapping[str, str]):
+        self.arguments, self.given = list(arguments), given
+        self.variables: dict[str, Value] = {"PWD": "."}
+        self.variables |= {name: os.environ[name] for name in FROM_ENVIRONMENT if name in os.environ} | dict(given)
+        self.found: list[Found] = []
+
+    def run(self, text: str, line: int = 1, prefix: Sequence[str] = ()) -> None:
+        """Follow a text. prefix: words before those of each command, as of srun. Raises UserError with the line that
+        cannot be read."""
+        frames: list[Frame] = []
+        words: list[Token] = []
+        succeeded, joined_by = True, ";"
+        for token in [*Lexer(text, line).run(), Token(";", line, operator=True)]:
+            case = frames[-1] if frames and frames[-1].patterns is not None else None
+            if case is not None and token.text != "esac":
+                self._pattern(case, token)
+            elif not token.operator and (not words or words[0].text in ("case", "function")) and token.text in RESERVED:
+                self._reserved(frames, token, words, succeeded)
+                joined_by = ";"
+            elif not token.operator:
+                words.append(token)
+            elif token.text == "(":
+                if not words:  # else that of `name() {`
+                    frames.append(Frame("group", token.line))
+                words = []
+            else:
+                left_out = (joined_by == "&&" and not succeeded) or (joined_by == "||" and succeeded)
+                if words and not left_out and all(frame.active for frame in frames):
+                    succeeded = self._simple(words, prefix)
+                words, joined_by = [], token.text
+                if token.text == ")" and frames and frames[-1].kind == "group":
+                    frames.pop()
+                if token.text.startswith(";;") and frames and frames[-1].kind == "case":
+                    frames[-1].patterns = []
+
+    def _reserved(self, frames: list[Frame], token: Token, words: list[Token], succeeded: bool) -> None:
+        """Open, branch or close a compound command. succeeded: its condition, or the command before it."""
+        kind, ending = RESERVED[token.text]
+        if token.text in ("for", "case") or (words and words[0].text == "case" and token.text != "in"):
+            words.append(token)
+        if token.text in ("if", "while", "until", "for", "case", "{"):
+            frames.append(Frame(kind, token.line))
+            if token.text == "{":
+                words.clear()
+            return
+        if not frames or frames[-1].kind != kind:
+            raise UserError(
+                f"line {token.line}: {token.text!r} stands where no {kind} is open; give the command after --"
+            )
+        frame = frames[-1]
+        if ending:
+            frames.pop()
+        elif token.text == "in":
+            frame.value = self.one(words[1].text) if words[1:] else ""
+            frame.patterns, frame.active = [], False
+            words.clear()
+        elif token.text == "then":
+            frame.active = frame.active and succeeded
+            frame.taken = frame.taken or frame.active
+        elif token.text in ("elif", "else"):
+            frame.active = not frame.taken
+
+    def _pattern(self, case: Frame, token: Token) -> None:
+        """Read a word of the patterns before the commands of a case; the parenthesis ends them."""
+        if not token.operator:
+            case.patterns = [*(case.patterns or []), token.text]
+        elif token.text == ")":
+            matches = any(fnmatchcase(case.value, self.one(pattern)) for pattern in case.patterns or [])
+            case.active, case.taken = matches and not case.taken, case.taken or matches
+            case.patterns = None
+
+    def _simple(self, tokens: list[Token], prefix: Sequence[str]) -> bool:
+        """Follow a simple command; return whether it succeeds, as far as that is known: a program does."""
+        if tokens[0].text == "!":
+            return not self._simple(tokens[1:], prefix) if tokens[1:] else False
+        while tokens and (match := ASSIGNMENT.fullmatch(tokens[0].text)):
+            self._assign_token(tokens.pop(0), match)
+        if not tokens:
+            return True
+        name = self.one(tokens[0].text)
+        if name in ("[", "[[", "test"):
+            words = [self.one(token.text) for token in tokens[1:]]
+            return holds([word for word in words if word not in ("]", "]]")], patterns=name == "[[")
+        if name in DECLARATIONS:
+            for token in tokens[1:]:
+                if match := ASSIGNMENT.fullmatch(token.text):
+                    self._assign_token(token, match)
+            return True
+        words = [word for token in tokens for word in self.expand(token.text)]
+        if name == "for" and len(words) > 3:
+            self._assign(words[1], words[3])
+        elif name == "shift":
+            del self.arguments[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
+        elif name not in ("true", "false", ":", "for"):
+            self._command([*prefix, *words], tokens[0].line)
+        return name != "false"
+
+    def _command(self, words: list[str], line: int) -> None:
+        """Note a command, or those of `sh -c TEXT` in its place."""
+        for at, word in enumerate(words[:-2]):
+            if os.path.basename(word) in SHELLS and re.fullmatch(r"-[a-z]*c", words[at + 1]):
+                self.run(words[at + 2], line, words[:at])
+                return
+        if words:
+            self.found.append(Found(words, line))
+
+    def _assign_token(self, token: Token, match: re.Match) -> None:
+        value: Value
+        if token.array is not None:
+            value = [one for word in token.array for one in self.expand(word)]
+        else:
+            (value,) = self.expand(match[3], split=False)
+            if "\ue000(" in value or PLACEHOLDER.fullmatch(value) or (PLACEHOLDER.match(value) and "<" in match[3][:1]):
+                value = unknown(match[1])  # by whose name the user can give it
+        self._assign(match[1], value, append=bool(match[2]))
+
+    def _assign(self, name: str, value: Value, append: bool = False) -> None:
+        if name in self.given:
+            return
+        if append:
+            former = self.variables.get(name, [] if isinstance(value, list) else "")
+            if isinstance(former, list):
+                value = [*former, *([value] if isinstance(value, str) else value)]
+            else:
+                value = f"{former}{value}" if isinstance(value, str) else [former, *value]
+        self.variables[name] = value
+
+    def one(self, raw: str) -> str:
+        """Return a word expanded to one field."""
+        return self.expand(raw, split=False)[0]
+
+    def expand(self, raw: str, split: bool = True) -> list[str]:
+        """Return the fields that a word of the script becomes. split: whether values outside quotes are split."""
+        fields = Fields(split)
+        self._expand_into(fields, raw, quoted=False)
+        return fields.done()
+
+    def _expand_into(self, fields: "Fields", raw: str, quoted: bool) -> None:
+        at = 0
+        while at < len(raw):
+            here = raw[at]
+            if here == "\\":
+                special = not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
+                fields.add((raw[at + 1 : at + 2] if special else raw[at : at + 2]).replace("\n", ""))
+                at += 2
+            elif here == "'" and not quoted:
+                end = raw.index("'", at + 1)
+                fields.add(raw[at + 1 : end])
+                at = end + 1
+            elif here == '"' and not quoted:
+                end = _end_of(raw, at, '"')
+                fields.add("")
+                self._expand_into(fields, raw[at + 1 : end], quoted=True)
+                at = end + 1
+            elif here == "`":
+                end = _end_of(raw, at, "`")
+                fields.add(self._substituted(raw[at + 1 : end]))
+                at = end + 1
+            elif here == "$":
+                at = self._dollar(fields, raw, at + 1, quoted)
+            else:
+                fields.add(here)
+                at += 1
+
+    def _dollar(self, fields: "Fields", raw: str, at: int, quoted: bool) -> int:
+        """Expand what follows a $; return where it ends."""
+        if raw.startswith("((", at):
+            end = _end_of(raw, at, ")")
+            fields.add(self._arithmetic(raw[at + 2 : end - 1]))
+            return end + 1
+        if raw.startswith("(", at):
+            end = _end_of(raw, at, ")")
+            fields.add(self._substituted(raw[at + 1 : end]))
+            return end + 1
+        if raw.startswith("{", at):
+            end = _end_of(raw, at, "}")
+            self._add(fields, self._braces(raw[at + 1 : end]), quoted, "[@]" in raw[at:end] or raw[at:end] == "{@")
+            return end + 1
+        if match := NAME.match(raw, at):
+            name = match[0][0] if match[0].isdecimal() else match[0]
+            value = self._value(name)
+            if isinstance(value, list) and name not in ("@", "*"):
+                value = value[0] if value else ""
+            self._add(fields, value, quoted, name == "@")
+            return at + len(name)
+        fields.add("$")
+        return at
+
+    def _add(self, fields: "Fields", value: Value, quoted: bool, apart: bool) -> None:
+        """Add a value. apart: whether the elements of an array stay words of their own within quotes."""
+        if isinstance(value, str):
+            fields.add(value) if quoted else fields.add_split(value)
+        elif quoted and apart:
+            for number, element in enumerate(value):
+                if number:
+                    fields.end()
+                fields.add(element)
+        else:
+            fields.add(" ".join(value)) if quoted else fields.add_split(" ".join(value))
+
+    def _value(self, name: str) -> Value:
+        if name in ("@", "*"):
+            return self.arguments
+        if name == "#":
+            return str(len(self.arguments))
+        if name == "0":
+            return "script"
+        if name.isdecimal():
+            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else unknown(name)
+        if name in "?$!-":
+            return "0"
+        return self.variables.get(name, unknown(name))
+
+    def _braces(self, text: str) -> Value:
+        """Return the value of ${TEXT}."""
+        match = IN_BRACES.fullmatch(text)
+        if match is None or match[1] == "!":  # ${!NAME}
+            return unknown(f"{{{text}}}")
+        length, name, index, rest = match.groups()
+        value = self._value(name)
+        if index is not None and index not in ("@", "*"):
+            elements = [value] if isinstance(value, str) else value
+            number = self._arithmetic(index)
+            value = elements[int(number)] if number.isdecimal() and int(number) < len(elements) else unknown(name)
+        elif index is None and isinstance(value, list) and name not in ("@", "*"):
+            value = value[0] if value else ""
+        if length:
+            return str(len(value))
+        return self._modified(name, value, rest) if rest else value
+
+    def _modified(self, name: str, value: Value, rest: str) -> Value:
+        """Return a value after an operator of ${NAME...}: a default, or what is cut from it."""
+        missing = value == unknown(name)
+        if match := re.match(r":?([-=+?])", rest):
+            empty = missing or (rest[0] == ":" and not value)
+            if match[1] == "+":
+                return "" if empty else self.one(rest[match.end() :])
+            if match[1] == "?" or not empty:
+                return value
+            return self.one(f'"{rest[match.end() :]}"' if '"' not in rest else rest[match.end() :])
+        match = re.match(r"(%%?|##?)", rest)
+        if match and isinstance(value, str) and not missing:
+            pattern, places = self.one(rest[match.end() :]), range(len(value) + 1)
+            if match[1][0] == "%":
+                found = [at for at in places if fnmatchcase(value[at:], pattern)]
+                return value[: (max(found) if match[1] == "%" else min(found))] if found else value
+            found = [at for at in places if fnmatchcase(value[:at], pattern)]
+            return value[(min(found) if match[1] == "#" else max(found)) :] if found else value
+        return unknown(name)
+
+    def _substituted(self, command: str) -> str:
+        """Return what $(command) is: nothing is run, and only `pwd` is known."""
+        return "." if command.strip() == "pwd" else unknown(f"({command.strip()})")
+
+    def _arithmetic(self, text: str) -> str:
+        known = re.sub(r"\$\{[^}]*\}|\$?[A-Za-z_]\w*|\$\d", lambda match: self._number(match[0]), text)
+        if names := unknown_names(known):
+            return unknown(names[0])
+        try:
+            value = evaluate(ast.parse(known.strip().replace("/", "//"), mode="eval"), {})
+        except (ValueError, SyntaxError, RecursionError):
+            return unknown(f"(({text.strip()}))")
+        return str(int(value))
+
+    def _number(self, word: str) -> str:
+        value = self.one(word if word.startswith("$") else f"${word}")
+        return value.strip() or "0"
+
+
+class Fields:
+    """The words that a word with variables becomes."""
+
+    def __init__(self, split: bool):
+        self.split = split
+        self.finished: list[str] = []
+        self.current: str | None = None
+
+    def add(self, text: str) -> None:
+        self.current = (self.current or "") + text
+
+    def add_split(self, text: str) -> None:
+        """Add a value that stands outside quotes: its spaces part words."""
+        if not self.split:
+            self.add(text)
+            return
+        pieces = FIELD.findall(text)
+        if pieces and text[:1].isspace():
+            self.end()
+        for number, piece in enumerate(pieces):
+            if number:
+                self.end()
+            self.add(piece)
+        if text[-1:].isspace():
+            self.end()
+
+    def end(self) -> None:
+        if self.current is not None:
+            self.finished.append(self.current)
+        self.current = None
+
+    def done(self) -> list[str]:
+        self.end()
+        return self.finished if self.split else ["".join(self.finished)]
+
+
+def holds(words: list[str], patterns: bool) -> bool:
+    """Return whether the condition of [ ... ] holds, or of [[ ... ]], where the right side of == is a pattern. What is
+    unknown is a text that is not empty and equals no other; nothing is asked of files, which do not exist."""
+    for separators, combine in ((("||", "-o"), any), (("&&", "-a"), all)):
+        parts = list(_parted(words, separators))
+        if len(parts) > 1:
+            return combine(holds(part, patterns) for part in parts)
+    match words:
+        case ["!", *rest]:
+            return not holds(rest, patterns)
+        case ["(", *rest, ")"]:
+            return holds(rest, patterns)
+        case ["-z", text]:
+            return not text
+        case ["-n", text] | [text]:
+            return bool(text)
+        case [left, "=" | "==" | "!=" as sign, right]:
+            return (fnmatchcase(left, right) if patterns else left == right) == (sign != "!=")
+        case [left, sign, right] if sign in COMPARED and all(re.fullmatch(r"-?\d+", side) for side in (left, right)):
+            return COMPARED[sign](int(left), int(right))
+    return False
+
+
+def _parted(words: list[str], separators: tuple[str, ...]) -> Iterator[list[str]]:
+    part: list[str] = []
+    for word in words:
+        if word in separators:
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part
+
+
+def _end_of(raw: str, begin: int, closing: str) -> int:
+    """Return where the quotation or parenthesis that begins there ends."""
+    opening, depth, at = raw[begin], 0, begin
+    while at < len(raw):
+        here = raw[at]
+        if here == "\\":
+            at += 2
+            continue
+        if closing == opening:
+            if here == closing and at > begin:
+                return at
+        elif here in "'\"":
+            at = _end_of(raw, at, here)
+        else:
+            depth += (here == opening) - (here == closing)
+            if not depth:
+                return at
+        at += 1
+    return len(raw)
+
+
+def commands_of(text: str, arguments: Sequence[str], given: Mapping[str, str]) -> list[Found]:
+    """Return the commands of a script in their order. Raises UserError with the line that cannot be read."""
+    script = Script(arguments, given)
+    script.run(text.replace("\r\n", "\n"))
+    return script.found

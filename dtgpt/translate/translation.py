@@ -1,0 +1,155 @@
+"""What a translation found: the values of a recipe, or a command, and what became of each option."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtgpt.translate.options import Kind, Option, Table, find
+from dtgpt.translate.script import readable, unknown_names
+from dtgpt.translate.shell import PLACEHOLDER
+from dtgpt.util.errors import UserError
+
+PROCESSES = {  # options of launchers, without dashes -> what they count
+    "nproc-per-node": "per_node", "nproc_per_node": "per_node", "ntasks-per-node": "per_node", "nnodes": "nodes",
+    "nodes": "nodes", "N": "nodes", "np": "all", "n": "all", "ntasks": "all",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many processes a command starts; None: it does not say."""
+
+    per_node: int | None = None
+    nodes: int | None = None
+    all: int | None = None
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> "Launch":
+        """Return what the words before a program say: those of torchrun, srun, mpirun and `python -m
+        torch.distributed.launch`."""
+        found: dict[str, int] = {}
+        for word, following in zip(words, [*words[1:], ""], strict=False):
+            name, equals, value = word.lstrip("-").partition("=")
+            value = (value if equals else following).rpartition(":")[2]  # of --nnodes 1:4, the most
+            if word.startswith("-") and name in PROCESSES and value.isdecimal() and int(value) > 0:
+                found[PROCESSES[name]] = int(value)
+        return cls(**found)
+
+    @property
+    def world(self) -> int | None:
+        if self.all is None and self.per_node is None:
+            return None
+        return self.all or (self.per_node or 1) * (self.nodes or 1)
+
+    def command(self, program: str) -> str:
+        """Return a command that runs a recipe file, or `-m dtgpt ...`, in as many processes."""
+        world = self.world or 1
+        per_node = self.per_node or (world if world <= 8 or self.nodes else 8)
+        nodes = self.nodes or -(-world // per_node)
+        if nodes > 1:
+            return (
+                f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-id 1 "
+                f"--rdzv-endpoint HOST:29500 {program}"
+            )
+        return f"torchrun --nproc-per-node {world} {program}" if world > 1 else f"python {program}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of an option, in words."""
+
+    source: str
+    kind: Kind
+    text: str
+
+
+@dataclass
+class Translation:
+    """program: what was translated, as in "Megatron-LM's pretrain_gpt.py"."""
+
+    program: str
+    architecture: str = "gpt2"
+    rows: list[Row] = field(default_factory=list)
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of a recipe: value, and where it is from
+    words: list[str] = field(default_factory=list)  # of a command of dtgpt, in place of a recipe
+    environment: dict[str, str] = field(default_factory=dict)
+    launch: Launch = Launch()
+
+    def set(self, source: str, **values: Any) -> None:
+        """Set values of the recipe, named with `__` in place of the dot."""
+        self.assign(source, {name.replace("__", "."): value for name, value in values.items()})
+
+    def assign(self, source: str, values: dict[str, Any]) -> None:
+        self.settings.update({name: (value, source) for name, value in values.items()})
+        self.note(source, " ".join(f"--{name} {shlex.quote(shown_value(value))}" for name, value in values.items()))
+
+    def note(self, source: str, text: str) -> None:
+        self.rows.append(Row(source, "translated", text))
+
+    def skip(self, source: str, why: str) -> None:
+        self.rows.append(Row(source, "not needed", why))
+
+    def refuse(self, source: str, why: str) -> None:
+        self.rows.append(Row(source, "cannot be done", why))
+
+    def value(self, name: str, otherwise: Any = None) -> Any:
+        return self.settings.get(name, (otherwise,))[0]
+
+    def apply(self, options: Iterable[Option], table: Table) -> None:
+        """Take the options that the table answers without others. Raises UserError for a value that is not known."""
+        answered = [(option, find(table, option.name, option.value)) for option in options]
+        check_known([option for option, found in answered if found and found[1].kind == "translated"])
+        for option, found in answered:
+            source = readable(option.source)
+            if found is None:
+                self.refuse(source, "dtgpt does not know this option")
+                continue
+            wanted, answer = found
+            if answer.kind != "translated":
+                self.rows.append(Row(source, answer.kind, answer.filled(wanted, readable(option.value))))
+            elif not answer.together:
+                self.assign(source, answer.settings(option))
+
+
+def check_known(options: Iterable[Option]) -> None:
+    """Raise UserError where values are not known: variables of the environment, arguments that were not given, output
+    of commands, and placeholders."""
+    wanted: list[str] = []
+    for option in options:
+        wanted += [f"${name}" for name in unknown_names(option.value)]
+        wanted += [match[0] for match in PLACEHOLDER.finditer(option.value)]
+    if wanted := list(dict.fromkeys(wanted)):
+        numbers = [int(name[1:]) for name in wanted if name[1:].isdecimal()]
+        names = [name[1:] for name in wanted if re.fullmatch(r"\$[A-Za-z_]\w*", name)]
+        ways = ["words after the script"] if numbers else []
+        ways += [" ".join(f"{name}=VALUE" for name in names)] if names else []
+        if len(numbers) + len(names) < len(wanted):
+            ways.append("the options that have them, after --")
+        raise UserError(
+            f"the script is not run, so that {_listed(wanted)} {'is' if len(wanted) == 1 else 'are'} not known; give "
+            f"{_listed(ways)}"
+        )
+
+
+def program_at(words: Sequence[str], names: Iterable[str]) -> int | None:
+    """Return where the first word stands that names one of the programs by the end of its path."""
+    known = [tuple(name.split("/")) for name in names]
+    for at, word in enumerate(words):
+        parts = tuple(readable(word).split(os.sep))
+        if any(parts[-len(name) :] == name for name in known):
+            return at
+    return None
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as it is written on a command line, without quotes."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
