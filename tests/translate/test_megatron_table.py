@@ -34,12 +34,8 @@ SCRIPTS = """
 --tokenizer-type GPT2BPETokenizer --seed 1234 --num-experts 8 --moe-router-topk 2 --fp8-format hybrid --wandb-project x
 """
 
-<<<<<<< HEAD:tests/config/test_megatron_options.py
-SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
-=======
 OLDER = ("checkpoint/util.py", "checkpoint_util.py")  # names that checkpoint/convert.py had
 SAME = ("--seq-length", "--micro-batch-size", "--global-batch-size", "--seed", "--rampup-batch-size", "--train-samples")
->>>>>>> 5d643ab (dtgpt translate: commands and scripts of Megatron-LM, nanoGPT and llm.c as recipes; unknown options are told at once):tests/translate/test_megatron_table.py
 
 
 SECTIONS = OPTIONS | {
