@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import dtgpt
 from dtgpt.commands.help import HELP
 from dtgpt.run.signals import follow_launcher, interrupt_imports, say_interrupted
 from dtgpt.util.console import close_streams, prepare_streams, say, say_error
@@ -21,7 +20,7 @@ interrupt_imports()  # here, since a recipe file imports torch for seconds befor
 
 COMMANDS = (
     "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert",
-    "translate", "inspect", "plot",
+    "translate", "inspect", "plot", "recipe",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -31,6 +30,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       encode text into Megatron-LM's PREFIX_text_document.bin and .idx
   dtgpt tokenizer train INPUT ...
       train a byte-level BPE on your own text
+  dtgpt recipe [NAME]
+      print a recipe file that comes with dtgpt; without NAME, list them
   dtgpt train RECIPE.py [--nproc N] [--option value ...]
       train a model; with --nproc N, in N processes of this machine
   dtgpt plan RECIPE.py [--plan NAME] [--world N] [--gpu NAME]
@@ -89,7 +90,9 @@ def _command(words: list[str]) -> int:
         return 0
     name, *rest = words
     if name == "--version":
-        say(f"dtgpt {dtgpt.__version__}")
+        from dtgpt.util.environment import describe_versions
+
+        say(describe_versions())
         return 0
     if name == "record":
         from dtgpt.commands.compare import record

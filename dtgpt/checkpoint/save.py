@@ -228,6 +228,7 @@ class Saver:
         for rank in range(1, self.mesh.world):
             files = files | self._report(partial, rank)
         commit(partial, folder, state, files)
+        say(f"step {step}: checkpoint complete, {sum(file.num_bytes for file in files.values()) / 2**20:,.0f} MiB")
         # Older ones first: where the disk is full, that makes room for the name.
         for work, what in (
             (lambda: self._remove_old(step), "what is older could not be cleared away"),

@@ -55,7 +55,7 @@ class Command:
         """Return paths and options. Raises UserError for a value out of bounds, and for missing or extra paths."""
         needed = self.usage.removeprefix(self.name).strip()
         missing = UserError(f"dtgpt {self.name} needs {needed}, such as dtgpt {self.name} {self.example}")
-        if not words:
+        if needed and not words:
             raise missing
         try:
             free, given = read_words(words, self.options, free=True, aliases=self.aliases, explain=self.explain)

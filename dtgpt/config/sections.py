@@ -42,6 +42,7 @@ class DataConfig:
     reset_position_ids: Annotated[bool, "count positions from 0 in each document"] = False
     reset_attention_mask: Annotated[bool, "let each token attend to its own document only"] = False
     eod_mask_loss: Annotated[bool, "exclude the token after an end of text from the loss"] = False
+    overfit: Annotated[bool, "train on the samples of the first step in every step, to see that the loss falls"] = False
     held_out: Annotated[float, "fraction of the text kept for validation", Bounds(0, below=1)] = 0.05
 
 
@@ -92,6 +93,11 @@ class LossScaleConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     interval: Annotated[int, "number of steps between progress lines", Bounds(1)] = 10
+    show: Annotated[
+        str,
+        "further parts of a progress line, separated by commas: time (of day), ms (of a step), ppl (perplexity)",
+        Pattern("((time|ms|ppl)(,(time|ms|ppl))*)?", "is not known; use some of time,ms,ppl"),
+    ] = ""
     eval_interval: Annotated[int, "number of steps between validation losses; 0: at the end only", Bounds(0)] = 250
     eval_samples: Annotated[int, "largest number of validation samples per evaluation", Bounds(1)] = 512
     eval_tasks: Annotated[

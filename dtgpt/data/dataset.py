@@ -222,6 +222,11 @@ def held_out_batches(tokens: Array, seq_length: int, batch_size: int, max_sample
         yield _windows(tokens, np.arange(first, min(first + batch_size, count)) * seq_length, seq_length)
 
 
+def perplexity(nats: float) -> float:
+    """Return e to the power of a loss, at most e^20, as Megatron-LM shows it."""
+    return math.exp(min(nats, 20.0))
+
+
 def bits_per_byte(nats: float, bytes_: float) -> float | None:
     """Return the loss in a unit that does not depend on the tokenizer; None if no bytes are known."""
     return nats / math.log(2) / bytes_ if bytes_ else None

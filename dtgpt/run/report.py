@@ -15,7 +15,7 @@ from dtgpt.config.batch_size import parse_rampup
 from dtgpt.config.checks import large_for_a_cpu
 from dtgpt.config.execution import Settings
 from dtgpt.config.recipe import Recipe
-from dtgpt.data.dataset import PART_NAMES, Dataset, Part, bits_per_byte
+from dtgpt.data.dataset import PART_NAMES, Dataset, Part, bits_per_byte, perplexity
 from dtgpt.parallel.mesh import Mesh
 from dtgpt.run.folder import values_of
 from dtgpt.run.plot import plot_runs
@@ -41,6 +41,7 @@ class Report:
         self.steps, self.settings, self.mesh, self.device, self.run = recipe.num_steps, settings, mesh, mesh.device, run
         self.samples_before, self.ramps = samples_before, recipe.rampup_batch_size is not None
         self.peak = peak_flops(self.device, settings.dtype)
+        self.shown = set(recipe.log.show.split(","))
         self.bytes_per_token, self.spells = data.bytes_per_token(), data.tokenizer.spells
         self.first, self._begin = step, time.perf_counter()
         self.sinks: list[Sink] = [Wandb(run, recipe.log, asdict(recipe))] if recipe.log.wandb != "off" else []
@@ -86,8 +87,14 @@ class Report:
         record |= self._rates(step, int(metrics["tokens"]))
         if recorded:
             self._write(record)
-        ramping = {} if self.ramps else {"batch_size": None}
-        say(progress_line(record | ramping, self.steps))
+        own: dict[str, Any] = {} if self.ramps else {"batch_size": None}
+        if "time" in self.shown:
+            own["time"] = time.strftime("%H:%M:%S")
+        if "ms" in self.shown and "seconds_per_step" in record:
+            own["ms"] = 1000 * record["seconds_per_step"]
+        if "ppl" in self.shown:
+            own["ppl"] = perplexity(metrics["loss"])
+        say(progress_line(record | own, self.steps))
         if timers := timer_line(record, self.settings.graphs):
             say(timers)
 
@@ -98,9 +105,10 @@ class Report:
 
     def held_out(self, step: int, part: Part, loss: float, bits: float | None) -> None:
         name = PART_NAMES[part]
-        self._write({"step": step, f"{name}_loss": loss, **_known({f"{name}_bits_per_byte": bits})})
+        figures = {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
+        self._write({"step": step, **figures, **_known({f"{name}_bits_per_byte": bits})})
         suffix = "" if bits is None else f"  bits/byte {bits:.3f}"
-        say(f"step {step}: {name} loss {loss:.4f}{suffix}")
+        say(f"step {step}: {name} loss {loss:.4f}  ppl {perplexity(loss):.4g}{suffix}")
 
     def tasks(self, step: int, figures: dict[str, dict[str, float]]) -> None:
         """Print and record the figures of tasks, by task and name, the main one of each first."""

@@ -146,12 +146,15 @@ def _memory(record: dict[str, Any]) -> str:
 
 # The parts of a progress line, in its order, by the value that must be known for it.
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "time": lambda r: r["time"],
     "batch_size": lambda r: f"batch {r['batch_size']}",
     "loss": lambda r: f"loss {r['loss']:.4f}",
+    "ppl": lambda r: f"ppl {r['ppl']:.4g}",
     "bits_per_byte": lambda r: f"bits/byte {r['bits_per_byte']:.3f}",
     "grad_norm": lambda r: f"gnorm {r['grad_norm']:.2f}",
     "lr": lambda r: f"lr {r['lr']:.1e}".replace("e-0", "e-"),
     "loss_scale": lambda r: f"scale {_power(r['loss_scale'])}, {r['skipped_steps']} skipped",
+    "ms": lambda r: f"{r['ms']:.1f} ms",
     "tokens_per_second": lambda r: f"{_rounded(r['tokens_per_second'])} tok/s",
     "tokens_per_second_per_device": lambda r: f"{_rounded(r['tokens_per_second_per_device'])}/device",
     "mfu": lambda r: f"mfu {r['mfu']:.0%}",

@@ -2,7 +2,6 @@
 (extra `tensorboard`) is imported only here."""
 
 import io
-import math
 import os
 import socket
 import time
@@ -10,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtgpt.data.dataset import perplexity
 from dtgpt.util.errors import UserError
 
 FOLDER = "tensorboard"  # within a run folder
 FILES = "events.out.tfevents.*"
-LARGEST_EXPONENT = 20.0  # of a perplexity, as in Megatron-LM
 
 
 class Tag(NamedTuple):
@@ -45,7 +44,7 @@ TAGS = {
     "optimizer_seconds": Tag("optimizer-time"),
     "save_seconds": Tag("save-checkpoint-time"),
 }
-LEFT_OUT = ("step", "samples")  # which are the axes
+LEFT_OUT = ("step", "samples", "validation_perplexity", "test_perplexity")  # the axes, and what follows from losses
 
 
 class TensorBoard:
@@ -139,7 +138,7 @@ def scalars(record: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]
         tag = TAGS.get(name, Tag(name))
         shown = {tag.name: value * tag.factor}
         if name in ("validation_loss", "test_loss"):
-            shown[f"{tag.name} ppl"] = math.exp(min(LARGEST_EXPONENT, value))
+            shown[f"{tag.name} ppl"] = perplexity(value)
         by_step |= shown
         if tag.by_samples:
             by_samples |= {f"{shown_name} vs samples": shown_value for shown_name, shown_value in shown.items()}

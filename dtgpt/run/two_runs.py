@@ -23,6 +23,7 @@ NAMES = {
     "test_loss": "test loss", "grad_norm": "gradient norm", "lr": "learning rate",
 }  # fmt: skip
 NOT_RECORDED = "not recorded"
+UNCOMPARED = {"samples", "tokens", "validation_perplexity", "test_perplexity"}  # counts, and what follows from losses
 # How a step is computed: its result may differ by rounding.
 EXECUTION = (
     "plan", "world", "micro_batch_size", "precision", "attention", "recompute", "compile", "graph", "device",
@@ -99,7 +100,7 @@ def compare_curves(a: Run, b: Run) -> list[Metric]:
     one, other = a.curves.of, b.curves.of
     order = {name: place for place, name in enumerate(NAMES)}
     found: list[Metric] = []
-    for name in sorted(one.keys() & other.keys() - {"samples", "tokens"}, key=lambda n: (order.get(n, len(order)), n)):
+    for name in sorted(one.keys() & other.keys() - UNCOMPARED, key=lambda n: (order.get(n, len(order)), n)):
         metric = Metric(name, _common(one[name], other[name], is_loss=name in TRAINING + HELD_OUT))
         if name == "loss":
             if a.interval is None or b.interval is None:

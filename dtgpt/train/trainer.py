@@ -79,6 +79,7 @@ class Trainer:
         self.batches = Prefetcher(self._read_batch, mesh.device)
         data = recipe.data
         options = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        self.overfits = data.overfit
         self.masks = DocumentMasks(dataset.tokenizer.end_of_text, *options)
         self.before_update: Callable[[], None] = lambda: None  # whoever still reads the weights waits here
 
@@ -184,7 +185,7 @@ class Trainer:
     def _read_batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's windows int64 `[B, T + 1]` and sample ids `[B]`, and the dropout key `[2]` of `step`."""
         samples = self.sizes.at(step) // self.settings.plan.dp
-        first = self.samples_before(step) + self.mesh.place.dp * samples
+        first = (0 if self.overfits else self.samples_before(step)) + self.mesh.place.dp * samples
         sample_ids = first + torch.arange(samples)
         windows = self.dataset.windows(sample_ids, self.settings.seq_length, self.data_key)
         return windows, sample_ids, fold(self.dropout_key, step)

@@ -39,7 +39,7 @@ OPTIONS: dict[str, Table] = {
         "h 0": skip("no task is measured"),
         "h 1": no("give the task's file: --log.eval_tasks hellaswag:hellaswag_val.jsonl"),
         "a 0": skip("all batches are taken"),
-        "a 1": no("a single batch cannot be overfitted; use a short text"),
+        "a 1": to("--data.overfit on"),
         "z N": together("add zero{N} to the plan"),
         "r 0": skip("nothing is recomputed"),
         "r N": skip("GELU and norms are not kept for backward; --recompute selective or full saves more"),

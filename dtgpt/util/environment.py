@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import dtgpt
 from dtgpt.util.hardware import device_name
 
 PACKAGES = (
@@ -36,7 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "packages": package_versions(),
         "cuda": torch.version.cuda,
         "device": device_name(device),
-        "git": _git_revision(),
+        "git": git_revision(),
     }
 
 
@@ -50,7 +51,19 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else dict(os.environ)
 
 
-def _git_revision() -> str | None:
+def describe_versions() -> str:
+    """Return one line: dtgpt with the revision of its checkout, torch, CUDA, Python."""
+    revision, cuda = git_revision(), torch.version.cuda
+    parts = [
+        f"dtgpt {dtgpt.__version__}" + (f" ({revision})" if revision else ""),
+        f"torch {torch.__version__}",
+        f"CUDA {cuda}" if cuda else "no CUDA",
+        f"Python {platform.python_version()}",
+    ]
+    return ", ".join(parts)
+
+
+def git_revision() -> str | None:
     """Return the revision of the checkout that dtgpt runs from, "-dirty" where files differ; None outside of one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

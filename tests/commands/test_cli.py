@@ -1,6 +1,8 @@
 """The program from outside: commands, exit codes, sentences, signals."""
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtgpt
 from dtgpt.cli import main
@@ -228,7 +231,9 @@ def test_the_general_usage_fits_80_columns(capsys):
 
 def test_the_version_and_python_m_dtgpt(tmp_path, capsys):
     code, out, _ = in_process(["--version"], capsys)
-    assert code == 0 and out == f"dtgpt {dtgpt.__version__}\n"
+    own, theirs = re.escape(dtgpt.__version__), re.escape(torch.__version__)
+    known = rf"dtgpt {own}( \(\w+(-dirty)?\))?, torch {theirs}, (no )?CUDA"
+    assert code == 0 and re.match(known, out) and out.endswith(f", Python {platform.python_version()}\n")
     done = run([sys.executable, "-m", "dtgpt", "--version"], tmp_path)
     assert (done.returncode, done.stdout) == (0, out)
 

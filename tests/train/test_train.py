@@ -1,6 +1,8 @@
 import json
+import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 import dtgpt.train.trainer
 from dtgpt.checkpoint.manifest import list_checkpoints
 from dtgpt.config import checks
+from dtgpt.config.sections import CheckpointConfig
 from dtgpt.inference.session import Session
 from dtgpt.models.batch import Batch
 from dtgpt.ops.random.dropout import dropout_keys
 from dtgpt.ops.random.philox import fold
 from dtgpt.run.sinks import read_records
 from dtgpt.train.loop import train
-from dtgpt.train.startup import read_dataset
+from dtgpt.train.startup import open_trainer, read_dataset
 from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
@@ -237,3 +240,25 @@ def test_a_vocabulary_much_larger_than_its_tokenizers_gets_one_line_of_caution(r
     assert "model.vocab_size=1024, but the tokenizer char has " in capsys.readouterr().err
     read_dataset(change(recipe, model=model, data={"path": None, "tokenizer": "bpe", "bpe_vocab_size": 300}))
     assert capsys.readouterr().err == ""  # a first look at a model
+
+
+def test_the_samples_of_the_first_step_come_again_in_every_step(recipe):
+    still = replace(recipe, optimizer=replace(recipe.optimizer, lr=1e-30), model=replace(recipe.model, dropout=0.0))
+    found = {}
+    for overfit in (True, False):
+        with open_trainer(replace(still, data=replace(still.data, overfit=overfit))) as trainer:
+            found[overfit] = [trainer.mean_loss(trainer.train_step()) for _ in range(3)]
+    assert len(set(found[True])) == 1 and len(set(found[False])) == 3
+    assert found[True][0] == found[False][0]
+
+
+def test_a_run_shows_what_is_asked_for_besides(recipe, capsys):
+    train(
+        replace(recipe, steps=5, log=replace(recipe.log, show="time,ppl,ms"), checkpoint=CheckpointConfig(interval=5))
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"^step 5/5  \d\d:\d\d:\d\d  loss [\d.]+  ppl [\d.]+  .*[\d.]+ ms ", out, re.MULTILINE)
+    assert re.search(r"^step 5: validation loss [\d.]+  ppl [\d.]+  bits/byte", out, re.MULTILINE)
+    assert re.search(r"^step 5: checkpoint complete, \d+ MiB$", out, re.MULTILINE)
+    (record,) = (r for r in read_records(newest_run(recipe) / "metrics.jsonl") if "validation_loss" in r)
+    assert record["validation_perplexity"] == pytest.approx(math.exp(record["validation_loss"]))

@@ -1,0 +1,63 @@
+"""`dtgpt recipe`: the recipe files that come with dtgpt, also where it was installed as a wheel."""
+
+import ast
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+
+import dtgpt
+from dtgpt.commands.command import Command
+from dtgpt.util.console import say
+from dtgpt.util.errors import UserError, shown
+
+FOLDER = ("dtgpt", "recipes")  # the last parts of the folder where a wheel puts them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Print a recipe file that comes with dtgpt, to be edited and run; without NAME, list them.
+
+    dtgpt recipe gpt2_345m > mine.py && torchrun mine.py"""
+
+    input: tuple[str, ...] = ()
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the recipe files by name: those of the checkout that dtgpt runs from, or those that a wheel installed."""
+    checkout = Path(dtgpt.__file__).parents[1] / "recipes"
+    if (checkout / "gpt2_tiny.py").is_file():
+        found = list(checkout.glob("*.py"))
+    else:
+        try:
+            installed = metadata.files("dtgpt") or []
+        except metadata.PackageNotFoundError:
+            installed = []
+        found = [Path(str(file.locate())) for file in installed if file.parent.parts[-2:] == FOLDER]
+    return {path.stem: path for path in sorted(found) if path.suffix == ".py"}
+
+
+def show_recipe(options: RecipeOptions) -> None:
+    """Print the recipe that is named, or a line for each. Raise UserError where there is none of that name."""
+    files = recipe_files()
+    if not options.input:
+        width = max(map(len, files), default=0)
+        say("\n".join(f"{name:<{width}}  {title_of(path)}" for name, path in files.items()))
+        return
+    name, *more = options.input
+    name = Path(name).stem
+    if more:
+        raise UserError(f"dtgpt recipe prints one recipe, not {len(options.input)}; give one name")
+    if name not in files:
+        near = get_close_matches(name, files, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(files)}"
+        raise UserError(f"there is no recipe {shown(name)}; {advice}")
+    say(files[name].read_text().rstrip("\n"))
+
+
+def title_of(path: Path) -> str:
+    """Return the first line of a recipe's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+command = Command("recipe", RecipeOptions, show_recipe, "gpt2_345m")

@@ -1,0 +1,52 @@
+"""`dtgpt recipe`: the recipes that come with dtgpt, as files to begin with."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dtgpt.cli import main
+from dtgpt.train.settle import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+
+
+def run(words, capsys) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["recipe", *words])
+    return stop.value.code or 0, *capsys.readouterr()
+
+
+def test_each_recipe_is_listed_with_its_title(capsys):
+    code, out, _ = run([], capsys)
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [path.stem for path in RECIPES]
+    assert "gpt2_345m     GPT-2 345M with the settings of Megatron-LM's examples/pretrain_gpt.sh.\n" in out
+
+
+def test_a_recipe_is_printed_as_it_is(capsys, tmp_path):
+    code, out, _ = run(["gpt2_345m"], capsys)
+    assert code == 0 and out == (ROOT / "recipes" / "gpt2_345m.py").read_text()
+    own = tmp_path / "mine.py"
+    own.write_text(out)
+    assert load_recipe(own, []).model.num_layers == 24
+
+
+@pytest.mark.parametrize("words, told", [
+    (["gpt2_345"], "there is no recipe 'gpt2_345'; did you mean gpt2_345m?"),
+    (["x" * 300], "; use one of gpt2_124m, gpt2_345m, gpt2_tiny"),
+    (["gpt2_tiny", "gpt2_345m"], "dtgpt recipe prints one recipe, not 2; give one name"),
+])  # fmt: skip
+def test_other_names_are_refused_in_a_sentence(words, told, capsys):
+    code, out, error = run(words, capsys)
+    assert code == 2 and out == "" and told in error and error.count("\n") == 1
+
+
+@pytest.mark.long
+def test_a_wheel_has_the_recipes(tmp_path):
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if "/share/dtgpt/recipes/" in name]
+    assert sorted(Path(name).name for name in names) == [path.name for path in RECIPES]
