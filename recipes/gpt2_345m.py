@@ -31,13 +31,9 @@ def recipe() -> Recipe:
             beta2=0.999,
             clip=1.0,
         ),
-        # A replica for each process. Any other plan keeps the curve: --plan tp2_sp, --plan zero3, or one of your own:
-        plan="dp",
-        # plans={  # with: from dtgpt.config.plan import Plan
-        #     "mine": Plan(dp=2, tp=2, pp=2, blocks_per_stage=(13, 11)),  # torchrun --nproc-per-node 8 ... --plan mine
-        # },
-        # The attention core: the fastest. fused_softmax is Megatron-LM's fused scale, mask and softmax, as a CUDA kernel.
-        attention="auto",
+        plan="dp",  # or tp2_sp, zero3, tp2_pp2, ...: the curve stays the same
+        # plans={"mine": Plan(dp=2, tp=2, pp=2, blocks_per_stage=(13, 11))},  # with dtgpt.config.plan.Plan
+        attention="auto",  # fused_softmax: scale, mask and softmax in one CUDA kernel, as in Megatron-LM
         steps=500_000,
         micro_batch_size=4,
         global_batch_size=8,
