@@ -194,7 +194,6 @@ def test_help_with_a_recipe_shows_its_values(capsys, command):
         (["-m", "dtgpt", "plot"], "python -m dtgpt plot RUN"),
         ([*TORCHRUN, "recipe.py"], "torchrun --nproc-per-node N recipe.py [--option"),
         ([*TORCHRUN, "-m", "dtgpt", "train", "recipe.py"], "torchrun --nproc-per-node N -m dtgpt train recipe.py"),
-        ([*TORCHRUN, "-m", "dtgpt", "generate"], "torchrun --nproc-per-node N -m dtgpt generate MODEL"),
     ],
 )
 def test_the_usage_is_how_the_program_was_started(tmp_path, words, usage):

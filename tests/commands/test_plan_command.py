@@ -141,6 +141,6 @@ def test_groups_on_gpus_are_made_without_a_warning(tmp_path):
     """Two dimensions of the mesh are split from the group of all ranks, one with options of NCCL."""
     world = "4" if torch.cuda.device_count() >= 4 else "2"
     plan = "tp2_pp2" if world == "4" else "tp2"
-    done = run([*TORCHRUN, "--nproc-per-node", world, TINY, "--plan", plan, "--steps", "2"], tmp_path)
+    done = run_program([*TORCHRUN, "--nproc-per-node", world, TINY, "--plan", plan, "--steps", "2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ProcessGroupGloo" not in done.stderr

@@ -19,7 +19,7 @@ from tests.data.test_blend import naive_order, pairs_of
 from tests.data.test_indexed import same, write
 from tests.data.test_samples import INDICES
 
-quick = settings(deadline=None, max_examples=60, derandomize=True, database=None)
+quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 SEEDS = st.sampled_from([0, 1234, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 BLOCKS = st.sampled_from([1, 3, 1 << 15])
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 1)

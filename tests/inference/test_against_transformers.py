@@ -60,10 +60,16 @@ def test_greedy_text(models, rules):
         assert own[-1].finish == ("stop" if ended else "length")
 
 
-@pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (5, 1.0), (5, 0.0), (2, 2.5), (5, -1.0)])
-@pytest.mark.parametrize("rules", [
-    {}, {"early_stopping": True}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}, {"returned": 1},
-], ids=str)  # fmt: skip
+LENGTHS = [(2, 1.0), (5, 1.0), (5, 0.0), (2, 2.5), (5, -1.0)]  # width and length penalty
+RULES = [{"early_stopping": True}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}, {"returned": 1}]
+
+
+@pytest.mark.parametrize(
+    "width, length_penalty, rules",
+    # What ends a search depends on the penalty and on `early_stopping`; the other rules do not.
+    [(*length, {}) for length in LENGTHS] + [(*length, RULES[0]) for length in LENGTHS[::2]]
+    + [(*LENGTHS[1], rule) for rule in RULES[1:]],
+)  # fmt: skip
 def test_beams(models, width, length_penalty, rules):
     model, twin = models
     rules = dict(rules)

@@ -23,6 +23,7 @@ CONFIG = CONFIGS[GPT2Config]
 INFERENCE = {"single": 1, "tp2": 2, "tp4": 4, "pp2": 2, "tp2_pp2": 4, "pp2_interleaved": 2, "pp2_zbv": 2, "dp2_tp2": 4}
 TRAINING = {"single": 1, "tp2": 2, "tp2_sp": 2, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2}
 TRAINING |= {"dp2_zero1": 2, "dp2_zero3": 2, "dp2_tp2_sp_zero3": 4, "tp2_pp2_sp": 4, "pp2_dp2_zero2": 4}
+TWINS = {"single", "tp2_pp2", "pp2_zbv"}  # of the plans of inference, those for all architectures
 RARE = {"tp4", "tp4_sp", "tp2_pp2_sp"}  # as with two ranks of tp, or without pp
 PLANS = [(False, plan) for plan in INFERENCE] + [(True, plan) for plan in TRAINING]
 GREEDY = Sampling(max_new_tokens=6, temperature=0, ends=False)
@@ -83,6 +84,8 @@ def test_texts_are_the_same_under_every_plan(expected, plan, training):
         if architecture is GroupedConfig and "tp4" in plan:  # two heads of keys
             continue
         if training and architecture is not GroupedConfig:  # the draws below are GPT-2's, some of them greedy
+            continue
+        if not training and architecture is not GPT2Config and plan not in TWINS:
             continue
         events = pool().run(world, bodies.generate, config, plan, asked, 3, training)[0]
         assert list(bodies.texts(events).values()) == [

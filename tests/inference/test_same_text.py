@@ -91,7 +91,7 @@ def check(outcomes: Outcomes, actions: list[Submit | Cancel | Steps]) -> None:
                 assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], rel=TOLERANCE, abs=TOLERANCE)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(plays(), sizes, batches)
 def test_in_company_as_alone(actions, sizes, batch_tokens):
     check(play(CONFIG, "single", SLOTS, sizes, actions, batch_tokens), actions)

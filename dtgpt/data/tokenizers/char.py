@@ -10,7 +10,6 @@ import numpy as np
 from dtgpt.data.tokenizers.tokenizer import MOST, Tokenizer
 from dtgpt.util.errors import UserError, shown
 from dtgpt.util.storage import read_regular
-from dtgpt.util.unpickler import read_pickle
 
 # Of a tokenizer.json whose tokens are the characters of a text.
 CHARACTERS = {
@@ -121,6 +120,8 @@ class Ids(Tokenizer):
 def read_meta(path: Path) -> Char | None:
     """Return the tokenizer that a meta.pkl describes; None where it names no characters, as that of other data may.
     Raise UserError where it is damaged. Nothing in it is run."""
+    from dtgpt.util.unpickler import read_pickle  # imports torch, which prepares no data otherwise
+
     remedy = "copy or make it again, or remove it and give --data.tokenizer ids (losses without bits/byte and samples)"
     try:
         meta = read_pickle(BytesIO(read_regular(path)))
