@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.cli import main
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
@@ -173,6 +174,13 @@ def test_all_unknown_options_are_told_at_once(recipe):
         told, ("--num-layers of", "'0.3 A 0.7 B'", "mean --model.hidden", "quotes", "--swiglu"), strict=True
     ):
         assert part in sentence
+
+
+def test_a_whole_command_of_megatron_lm_is_sent_to_translate(capsys):
+    recipe = str(DOCS.parents[1] / "recipes" / "gpt2_tiny.py")
+    with pytest.raises(SystemExit):
+        main(["train", recipe, "--num-layers", "24", "--hidden-size", "8"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("  a recipe of a whole command: dtgpt translate -- ")
 
 
 if __name__ == "__main__":
