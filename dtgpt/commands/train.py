@@ -45,7 +45,12 @@ def train_recipe(recipe_function: Callable, doc: str, words: list[str], file: st
         say(recipe_help(words, doc, usage, TrainOptions, recipe))
         return 0
     explain = explain_for(recipe.model.architecture)
-    _, given = read_words(words, TrainOptions, recipe, aliases={"nproc_per_node": "nproc"}, explain=explain)
+    try:
+        _, given = read_words(words, TrainOptions, recipe, aliases={"nproc_per_node": "nproc"}, explain=explain)
+    except UserError as error:
+        several = str(error).count(" of Megatron-LM does not exist here") > 1
+        hint = "\n  a recipe of a whole command: dtgpt translate -- torchrun pretrain_gpt.py --option value ..."
+        raise UserError(f"{error}{hint if several else ''}") from None
     own = take(TrainOptions(), given)
     check_fields(own, "--")
     options = {name: value for name, value in given.items() if name != "nproc"}

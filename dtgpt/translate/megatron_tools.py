@@ -72,8 +72,8 @@ CONVERT: Table = {
     "checkpoint-type TYPE, model-size NAME, make-vocab-size-divisible-by N": skip("it follows from the model"),
 }
 OF_A_MODEL: Table = {
-    "load MODEL": together("the path of the model"),
-    "pretrained-checkpoint MODEL": together("the path of the model"),
+    "load MODEL": together("the path of the model comes first, without an option"),
+    "pretrained-checkpoint MODEL": together("the path of the model comes first, without an option"),
     "tensor-model-parallel-size N": together("--plan tp{N}, in as many processes that torchrun starts"),
     "pipeline-model-parallel-size N": together("--plan pp{N}, in as many processes that torchrun starts"),
     "fp16": to("--precision fp16"),

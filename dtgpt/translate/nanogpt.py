@@ -40,7 +40,7 @@ OPTIONS: dict[str, Table] = {
         "bias True": skip("a GPT-2 always has biases"),
         "bias False": no("a GPT-2 always has biases, which begin at 0"),
         "learning_rate X": to("--optimizer.lr {X}"),
-        "max_iters N": to("--steps {N}"),
+        "max_iters N": to("--steps {N}, where nanoGPT takes one more"),
         "weight_decay X": to("--optimizer.weight_decay {X}"),
         "beta1 X": to("--optimizer.beta1 {X}"),
         "beta2 X": to("--optimizer.beta2 {X}"),

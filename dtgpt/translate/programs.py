@@ -54,7 +54,7 @@ def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translati
         raise UserError(f"{' '.join(words[:3])} ... runs no program of Megatron-LM, nanoGPT or llm.c that is known")
     rest = list(words[at + 1 :])
     named = Launch.of(words[:at])
-    launch = named if named.world is not None else also
+    launch = also if named.world is None and also.world is not None else named
     for names in (MEGATRON, LLMC, NANOGPT, tuple(PROGRAMS), tuple(OTHERS)):
         if program_at(words[at : at + 1], names) is None:
             continue

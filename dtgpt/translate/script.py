@@ -20,6 +20,7 @@ NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 IN_BRACES = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 FIELD = re.compile(rf"(?:{PLACEHOLDER.pattern}|\S)+")
 MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around the name of what is unknown
+LARGEST = 1 << 20  # characters of a value
 SHELLS = ("sh", "bash", "zsh", "dash")
 RESERVED = {  # words that open, branch or close a compound command: of which kind, and whether they close it
     "if": ("if", False), "then": ("if", False), "elif": ("if", False), "else": ("if", False), "fi": ("if", True),
@@ -81,6 +82,7 @@ class Script:
         self.variables: dict[str, Value] = {"PWD": "."}
         self.variables |= {name: os.environ[name] for name in FROM_ENVIRONMENT if name in os.environ} | dict(given)
         self.found: list[Found] = []
+        self.inner = ""  # the text of `sh -c` that is followed
 
     def run(self, text: str, line: int = 1, prefix: Sequence[str] = ()) -> None:
         """Follow a text. prefix: words before those of each command, as of srun. Raises UserError with the line that
@@ -177,7 +179,11 @@ class Script:
         """Note a command, or those of `sh -c TEXT` in its place."""
         for at, word in enumerate(words[:-2]):
             if os.path.basename(word) in SHELLS and re.fullmatch(r"-[a-z]*c", words[at + 1]):
-                self.run(words[at + 2], line, words[:at])
+                if len(words[at + 2]) >= len(self.inner) > 0:  # it calls itself
+                    raise UserError(f"line {line}: {word} -c has no end; give the command itself after --")
+                outer, self.inner = self.inner, words[at + 2]
+                self.run(self.inner, line, words[:at])
+                self.inner = outer
                 return
         if words:
             self.found.append(Found(words, line))
@@ -188,13 +194,15 @@ class Script:
             value = [one for word in token.array for one in self.expand(word)]
         else:
             (value,) = self.expand(match[3], split=False)
-            if "\ue000(" in value or PLACEHOLDER.fullmatch(value) or (PLACEHOLDER.match(value) and "<" in match[3][:1]):
+            if "\ue000(" in value or PLACEHOLDER.match(value):
                 value = unknown(match[1])  # by whose name the user can give it
         self._assign(match[1], value, append=bool(match[2]))
 
     def _assign(self, name: str, value: Value, append: bool = False) -> None:
         if name in self.given:
             return
+        if sum(map(len, value)) > LARGEST:
+            raise UserError(f"the value of {name} is too large; give the command itself after --")
         if append:
             former = self.variables.get(name, [] if isinstance(value, list) else "")
             if isinstance(former, list):
@@ -221,18 +229,12 @@ class Script:
                 special = not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
                 fields.add((raw[at + 1 : at + 2] if special else raw[at : at + 2]).replace("\n", ""))
                 at += 2
-            elif here == "'" and not quoted:
-                end = raw.index("'", at + 1)
-                fields.add(raw[at + 1 : end])
-                at = end + 1
-            elif here == '"' and not quoted:
-                end = _end_of(raw, at, '"')
-                fields.add("")
-                self._expand_into(fields, raw[at + 1 : end], quoted=True)
-                at = end + 1
-            elif here == "`":
-                end = _end_of(raw, at, "`")
-                fields.add(self._substituted(raw[at + 1 : end]))
+            elif here == "`" or (here in "\"'" and not quoted):
+                end = _end_of(raw, at)
+                inner = raw[at + 1 : end]
+                fields.add({"'": inner, "`": self._substituted(inner)}.get(here, ""))
+                if here == '"':
+                    self._expand_into(fields, inner, quoted=True)
                 at = end + 1
             elif here == "$":
                 at = self._dollar(fields, raw, at + 1, quoted)
@@ -242,16 +244,13 @@ class Script:
 
     def _dollar(self, fields: "Fields", raw: str, at: int, quoted: bool) -> int:
         """Expand what follows a $; return where it ends."""
-        if raw.startswith("((", at):
-            end = _end_of(raw, at, ")")
-            fields.add(self._arithmetic(raw[at + 2 : end - 1]))
-            return end + 1
         if raw.startswith("(", at):
-            end = _end_of(raw, at, ")")
-            fields.add(self._substituted(raw[at + 1 : end]))
+            end = _end_of(raw, at)
+            arithmetic = raw.startswith("((", at)
+            fields.add(self._arithmetic(raw[at + 2 : end - 1]) if arithmetic else self._substituted(raw[at + 1 : end]))
             return end + 1
         if raw.startswith("{", at):
-            end = _end_of(raw, at, "}")
+            end = _end_of(raw, at)
             self._add(fields, self._braces(raw[at + 1 : end]), quoted, "[@]" in raw[at:end] or raw[at:end] == "{@")
             return end + 1
         if match := NAME.match(raw, at):
@@ -415,25 +414,12 @@ def _parted(words: list[str], separators: tuple[str, ...]) -> Iterator[list[str]
     yield part
 
 
-def _end_of(raw: str, begin: int, closing: str) -> int:
+def _end_of(raw: str, begin: int) -> int:
     """Return where the quotation or parenthesis that begins there ends."""
-    opening, depth, at = raw[begin], 0, begin
-    while at < len(raw):
-        here = raw[at]
-        if here == "\\":
-            at += 2
-            continue
-        if closing == opening:
-            if here == closing and at > begin:
-                return at
-        elif here in "'\"":
-            at = _end_of(raw, at, here)
-        else:
-            depth += (here == opening) - (here == closing)
-            if not depth:
-                return at
-        at += 1
-    return len(raw)
+    lexer = Lexer(raw)
+    lexer.at = begin
+    lexer.balanced() if raw[begin] in "({" else lexer.quoted(raw[begin])
+    return lexer.at - 1
 
 
 def commands_of(text: str, arguments: Sequence[str], given: Mapping[str, str]) -> list[Found]:

@@ -45,7 +45,7 @@ class Lexer:
             elif match := self._redirection():
                 self._skip_redirection(match[0])
             elif self.text.startswith("((", self.at) and self._begins_command():
-                self.tokens.append(Token(self._balanced(), self.line))
+                self.tokens.append(Token(self.balanced(), self.line))
             elif match := OPERATOR.match(self.text, self.at):
                 self._take_operator(match[0])
             else:
@@ -70,7 +70,7 @@ class Lexer:
         while self.at < len(self.text) and self.text[self.at] in SPACE:
             self.at += 1
         if self.text.startswith("(", self.at):  # <(command)
-            self._balanced()
+            self.balanced()
             return
         word = self._word()
         if operator in ("<<", "<<-"):
@@ -136,10 +136,10 @@ class Lexer:
                 self.line += piece == "\\\n"
                 found.append("" if piece == "\\\n" else piece)
             elif here in "\"'`":
-                found.append(self._quoted(here))
+                found.append(self.quoted(here))
             elif here == "$" and self.text[self.at + 1 : self.at + 2] in ("(", "{"):
                 self.at += 1
-                found.append(f"${self._balanced()}")
+                found.append(f"${self.balanced()}")
             elif match := PLACEHOLDER.match(self.text, self.at):
                 self.at = match.end()
                 found.append(match[0])
@@ -150,7 +150,8 @@ class Lexer:
                 found.append(here)
         return "".join(found)
 
-    def _quoted(self, quote: str) -> str:
+    def quoted(self, quote: str) -> str:
+        """Return the text from a quotation mark to the one that closes it."""
         begin, line = self.at, self.line
         self.at += 1
         while self.at < len(self.text):
@@ -164,20 +165,20 @@ class Lexer:
                 self.at += 1
             if here == "$" and quote == '"' and self.text[self.at + 1 : self.at + 2] in ("(", "{"):
                 self.at += 1
-                self._balanced()
+                self.balanced()
             else:
                 self.at += 1
         self.line = line
         raise self._cannot(f"a quotation mark {quote} does not close")
 
-    def _balanced(self) -> str:
+    def balanced(self) -> str:
         """Return the text from an opening to its closing parenthesis or brace."""
         begin, line, opening = self.at, self.line, self.text[self.at]
         depth = 0
         while self.at < len(self.text):
             here = self.text[self.at]
             if here in "\"'`":
-                self._quoted(here)
+                self.quoted(here)
                 continue
             self.line += here == "\n"
             self.at += 2 if here == "\\" else 1

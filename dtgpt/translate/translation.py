@@ -25,18 +25,25 @@ class Launch:
     per_node: int | None = None
     nodes: int | None = None
     all: int | None = None
+    several: bool = False  # where it says a number that is not known
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "Launch":
         """Return what the words before a program say: those of torchrun, srun, mpirun and `python -m
         torch.distributed.launch`."""
         found: dict[str, int] = {}
+        several = False
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.lstrip("-").partition("=")
             value = (value if equals else following).rpartition(":")[2]  # of --nnodes 1:4, the most
-            if word.startswith("-") and name in PROCESSES and value.isdecimal() and int(value) > 0:
+            if not word.startswith("-") or name not in PROCESSES:
+                continue
+            several = several or bool(unknown_names(value))
+            if value.isdecimal() and int(value) > 0:
                 found[PROCESSES[name]] = int(value)
-        return cls(**found)
+                if name.startswith("nproc"):  # of a torchrun that srun or mpirun starts on each node
+                    found.pop("all", None)
+        return cls(**found, several=several)
 
     @property
     def world(self) -> int | None:
@@ -54,6 +61,8 @@ class Launch:
                 f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-id 1 "
                 f"--rdzv-endpoint HOST:29500 {program}"
             )
+        if self.world is None and self.several:
+            return f"torchrun --nproc-per-node N {program}"
         return f"torchrun --nproc-per-node {world} {program}" if world > 1 else f"python {program}"
 
 

@@ -116,6 +116,14 @@ def test_another_launcher_has_started_the_processes(capsys, monkeypatch):
     assert code == 2 and "--nproc is 4, but another launcher, such as torchrun, started 2 processes" in err
 
 
+def test_the_rank_that_torch_distributed_launch_adds_is_left_out(capsys, monkeypatch):
+    words = ["plan", TINY, *SMALL, "--local-rank=3"]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert in_process(words, capsys)[0] == 0
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert "torchrun sets the rank" in in_process(words, capsys)[2]
+
+
 def test_variables_are_those_of_torchrun(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = environment(3, 8, 4321)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dtgpt.cli import main
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
@@ -173,6 +174,36 @@ def test_all_unknown_options_are_told_at_once(recipe):
         told, ("--num-layers of", "'0.3 A 0.7 B'", "mean --model.hidden", "quotes", "--swiglu"), strict=True
     ):
         assert part in sentence
+
+
+def test_a_whole_command_of_megatron_lm_is_sent_to_translate(capsys):
+    recipe = str(DOCS.parents[1] / "recipes" / "gpt2_tiny.py")
+    with pytest.raises(SystemExit):
+        main(["train", recipe, "--num-layers", "24", "--hidden-size", "8"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("  a recipe of a whole command: dtgpt translate -- ")
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            "serve --load m --tensor-model-parallel-size 2 --num-layers 24",
+            ["comes first", "--plan tp2", "leave it out"],
+        ),
+        ("convert m t --loader core --saver hf --target-tensor-parallel-size 2", ["is detected", "can be written"]),
+        ("eval m --load m --fp16 --micro-batch-size 4", ["comes first", "--precision fp16", "belongs to training"]),
+        (
+            "prepare x --partitions 2 --lang en --nothing 3",
+            ["reads all files", "--split-sentences", "no option --nothing"],
+        ),
+    ],
+)
+def test_options_of_other_programs_are_explained_all_at_once(words, told, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    heading, *sentences = capsys.readouterr().err.strip().split("\n  ")
+    assert heading == f"dtgpt: {len(told)} options cannot be used:"
+    assert all(part in sentence for part, sentence in zip(told, sentences, strict=True))
 
 
 if __name__ == "__main__":

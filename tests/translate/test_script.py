@@ -41,6 +41,7 @@ SCRIPTS = {
     "nested quotes": ('srun bash -c "\n run \\\n -a \'x*\' -p \\$N -q "v" \\\n"', "srun run|-a|x*|-p|$N|-q|v"),
     "placeholders": ("A=<Specify path>/x\nrun $A <PATH TO y> \"<PATH TO z>\"", "run $A|<PATH TO y>|<PATH TO z>"),
     "output of commands": ("D=$(hostname)-1\nE=`date +'%y'`\nrun $D ${E}x $(pwd)/z", "run $D|$Ex|./z"),
+    "quotes within commands": ('D="$(dirname "$0")/x"\nrun "$D" "a$(b "c d")e"', 'run $D|a$(b "c d")e'),
     "all arguments": ("shift\nrun \"$@\" $#", "run second|1"),
     "windows line ends": ("A=1\r\nrun $A \\\r\n b\r\n", "run 1|b"),
 }  # fmt: skip
@@ -83,7 +84,22 @@ def test_a_script_that_cannot_be_read_is_one_sentence(script, told):
 
 
 @pytest.mark.parametrize(
-    "text", ["((", "$((1/0))", "${", "a=(", "[[ a", "case", "f() {", "<<E", "$((9**9**9))", "`", "for"]
+    "text",
+    [
+        "((",
+        "$((1/0))",
+        "${",
+        "a=(",
+        "[[ a",
+        "case",
+        "f() {",
+        "<<E",
+        "A='sh -c \"$A\"'; $A",
+        "A=xx$A$A$A",
+        "$((9**9**9))",
+        "`",
+        "for",
+    ],
 )
 def test_any_text_ends_with_an_answer(text):
     with suppress(UserError):

@@ -169,6 +169,21 @@ def test_options_of_megatron_lm_together(run, tmp_path, words, values):
         assert not word.startswith("--") or word in out
 
 
+@pytest.mark.parametrize(
+    "launcher, wanted",
+    [
+        ("srun -n 2 torchrun --nproc_per_node 4 --nnodes=2", "torchrun --nnodes 2 --nproc-per-node 4 "),
+        ("mpirun -np 4 python", "torchrun --nproc-per-node 4 my_recipe.py"),
+        ("python -m torch.distributed.launch --nproc_per_node=2", "torchrun --nproc-per-node 2 my_recipe.py"),
+        ("torchrun --nproc_per_node $GPUS", "torchrun --nproc-per-node N my_recipe.py"),
+        ("srun --nodes=2 --ntasks-per-node 8 env X=1 python -u", "torchrun --nnodes 2 --nproc-per-node 8 "),
+    ],
+)
+def test_processes_are_those_of_the_launcher(run, tmp_path, launcher, wanted):
+    (tmp_path / "x.sh").write_text(f"{launcher} /m/pretrain_gpt.py {MODEL} {TRAINING}")
+    assert run("x.sh")[1].splitlines()[-1].startswith(wanted)
+
+
 def test_train_samples(translated):
     words = "--train-samples 1000 --lr-decay-samples 800 --lr-warmup-samples 100"
     recipe, _ = translated(f"pretrain_gpt.py {MODEL} --micro-batch-size 2 --lr 1e-4 {words}")
