@@ -28,7 +28,7 @@ from correctness_report import PICTURE, draw, table
 from torch import Tensor
 
 from dtgpt.config.execution import choose_device
-from dtgpt.fuzz.pool import Job, Pool
+from dtgpt.fuzz.pool import Pool, PoolJob
 from dtgpt.ops.fast import split_backward
 from dtgpt.train.record import Record, read_record, record, save_record
 from dtgpt.train.settle import load_recipe
@@ -209,7 +209,7 @@ def run_job(pool: Pool, work: Work, ranks: int, end: float) -> None:
     left = list(work.cases)
     while left and time.monotonic() < end:
         timeout = min(START + EACH * len(left), end - time.monotonic())
-        (answers,) = pool.run([Job(ranks, run_cases, (work._replace(cases=left),))], timeout)
+        (answers,) = pool.run([PoolJob(ranks, run_cases, (work._replace(cases=left),))], timeout)
         seen = done(Path(work.results))
         left = [case for case in left if case.name not in seen]
         known = [answer for answer in answers if answer.kind != "hangs"]

@@ -44,7 +44,7 @@ def launched(name: str, how: tuple[int, ...], work: Work, band: int = flash_laun
         before, band_before = [table[name] for table in tables], flash_launch.BAND
         flash_launch.BAND = band
         for table in tables:
-            table[name] = flash_launch.Launch(*how)
+            table[name] = flash_launch.FlashLaunch(*how)
         try:
             return work()
         finally:

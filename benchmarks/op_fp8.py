@@ -7,7 +7,7 @@ from torch import Tensor
 from dtgpt.ops.fp8 import activation_kernels, quantize_kernels
 from dtgpt.ops.fp8.product import product
 from dtgpt.ops.fp8.quantize import quantize
-from dtgpt.ops.fp8.quantize_kernels import Launch
+from dtgpt.ops.fp8.quantize_kernels import QuantizeLaunch
 from dtgpt.ops.norm import column_kernels
 from dtgpt.ops.pointwise import gelu_kernels, swiglu_kernels
 
@@ -15,10 +15,10 @@ CUDA = torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILE = 1 << 10  # an occupancy that gives every tile a program of its own
 TOKENS = 16 * 1024
-BOTH = [quantize_kernels.PLAIN, Launch(128, 64, 4, TILE, 1), Launch(64, 64, 4, 8, 2)]
-SUMS = [quantize_kernels.WITH_SUMS, Launch(64, 64, 4, 8, 2), Launch(32, 64, 2, 16, 2)]
-GELU = [activation_kernels.GELU_FORWARD, activation_kernels.GELU_BACKWARD, Launch(64, 64, 4, 8, 3)]
-SWIGLU = [activation_kernels.SWIGLU_FORWARD, activation_kernels.SWIGLU_BACKWARD, Launch(64, 64, 4, 8, 1)]
+BOTH = [quantize_kernels.PLAIN, QuantizeLaunch(128, 64, 4, TILE, 1), QuantizeLaunch(64, 64, 4, 8, 2)]
+SUMS = [quantize_kernels.WITH_SUMS, QuantizeLaunch(64, 64, 4, 8, 2), QuantizeLaunch(32, 64, 2, 16, 2)]
+GELU = [activation_kernels.GELU_FORWARD, activation_kernels.GELU_BACKWARD, QuantizeLaunch(64, 64, 4, 8, 3)]
+SWIGLU = [activation_kernels.SWIGLU_FORWARD, activation_kernels.SWIGLU_BACKWARD, QuantizeLaunch(64, 64, 4, 8, 1)]
 
 
 def cell(value: float = 0.0) -> Tensor:
@@ -29,11 +29,11 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
 
 
-def quantize_case(launches: list[Launch], rows: int, columns: int, wanted: tuple[bool, bool, bool]) -> Case:
+def quantize_case(launches: list[QuantizeLaunch], rows: int, columns: int, wanted: tuple[bool, bool, bool]) -> Case:
     """wanted: rows, columns, sums."""
     x, scale, amax = draw(rows, columns), cell(16.0), cell()
 
-    def variant(launch: Launch):
+    def variant(launch: QuantizeLaunch):
         return lambda: quantize_kernels.quantize(x, scale, E5M2, amax, *wanted, launch=launch)
 
     named = " + ".join(name for name, use in zip(("rows", "columns", "sums"), wanted, strict=True) if use)
@@ -44,10 +44,10 @@ def quantize_case(launches: list[Launch], rows: int, columns: int, wanted: tuple
     return Case(f"quantise {named}, {rows} x {columns}", variants, bytes=bytes)
 
 
-def gelu_forward_case(launches: list[Launch], rows: int, columns: int) -> Case:
+def gelu_forward_case(launches: list[QuantizeLaunch], rows: int, columns: int) -> Case:
     x, bias, scale, amax = draw(rows, columns), draw(columns), cell(16.0), cell()
 
-    def variant(launch: Launch):
+    def variant(launch: QuantizeLaunch):
         return lambda: activation_kernels.forward(x, bias, scale, E4M3, amax, True, launch)
 
     variants = {f"{tuple(launch)}": variant(launch) for launch in launches}
@@ -55,10 +55,10 @@ def gelu_forward_case(launches: list[Launch], rows: int, columns: int) -> Case:
     return Case(f"bias + GELU forward in 8 bits, {rows} x {columns}", variants, bytes=2 * x.nbytes)
 
 
-def gelu_backward_case(launches: list[Launch], rows: int, columns: int) -> Case:
+def gelu_backward_case(launches: list[QuantizeLaunch], rows: int, columns: int) -> Case:
     x, dy, bias, scale, amax = draw(rows, columns), draw(rows, columns), draw(columns), cell(16.0), cell()
 
-    def variant(launch: Launch):
+    def variant(launch: QuantizeLaunch):
         return lambda: activation_kernels.backward(dy, x, bias, scale, E5M2, amax, launch)
 
     variants = {f"{tuple(launch)}": variant(launch) for launch in launches}
@@ -66,11 +66,11 @@ def gelu_backward_case(launches: list[Launch], rows: int, columns: int) -> Case:
     return Case(f"bias + GELU backward in 8 bits, {rows} x {columns}", variants, bytes=3 * x.nbytes)
 
 
-def swiglu_case(launches: list[Launch], rows: int, columns: int, backward: bool) -> Case:
+def swiglu_case(launches: list[QuantizeLaunch], rows: int, columns: int, backward: bool) -> Case:
     """columns: number of pairs."""
     x, dy, scale, amax = draw(rows, 2 * columns), draw(rows, columns), cell(16.0), cell()
 
-    def variant(launch: Launch):
+    def variant(launch: QuantizeLaunch):
         if backward:
             return lambda: activation_kernels.backward(dy, x, None, scale, E5M2, amax, launch)
         return lambda: activation_kernels.forward(x, None, scale, E4M3, amax, True, launch)

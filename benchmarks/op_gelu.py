@@ -5,14 +5,16 @@ from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.ops.norm import column_kernels
-from dtgpt.ops.norm.column_kernels import Launch
+from dtgpt.ops.norm.column_kernels import ColumnLaunch
 from dtgpt.ops.pointwise import gelu_kernels
 from dtgpt.ops.pointwise.gelu import bias_gelu, reference
 
 CUDA = torch.device("cuda")
-FORWARD = [Launch(4, 8, 32, 1), Launch(4, 8, 32, 2), Launch(4, 8, ONE_TILE, 1), Launch(2, 8, 32, 2)]
-BACKWARD = [Launch(4, 8, 16, 1), Launch(4, 8, 16, 2), Launch(2, 8, 24, 1), Launch(2, 8, 24, 2), Launch(4, 8, 32, 1)]
-COLUMN_SUM = [Launch(8, 8, 32, 1), Launch(8, 8, 32, 2), Launch(16, 8, 16, 1), Launch(4, 8, 48, 2)]
+FORWARD = [ColumnLaunch(*sizes) for sizes in [(4, 8, 32, 1), (4, 8, 32, 2), (4, 8, ONE_TILE, 1), (2, 8, 32, 2)]]
+BACKWARD = [
+    ColumnLaunch(*sizes) for sizes in [(4, 8, 16, 1), (4, 8, 16, 2), (2, 8, 24, 1), (2, 8, 24, 2), (4, 8, 32, 1)]
+]
+COLUMN_SUM = [ColumnLaunch(*sizes) for sizes in [(8, 8, 32, 1), (8, 8, 32, 2), (16, 8, 16, 1), (4, 8, 48, 2)]]
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,13 +22,13 @@ def draw(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return tuple(torch.randn(s, device=CUDA, dtype=dtype) for s in [(rows, columns), (rows, columns), (columns,)])
 
 
-def forward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+def forward_case(launches: list[ColumnLaunch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     x, _, bias = draw(rows, columns, dtype)
     variants = variants_of(launches, lambda launch: gelu_kernels.bias_gelu_forward(x, bias, launch))
     return Case(f"bias + GELU forward, {rows} x {columns}, {dtype}", variants, bytes=2 * x.nbytes)
 
 
-def backward_case(launches: list[Launch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+def backward_case(launches: list[ColumnLaunch], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     x, dy, bias = draw(rows, columns, dtype)
     variants = variants_of(launches, lambda launch: gelu_kernels.bias_gelu_backward(dy, x, bias, launch))
     return Case(f"bias + GELU backward, {rows} x {columns}, {dtype}", variants, bytes=3 * x.nbytes)

@@ -5,15 +5,17 @@ from cases import ONE_TILE, Case, both_ways, run_cases, variants_of
 from torch import Tensor
 
 from dtgpt.ops.norm import norm_kernels as kernels
-from dtgpt.ops.norm.column_kernels import Launch
+from dtgpt.ops.norm.column_kernels import ColumnLaunch
 from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.random.philox import fold, root_key
 
 CUDA = torch.device("cuda")
 EPS, P = 1e-5, 0.1
-FORWARD = [Launch(2, 8, 24, 1), Launch(2, 8, 24, 2), Launch(4, 8, 16, 2), Launch(2, 8, ONE_TILE, 1)]
-BACKWARD = [Launch(2, 8, 16, 1), Launch(2, 8, 16, 2), Launch(2, 8, 16, 3), Launch(4, 8, 12, 1), Launch(4, 8, 12, 2)]
-BACKWARD += [Launch(1, 8, 20, 2), Launch(2, 16, 8, 2)]
+FORWARD = [ColumnLaunch(*sizes) for sizes in [(2, 8, 24, 1), (2, 8, 24, 2), (4, 8, 16, 2), (2, 8, ONE_TILE, 1)]]
+BACKWARD = [
+    ColumnLaunch(*sizes) for sizes in [(2, 8, 16, 1), (2, 8, 16, 2), (2, 8, 16, 3), (4, 8, 12, 1), (4, 8, 12, 2)]
+]
+BACKWARD += [ColumnLaunch(*sizes) for sizes in [(1, 8, 20, 2), (2, 16, 8, 2)]]
 
 
 def draw(samples: int, length: int, columns: int) -> tuple[list[Tensor], Tensor]:
@@ -27,14 +29,14 @@ def title(direction: str, x: Tensor, key: Tensor | None) -> str:
     return f"residual norm {direction}, {x[..., 0].numel()} x {x.shape[-1]}" + (", dropout" if key is not None else "")
 
 
-def forward_case(launches: list[Launch], *sizes: int, dropout: bool = True) -> Case:
+def forward_case(launches: list[ColumnLaunch], *sizes: int, dropout: bool = True) -> Case:
     inputs, key = draw(*sizes)
     key = key if dropout else None
     variants = variants_of(launches, lambda launch: kernels.norm_forward(*inputs, EPS, key, P, (0, 0), launch))
     return Case(title("forward", inputs[0], key), variants, bytes=4 * inputs[0].nbytes)
 
 
-def backward_case(launches: list[Launch], *sizes: int, dropout: bool = True) -> Case:
+def backward_case(launches: list[ColumnLaunch], *sizes: int, dropout: bool = True) -> Case:
     inputs, key = draw(*sizes)
     (x, branch, shift, weight, _), key = inputs, key if dropout else None
     total, _, mean, rstd = kernels.norm_forward(*inputs, EPS, key, P, (0, 0))

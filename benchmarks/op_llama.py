@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtgpt.models.llama import LLAMA3_8B, LLAMA32_1B, QWEN3_0_6B, LlamaConfig
 from dtgpt.ops.norm import norm_kernels
-from dtgpt.ops.norm.column_kernels import Launch
+from dtgpt.ops.norm.column_kernels import ColumnLaunch
 from dtgpt.ops.norm.norm import residual_norm, residual_norm_reference
 from dtgpt.ops.pointwise import swiglu, swiglu_kernels
 from dtgpt.ops.rotary import rotary, rotary_kernels
@@ -18,15 +18,36 @@ from dtgpt.ops.rotary.table import angle_table
 CUDA = torch.device("cuda")
 BATCH, LENGTH, EPS = 4, 4096, 1e-5
 RMS_FORWARD = [
-    Launch(1, 8, ONE_TILE, 1), Launch(2, 8, ONE_TILE, 1), Launch(1, 8, 32, 2), Launch(2, 8, 16, 2), Launch(2, 8, 32, 1),
-    Launch(1, 16, ONE_TILE, 1), Launch(1, 8, 48, 3),
-]  # fmt: skip
+    ColumnLaunch(*sizes)
+    for sizes in [
+        (1, 8, ONE_TILE, 1),
+        (2, 8, ONE_TILE, 1),
+        (1, 8, 32, 2),
+        (2, 8, 16, 2),
+        (2, 8, 32, 1),
+        (1, 16, ONE_TILE, 1),
+        (1, 8, 48, 3),
+    ]
+]
 RMS_BACKWARD = [
-    Launch(2, 8, 16, 2), Launch(1, 8, 32, 2), Launch(1, 8, 32, 1), Launch(1, 8, 24, 3), Launch(1, 16, 16, 2),
-    Launch(2, 8, 16, 1), Launch(1, 8, 48, 1), Launch(1, 8, 16, 2),
-]  # fmt: skip
-PAIRS = [swiglu_kernels.Launch(*sizes) for sizes in [(1024, 8), (1024, 4), (512, 4), (2048, 8), (2048, 16), (4096, 8)]]
-HEADS = [rotary_kernels.Launch(*sizes) for sizes in [(1024, 4), (1024, 8), (512, 4), (512, 2), (256, 2), (2048, 8)]]
+    ColumnLaunch(*sizes)
+    for sizes in [
+        (2, 8, 16, 2),
+        (1, 8, 32, 2),
+        (1, 8, 32, 1),
+        (1, 8, 24, 3),
+        (1, 16, 16, 2),
+        (2, 8, 16, 1),
+        (1, 8, 48, 1),
+        (1, 8, 16, 2),
+    ]
+]
+PAIRS = [
+    swiglu_kernels.SwigluLaunch(*sizes) for sizes in [(1024, 8), (1024, 4), (512, 4), (2048, 8), (2048, 16), (4096, 8)]
+]
+HEADS = [
+    rotary_kernels.RotaryLaunch(*sizes) for sizes in [(1024, 4), (1024, 8), (512, 4), (512, 2), (256, 2), (2048, 8)]
+]
 
 
 def draw(*shape: int) -> Tensor:
@@ -42,7 +63,7 @@ def rms_norm_cases(config: LlamaConfig, whole: bool) -> list[Case]:
     def forward(branch: Tensor | None) -> Callable:
         return lambda launch: norm_kernels.norm_forward(x, branch, None, weight, None, EPS, *end, launch)
 
-    def backward(launch: Launch) -> object:
+    def backward(launch: ColumnLaunch) -> object:
         return norm_kernels.norm_backward(d_normed, d_sum, total, None, rrms, weight, None, *end, launch)
 
     found = [

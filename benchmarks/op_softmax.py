@@ -7,11 +7,11 @@ import torch
 from cases import Case, run_cases
 
 from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, plain_backward, plain_forward
-from dtgpt.ops.fused_softmax.softmax_kernels import Launch, built
+from dtgpt.ops.fused_softmax.softmax_kernels import SoftmaxLaunch, built
 from dtgpt.ops.random.philox import fold, root_key
 
 BATCH, HEADS, LENGTH = 32, 16, 1024
-LAUNCHES = [Launch(128, 4), Launch(256, 4), Launch(64, 4), Launch(128, 2), Launch(128, 1)]
+LAUNCHES = [SoftmaxLaunch(*sizes) for sizes in [(128, 4), (256, 4), (64, 4), (128, 2), (128, 1)]]
 
 
 def cases() -> list[Case]:

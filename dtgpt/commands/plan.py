@@ -75,7 +75,7 @@ def _check_options(own: PlanOptions, given: Options) -> None:
 def _table(recipes: list[Recipe], own: PlanOptions) -> None:
     """Print a line for each recipe, of which only plans differ, and number of processes. Raises UserError where all of
     them are refused."""
-    from dtgpt.planning.table import Case, describe_table
+    from dtgpt.planning.table import PlannedCase, describe_table
 
     cases, refused, notes = [], [], []
     for recipe in recipes:
@@ -87,7 +87,7 @@ def _table(recipes: list[Recipe], own: PlanOptions) -> None:
                     f"{recipe.plan} on {counted(world, 'process', 'processes')}: {error}" if world else str(error)
                 )
                 continue
-            cases.append(Case(choice.name, settings))
+            cases.append(PlannedCase(choice.name, settings))
             notes += choice.describe()[1:] + recipe.notes(choice, settings.device.type)
     if not cases:
         raise UserError(refused[0])

@@ -39,7 +39,7 @@ def fitted(context: Sequence[int], target: Sequence[int], positions: int) -> Sam
     return Sample([*kept, *target], len(kept))
 
 
-class Samples:
+class FlatSamples:
     """Samples in flat arrays of int64: `ids [N]`, `lengths [S]` and `contexts [S]`."""
 
     def __init__(self, ids: np.ndarray, lengths: np.ndarray, contexts: np.ndarray):
@@ -60,7 +60,7 @@ class Samples:
         return slice(end - int(self.lengths[index] - self.contexts[index]), end)
 
 
-def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelConfig) -> Samples:
+def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelConfig) -> FlatSamples:
     """Return the samples of rank 0 on every rank; those of other ranks do not matter. Raise UserError, on every rank,
     for a sample that the model cannot score."""
     own = samples or ()
@@ -80,13 +80,13 @@ def share_samples(mesh: Mesh, samples: Sequence[Sample] | None, config: ModelCon
     return samples_in(flat, count)
 
 
-def samples_in(flat: Tensor, count: int) -> Samples:
+def samples_in(flat: Tensor, count: int) -> FlatSamples:
     """Return the samples in one array: lengths `[count]`, contexts `[count]`, ids."""
     numbers = flat.numpy()
-    return Samples(numbers[2 * count :], numbers[:count], numbers[count : 2 * count])
+    return FlatSamples(numbers[2 * count :], numbers[:count], numbers[count : 2 * count])
 
 
-def check_samples(samples: Samples, config: ModelConfig) -> None:
+def check_samples(samples: FlatSamples, config: ModelConfig) -> None:
     """Raise UserError for the first sample that a model cannot score."""
     lengths, contexts = samples.lengths, samples.contexts
     wrong = (contexts < 1) | (contexts >= lengths)
@@ -106,7 +106,7 @@ def check_samples(samples: Samples, config: ModelConfig) -> None:
         check_range(int(samples.ids.min()), int(samples.ids.max()), config.vocab_size)
 
 
-def pack(samples: Samples, tokens: int, multiple: int, longest: int) -> list[tuple[np.ndarray, int]]:
+def pack(samples: FlatSamples, tokens: int, multiple: int, longest: int) -> list[tuple[np.ndarray, int]]:
     """Return batches of up to `tokens` tokens, padding included, longest first: indices of samples, and the length that
     they are padded to. `multiple`: of lengths below `longest`, the number of positions of the model."""
     order = np.argsort(-samples.lengths, kind="stable")
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
     places: Tensor  # int64 [M], where each target stands among those of all samples
 
 
-def make_rows(samples: Samples, indices: np.ndarray, length: int) -> Rows:
+def make_rows(samples: FlatSamples, indices: np.ndarray, length: int) -> Rows:
     """Return the batch of the samples with these indices, padded with id 0."""
     tokens = np.zeros((len(indices), length), np.int64)
     asked, targets, places = [], [], []

@@ -25,7 +25,7 @@ class DataFile(NamedTuple):
     digest: str  # SHA-256 of the bytes, unpacked
 
 
-class Record(NamedTuple):
+class Entry(NamedTuple):
     """An entry of a file, and where it stands, for messages."""
 
     place: str
@@ -77,13 +77,13 @@ def _kind_of(path: Path) -> Literal["json", "text"]:
     return "json" if name.suffix.lower() in JSON else "text"
 
 
-def json_records(file: DataFile) -> Iterator[Record]:
+def json_records(file: DataFile) -> Iterator[Entry]:
     """Yield the objects of JSON lines, or of one array. Raise UserError for anything else."""
     is_array = file.text.lstrip().startswith("[")
     for place, value in _json_array(file) if is_array else _json_lines(file):
         if not isinstance(value, dict):
             raise UserError(f"{place} is {shown(value)}, not a JSON object; write an object in each line")
-        yield Record(place, value)
+        yield Entry(place, value)
 
 
 def _json_array(file: DataFile) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from dtgpt.data.tokenizers.tokenizer import Tokenizer
 from dtgpt.evaluation.batches import fitted
-from dtgpt.evaluation.files import DataFile, Record, json_records, lines_of
+from dtgpt.evaluation.files import DataFile, Entry, json_records, lines_of
 from dtgpt.evaluation.scoring import TokenScores
 from dtgpt.evaluation.tasks import (
     Prepared,
@@ -45,7 +45,7 @@ def items_of(file: DataFile) -> list[Item]:
     return [_item(record) for record in json_records(file)]
 
 
-def _item(record: Record) -> Item:
+def _item(record: Entry) -> Item:
     fields = record.fields
     endings = fields.get("endings")
     if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(one, str) for one in endings):

@@ -47,7 +47,7 @@ MOST_JOBS = 100  # of processes on GPUs, which keep the communicators of all mes
 LATE = 60.0  # seconds after the parent's timeout at which collectives fail, too
 
 
-class Answer(NamedTuple):
+class ProcessResult(NamedTuple):
     """What one process says of its work."""
 
     value: Any = None
@@ -67,7 +67,7 @@ class Key(NamedTuple):
     rank: int
 
 
-class Job(NamedTuple):
+class PoolJob(NamedTuple):
     """Work for `world` processes: `function(*arguments)` in each of them, which must be importable by name."""
 
     world: int
@@ -101,7 +101,7 @@ class Pool:
         self._end(list(self._ranks))
         self._folder.cleanup()
 
-    def run(self, jobs: Sequence[Job], timeout: float) -> list[list[Answer]]:
+    def run(self, jobs: Sequence[PoolJob], timeout: float) -> list[list[ProcessResult]]:
         """Run the jobs at the same time and return for each what its ranks answered. Ranks that do not answer within
         `timeout` seconds have failures of the kind "hangs"; after another failure or a refusal they are left out."""
         try:
@@ -115,11 +115,11 @@ class Pool:
             self._end(list(self._ranks))
             raise
 
-    def _keys(self, place: int, job: Job) -> list[Key]:
+    def _keys(self, place: int, job: PoolJob) -> list[Key]:
         """Return which processes do a job, by rank."""
         return [Key(place, job.world if self._on_gpus else None, rank) for rank in range(job.world)]
 
-    def _begin(self, place: int, job: Job, timeout: float) -> None:
+    def _begin(self, place: int, job: PoolJob, timeout: float) -> None:
         store, keys = f"{self._folder.name}/store-{time.monotonic_ns()}", self._keys(place, job)
         if self._on_gpus and any(self._jobs[key] >= MOST_JOBS for key in keys):
             self._end(keys)
@@ -131,14 +131,14 @@ class Pool:
             message = job.function, job.arguments, key.rank, job.world, store, timeout + LATE, self.device
             self._ranks[key].send(message)
 
-    def _collect(self, keys: list[Key], deadline: float, timeout: float) -> list[Answer]:
-        answers: dict[Key, Answer] = {}
+    def _collect(self, keys: list[Key], deadline: float, timeout: float) -> list[ProcessResult]:
+        answers: dict[Key, ProcessResult] = {}
         self._gather(keys, deadline, answers)
         fine = len(answers) == len(keys) and not any(a.failure for a in answers.values())
         if fine:
             for key in keys:  # no rank leaves the group before all have answered
                 self._ranks[key].send("leave")
-            left: dict[Key, Answer] = {}
+            left: dict[Key, ProcessResult] = {}
             self._gather(keys, time.monotonic() + LEAVE, left)
             fine = len(left) == len(keys) and not any(a.failure for a in left.values())
         missing = [key for key in keys if key not in answers]
@@ -146,14 +146,14 @@ class Pool:
             for key in missing:
                 self._ranks[key].print_stacks()
             time.sleep(STACKS)
-            answers |= dict.fromkeys(missing, Answer(failure=f"no answer within {timeout:g} s", kind="hangs"))
+            answers |= dict.fromkeys(missing, ProcessResult(failure=f"no answer within {timeout:g} s", kind="hangs"))
         for key, answer in answers.items():
             answers[key] = answer._replace(rank=key.rank, output=self._ranks[key].output() if answer.failure else "")
         if not fine:
             self._end(keys)
         return [answers[key] for key in keys if key in answers]
 
-    def _gather(self, keys: list[Key], deadline: float, answers: dict[Key, Answer]) -> None:
+    def _gather(self, keys: list[Key], deadline: float, answers: dict[Key, ProcessResult]) -> None:
         waiting = {self._ranks[key].connection: key for key in keys}
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
@@ -182,7 +182,7 @@ class Worker:
         with contextlib.suppress(OSError):  # it has just died: `receive` says so
             self.connection.send_bytes(pickle.dumps(message))  # Connection.send would share the memory of tensors
 
-    def receive(self) -> Answer:
+    def receive(self) -> ProcessResult:
         """Return the next answer of the process; a failure that names its exit code where it has died."""
         try:
             return pickle.loads(self.connection.recv_bytes())
@@ -190,7 +190,7 @@ class Worker:
             self.process.join(5)
             code, where = self.process.exitcode, crash_site(Path(self._log))
             died = f"a process died with exit code {code}" + (f" in {where}" if where else "")
-            return Answer(failure=died, kind=f"exit code {code}")
+            return ProcessResult(failure=died, kind=f"exit code {code}")
 
     def print_stacks(self) -> None:
         """Let the process print the stacks of its threads."""
@@ -238,9 +238,9 @@ def serve(connection: Any, log: str) -> None:
 
 def _attempt(function: Callable, *arguments: Any) -> bytes:
     try:
-        return pickle.dumps(Answer(function(*arguments)))
+        return pickle.dumps(ProcessResult(function(*arguments)))
     except UserError as error:
-        return pickle.dumps(Answer(refusal=str(error)))
+        return pickle.dumps(ProcessResult(refusal=str(error)))
     except BaseException as error:
         traceback.print_exc()
         frames = traceback.extract_tb(error.__traceback__)
@@ -248,7 +248,7 @@ def _attempt(function: Callable, *arguments: Any) -> bytes:
         frame = (own or frames)[-1]
         where = f" ({Path(frame.filename).name}:{frame.lineno})"
         said = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-        return pickle.dumps(Answer(failure=f"{said}{where}", kind=type(error).__name__, when=time.monotonic()))
+        return pickle.dumps(ProcessResult(failure=f"{said}{where}", kind=type(error).__name__, when=time.monotonic()))
 
 
 def _work(body: bytes) -> Any:

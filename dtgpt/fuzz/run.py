@@ -15,7 +15,7 @@ from dtgpt.fuzz.case import Case, Setting, parse
 from dtgpt.fuzz.drawing import draw_case
 from dtgpt.fuzz.judge import Alone, Outcome, judge
 from dtgpt.fuzz.measure import Seen, measure
-from dtgpt.fuzz.pool import Answer, Job, Pool
+from dtgpt.fuzz.pool import Pool, PoolJob, ProcessResult
 from dtgpt.fuzz.report import line, table
 from dtgpt.fuzz.shrink import shrink
 from dtgpt.util.console import counted, hanging, say
@@ -47,21 +47,21 @@ class Runner:
             return Outcome(case, "refused", str(error))
         except Exception as error:
             return Outcome(case, "fails", f"the check of the plan raised {error!r}", kind=type(error).__name__)
-        alone = Job(1, references, (self.setting, case))
-        plan = Job(world, self.work, (self.setting, case, "plan"))
+        alone = PoolJob(1, references, (self.setting, case))
+        plan = PoolJob(world, self.work, (self.setting, case, "plan"))
         if before is None:
             ranks, reference = self.pool.run([plan, alone], self.timeout)
             return self._problem(case, ranks, reference) or self._judge(case, ranks, reference)
         shutil.rmtree(self.setting.run_folder, ignore_errors=True)
         self.setting.run_folder.mkdir()
-        begin = Job(before.world, self.work, (self.setting, case, "first"))
+        begin = PoolJob(before.world, self.work, (self.setting, case, "first"))
         first, reference = self.pool.run([begin, alone], self.timeout)
         if problem := self._problem(case, first, reference):
             return problem
         (ranks,) = self.pool.run([plan], self.timeout)
         return self._problem(case, ranks, reference) or self._judge(case, ranks, reference, first)
 
-    def _problem(self, case: Case, ranks: list[Answer], reference: list[Answer]) -> Outcome | None:
+    def _problem(self, case: Case, ranks: list[ProcessResult], reference: list[ProcessResult]) -> Outcome | None:
         """Return the outcome of a case whose plan, or whose reference on one process, did not come to its end."""
         for answers, where in ((ranks, ""), (reference, "on one process: ")):
             if first := min((a for a in answers if a.failure), key=lambda answer: answer.when, default=None):
@@ -74,13 +74,19 @@ class Runner:
             return Outcome(case, "fails", f"one process refuses what the plan runs: {refusal}", kind="refused")
         return None
 
-    def _judge(self, case: Case, ranks: list[Answer], reference: list[Answer], first: Sequence[Answer] = ()) -> Outcome:
+    def _judge(
+        self,
+        case: Case,
+        ranks: list[ProcessResult],
+        reference: list[ProcessResult],
+        first: Sequence[ProcessResult] = (),
+    ) -> Outcome:
         """Judge what ran to its end; where it is wrong, with regard to what rounding does to the case."""
         alone, seen, before = reference[0].value, _values(ranks), _values(first)
         outcome = judge(case, seen, alone, self.tolerance, before)
         if not outcome.is_bad or self.tolerance is not None or alone.moved is not None:
             return outcome
-        (answers,) = self.pool.run([Job(1, measure, (self.setting, case, "moved"))], self.timeout)
+        (answers,) = self.pool.run([PoolJob(1, measure, (self.setting, case, "moved"))], self.timeout)
         return judge(case, seen, alone._replace(moved=next(iter(_values(answers)), None)), first=before)
 
     def shrink(self, outcome: Outcome, tries: int = TRIES, until: float = math.inf) -> Outcome:
@@ -110,7 +116,7 @@ def references(setting: Setting, case: Case) -> Alone:
     return Alone(reference, exact, None if exact is None else measure(setting, case, "moved"))
 
 
-def _values(answers: Sequence[Answer]) -> list[Seen]:
+def _values(answers: Sequence[ProcessResult]) -> list[Seen]:
     return [answer.value for answer in answers if not answer.failure]
 
 

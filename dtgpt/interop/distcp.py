@@ -31,7 +31,7 @@ LARGEST = 1 << 62  # of sizes and positions
 LARGEST_RANK = 8
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file of the folder."""
 
     file: str
@@ -39,11 +39,11 @@ class Place(NamedTuple):
     size: int
 
 
-class Piece(NamedTuple):
+class StoredPart(NamedTuple):
     """A rectangle of a tensor, and where it lies."""
 
     part: tuple[range, ...]
-    place: Place
+    place: ByteRange
 
 
 class Stored(NamedTuple):
@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype
     shape: Shape
-    pieces: list[Piece]
+    pieces: list[StoredPart]
 
 
 class DistributedFolder:
@@ -63,13 +63,13 @@ class DistributedFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / METADATA
-        self._checked: set[Place] = set()  # pieces whose checksums are right
+        self._checked: set[ByteRange] = set()  # pieces whose checksums are right
         metadata = open_bare_pickle(self.path, MOST_READS)
         with self._reading():
             fields = _fields(metadata, "Metadata")
             places = dict(map(_placed, _dictionary(fields["storage_data"]).items()))
             self.tensors: dict[str, Stored] = {}
-            self.objects: dict[str, Place] = {}
+            self.objects: dict[str, ByteRange] = {}
             for name, about in _dictionary(fields["state_dict_metadata"]).items():
                 if isinstance(about, StandIn) and about.foreign.endswith(".BytesStorageMetadata"):
                     self.objects[name] = places[name, ()]
@@ -99,7 +99,7 @@ class DistributedFolder:
         place = self.objects[name]
         return open_embedded(self.folder / place.file, place.begin, place.size)
 
-    def _piece(self, name: str, piece: Piece) -> Tensor:
+    def _piece(self, name: str, piece: StoredPart) -> Tensor:
         """Return a piece as it lies in the mapped file."""
         file, begin, size = piece.place
         found = open_embedded(self.folder / file, begin, size, check=piece.place not in self._checked)
@@ -151,7 +151,7 @@ def _size(value: Any) -> int:
     return value
 
 
-def _placed(item: tuple[Any, Any]) -> tuple[tuple[str, Shape], Place]:
+def _placed(item: tuple[Any, Any]) -> tuple[tuple[str, Shape], ByteRange]:
     """Return ((name, offset), place) of an entry of `storage_data`, where an object has the offset ()."""
     index, info = _fields(item[0], "MetadataIndex"), _fields(item[1], "_StorageInfo")
     file = info["relative_path"]
@@ -159,7 +159,7 @@ def _placed(item: tuple[Any, Any]) -> tuple[tuple[str, Shape], Place]:
         raise ValueError(f"{shown(file)} is not the name of a file in the folder")
     if info.get("transform_descriptors"):
         raise ValueError(f"{file} was transformed ({shown(info['transform_descriptors'])}); save it without transforms")
-    place = Place(file, _size(info["offset"]), _size(info["length"]))
+    place = ByteRange(file, _size(info["offset"]), _size(info["length"]))
     offset = () if index.get("offset") is None else _sizes(index["offset"])
     return (_name(index["fqn"]), offset), place
 
@@ -170,7 +170,7 @@ def _name(value: Any) -> str:
     return value
 
 
-def _stored(name: str, about: Any, places: dict[tuple[str, Shape], Place]) -> Stored:
+def _stored(name: str, about: Any, places: dict[tuple[str, Shape], ByteRange]) -> Stored:
     """Return a tensor with its pieces, each of which fits into its place. Raise ValueError where that is not so."""
     fields = _fields(about, "TensorStorageMetadata")
     properties = fields["properties"].state
@@ -190,13 +190,13 @@ def _stored(name: str, about: Any, places: dict[tuple[str, Shape], Place]) -> St
         place = places[name, offsets]
         if math.prod(sizes) * dtype.itemsize > place.size:
             raise ValueError(f"a piece {shown(sizes)} of {shown_name(name)} has only {place.size} bytes")
-        pieces.append(Piece(tuple(range(o, o + n) for o, n in zip(offsets, sizes, strict=True)), place))
+        pieces.append(StoredPart(tuple(range(o, o + n) for o, n in zip(offsets, sizes, strict=True)), place))
     if sum(math.prod(map(len, piece.part)) for piece in pieces) != math.prod(shape):
         raise ValueError(f"the pieces of {shown_name(name)} are not all of its shape {shown(shape)}")
     return Stored(dtype, shape, pieces)
 
 
-def _check_places(folder: Path, places: Iterable[Place]) -> None:
+def _check_places(folder: Path, places: Iterable[ByteRange]) -> None:
     """Raise UserError where a file is missing or too short, or two pieces share bytes, which a small file could use to
     claim a model of any size."""
     by_file = defaultdict(list)

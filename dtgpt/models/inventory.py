@@ -159,7 +159,7 @@ def _cores(config: "ModelConfig", index: int) -> tuple[Core, ...]:
     """Measure what the cores of a block are given: a configuration does not know how its blocks share heads."""
     with torch.device("meta"):
         block, x = config.make_block(index), torch.empty(1, 1, config.hidden_size)
-    recorders = [_Recorder() for _ in attention_cores(block)]
+    recorders = [_SizeRecorder() for _ in attention_cores(block)]
     for core, recorder in zip(attention_cores(block), recorders, strict=True):
         bind(core, cache=recorder)
     with torch.no_grad():
@@ -173,7 +173,7 @@ def _cores(config: "ModelConfig", index: int) -> tuple[Core, ...]:
     return tuple(recorder.core for recorder in recorders)
 
 
-class _Recorder:
+class _SizeRecorder:
     """A cache that keeps the sizes of its first keys alone."""
 
     num_heads = 0

@@ -16,14 +16,14 @@ GRAIN = 1024  # tokens, of the longest sequence
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedCase:
     """A plan for a number of processes, by the name that the user gave it."""
 
     plan: str
     settings: Settings
 
 
-def describe_table(name: str, cases: Sequence[Case], notes: Sequence[str], gpu: str | None) -> str:
+def describe_table(name: str, cases: Sequence[PlannedCase], notes: Sequence[str], gpu: str | None) -> str:
     """Return the tables of memory and of a step for the cases of the recipe `name`, one at least, with `notes` below.
     gpu: as in `describe_plan`."""
     device, size = find_device(gpu, cases[0].settings.fp8)

@@ -77,7 +77,7 @@ def _cut(curve: Curve, step: int) -> int:
     return removed
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A part of a run: from the step after `begin` on, until the next piece begins."""
 
     begin: int
@@ -114,21 +114,21 @@ class Run:
         """The digests of dtgpt's source files in the last start."""
         return _group(self.environment, "code")
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Segment]:
         """Return what was recorded of each part of the run that its curves show, in the order of steps."""
         recipes = [self.recipe]  # the last one first: each start has recorded what it changed
         for start in reversed(self.starts):
             recipes.append(recipes[-1] | _group(start, "before"))
         before, *own = reversed(recipes)
-        found: list[Piece] = []
+        found: list[Segment] = []
         for start, recipe in zip(self.starts, own, strict=True):
             kept = [piece for piece in found if piece.begin < start["step"]]
-            found = [*kept, Piece(start["step"], _facts(recipe, start))]
+            found = [*kept, Segment(start["step"], _facts(recipe, start))]
         if not found:  # written by an older version
-            return [Piece(0, _facts(self.recipe, {}))]
+            return [Segment(0, _facts(self.recipe, {}))]
         shown = [piece for piece in found if piece.begin < self.curves.last] or found[-1:]
         if 0 < next(iter(self.curves.losses), 0) <= shown[0].begin < self.curves.last:  # begun by an older version
-            shown.insert(0, Piece(0, _facts(before, {})))
+            shown.insert(0, Segment(0, _facts(before, {})))
         return shown
 
 

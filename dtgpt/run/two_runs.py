@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtgpt.config.overrides import value_text
-from dtgpt.run.history import HELD_OUT, TRAINING, Curve, Curves, Piece, Run, open_run_or_metrics
+from dtgpt.run.history import HELD_OUT, TRAINING, Curve, Curves, Run, Segment, open_run_or_metrics
 from dtgpt.run.starts import flat
 from dtgpt.util.errors import UserError, shown_name
 
@@ -137,7 +137,7 @@ class Field(NamedTuple):
     b: str
 
 
-class Group(NamedTuple):
+class FieldGroup(NamedTuple):
     """The fields of a kind whose values in two runs are not the same text."""
 
     title: str
@@ -158,19 +158,19 @@ class Group(NamedTuple):
         return not self.without and not self.differing
 
 
-def over_time(pieces: list[Piece], name: str) -> str:
+def over_time(pieces: list[Segment], name: str) -> str:
     """Return the value of a fact as `dp2`, or `dp2 to step 40, then tp2` where it has changed."""
     values = [(piece.begin, piece.facts.get(name, NOT_RECORDED)) for piece in pieces]
     (_, text), *later = [next(same) for _, same in groupby(values, key=lambda pair: pair[1])]
     return text + "".join(f" to step {begin}, then {value}" for begin, value in later)
 
 
-def differences(a: Run, b: Run) -> dict[str, Group]:
+def differences(a: Run, b: Run) -> dict[str, FieldGroup]:
     """Return the groups: "recipe" and "data" decide the curve, "code" and "versions" should not change it, "execution"
     changes its rounding alone, "other" fields do not change it."""
     pieces = a.pieces(), b.pieces()
 
-    def group(title: str, names: Iterable[str], key: str, more: Iterable[Field] = ()) -> Group:
+    def group(title: str, names: Iterable[str], key: str, more: Iterable[Field] = ()) -> FieldGroup:
         """A run has recorded the kind if it has recorded the fact `key` of each of its pieces."""
         fields = [Field(name.partition("/")[2], *(over_time(own, name) for own in pieces)) for name in names]
         return _group(title, [*more, *fields], [all(key in piece.facts for piece in own) for own in pieces])
@@ -206,24 +206,24 @@ def differences(a: Run, b: Run) -> dict[str, Group]:
     return {one.title: one for one in groups}
 
 
-def _group(title: str, fields: Iterable[Field], recorded: Iterable[bool]) -> Group:
+def _group(title: str, fields: Iterable[Field], recorded: Iterable[bool]) -> FieldGroup:
     without = " and ".join(letter for letter, known in zip("AB", recorded, strict=True) if not known)
-    return Group(title, [one for one in fields if one.a != one.b], without)
+    return FieldGroup(title, [one for one in fields if one.a != one.b], without)
 
 
-def _initial(pieces: list[Piece]) -> str:
+def _initial(pieces: list[Segment]) -> str:
     """Return what the run began with: `init_from`, or the run of another library that it went on with."""
     first = pieces[0]
     return first.facts.get("recipe/resume" if first.begin > 0 else "recipe/init_from", NOT_RECORDED)
 
 
-def _resolved(name: str, pieces: tuple[list[Piece], list[Piece]]) -> str:
+def _resolved(name: str, pieces: tuple[list[Segment], list[Segment]]) -> str:
     """Return the fact to compare for a field of `EXECUTION`: what `auto` meant, where both runs have recorded that."""
     known = all(any(f"start/{name}" in piece.facts for piece in own) for own in pieces)
     return f"start/{name}" if known else f"recipe/{name}"
 
 
-def _versions(a: Run, b: Run, torch: Field) -> Group:
+def _versions(a: Run, b: Run, torch: Field) -> FieldGroup:
     """Return the versions of torch over time, and those of other packages in the last start."""
     machines = [flat({name: value for name, value in run.environment.items() if name in MACHINE}) for run in (a, b)]
     names = sorted(set().union(*machines) - {"packages.torch"})
@@ -251,7 +251,7 @@ class TwoRuns:
     a: Run
     b: Run
     metrics: list[Metric]  # with one at least that decides
-    groups: dict[str, Group]
+    groups: dict[str, FieldGroup]
     tolerance: Tolerance
 
     @property
@@ -324,7 +324,7 @@ def _tolerance(runs: tuple[Run, Run], by_precision: Mapping[str, float]) -> Tole
     return Tolerance(by_precision.get(name, most), name)
 
 
-def _precision(piece: Piece) -> str | None:
+def _precision(piece: Segment) -> str | None:
     name = piece.facts.get("start/precision") or piece.facts.get("recipe/precision")
     device = piece.facts.get("start/device")
     if name == "auto":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dtgpt.run.history import Run
 from dtgpt.run.sinks import sparkline
-from dtgpt.run.two_runs import GIVEN, Group, Metric, Point, TwoRuns
+from dtgpt.run.two_runs import GIVEN, FieldGroup, Metric, Point, TwoRuns
 from dtgpt.util.console import counted, hanging
 from dtgpt.util.errors import shown_name
 
@@ -73,7 +73,7 @@ def _table(two: TwoRuns) -> Iterator[str]:
         yield f"{metric.title:<{width}}{len(metric.points):>9}{equal:>15}  {last}"
 
 
-def _group_lines(group: Group, two: TwoRuns) -> Iterator[str]:
+def _group_lines(group: FieldGroup, two: TwoRuns) -> Iterator[str]:
     """Yield the state of a group, and the fields in which the runs differ."""
     state = "the same" if group.is_equal else "differs" if group.differing else f"not recorded by {group.without}"
     yield f"{group.title:<10} {state}  ({EXPLANATIONS[group.title]})"

@@ -15,7 +15,7 @@ import pytest
 
 from dtgpt.data.prepare import compressed, documents, inputs
 from dtgpt.data.prepare.compressed import decompressed
-from dtgpt.data.prepare.documents import Broken, Source
+from dtgpt.data.prepare.documents import Broken, InputFile
 from dtgpt.data.prepare.inputs import find_sources, read_blocks, total_bytes
 from dtgpt.util.errors import UserError
 
@@ -260,7 +260,7 @@ def test_inputs_that_cannot_be_read_are_refused_at_once(tmp_path, name, words):
     with pytest.raises(UserError) as error:
         find_sources([str(tmp_path / name)])
     assert all(word in str(error.value) for word in words)
-    assert find_sources([str(tmp_path / "a.pdf")], kind="jsonl") == [Source(str(tmp_path / "a.pdf"), "jsonl")]
+    assert find_sources([str(tmp_path / "a.pdf")], kind="jsonl") == [InputFile(str(tmp_path / "a.pdf"), "jsonl")]
 
 
 def test_a_file_that_may_not_be_read_is_refused_at_once(tmp_path, monkeypatch):

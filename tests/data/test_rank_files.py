@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import tiktoken
 
-from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import open_tokenizer
 from dtgpt.interop.tokenizer import tokenizer_beside
 from dtgpt.util.storage import write_json
@@ -128,7 +128,7 @@ def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     refused(lambda: tokenizer_beside(tmp_path), "model_type='qwen3'", "tokenizer.json")
     cut_by_pattern(tmp_path, "llama3")
     found = tokenizer_beside(tmp_path)
-    assert isinstance(found, HuggingFace) and found.encode("")[:1] == [found.begin_of_text]
+    assert isinstance(found, TokenizerJson) and found.encode("")[:1] == [found.begin_of_text]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "tokenizer.json"])

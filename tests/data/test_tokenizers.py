@@ -9,7 +9,7 @@ import pytest
 
 from dtgpt.data.tokenizers.bpe_files import from_merges, letter_bytes
 from dtgpt.data.tokenizers.byte_level import ByteLevel
-from dtgpt.data.tokenizers.libraries import HuggingFace
+from dtgpt.data.tokenizers.libraries import TokenizerJson
 from dtgpt.data.tokenizers.open import (
     from_files,
     make_tokenizer,
@@ -123,7 +123,7 @@ def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(t
     plain = open_tokenizer(str(save_tokenizer_json(tmp_path, files)))
     assert isinstance(plain, ByteLevel) and plain.end_of_text == 50256
     other = open_tokenizer(str(save_tokenizer_json(tmp_path, files, normalizer={"type": "NFC"})))
-    assert isinstance(other, HuggingFace) and other.end_of_text == 50256
+    assert isinstance(other, TokenizerJson) and other.end_of_text == 50256
     assert other.encode("a<|endoftext|>") == [64, *LITERAL]
     assert other.encode("a<|endoftext|>", special=True) == [64, 50256]
     assert open_tokenizer(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
@@ -159,7 +159,7 @@ def test_merges_that_tiktoken_would_apply_otherwise_go_to_the_library(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     vocabulary = from_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
-    assert isinstance(vocabulary, HuggingFace)
+    assert isinstance(vocabulary, TokenizerJson)
     assert vocabulary.encode("abc") == [256, ids["c"]]
     assert vocabulary.end_of_text == 259
 
@@ -236,7 +236,7 @@ def test_damaged_files_of_a_vocabulary_are_named(tmp_path, vocab, merges, words)
 def test_a_tokenizer_json_is_encoded_with_what_its_post_processor_adds(tmp_path):
     path = tokenizer_json(tmp_path, bos=True)
     vocabulary, library = open_tokenizer(str(path)), tokenizers.Tokenizer.from_file(str(path))
-    assert isinstance(vocabulary, HuggingFace) and vocabulary.begin_of_text == 0
+    assert isinstance(vocabulary, TokenizerJson) and vocabulary.begin_of_text == 0
     for text in ("", "the quick", HELLO):
         assert vocabulary.encode(text) == library.encode(text).ids
     assert vocabulary.encode("") == [0] and [len(ids) for ids in vocabulary.encode_batch(["", "the"])] == [1, 2]

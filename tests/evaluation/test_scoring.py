@@ -7,7 +7,7 @@ import torch
 import dtgpt
 from dtgpt.config.plan import Plan
 from dtgpt.evaluation import scoring
-from dtgpt.evaluation.batches import Sample, Samples, fitted, pack
+from dtgpt.evaluation.batches import FlatSamples, Sample, fitted, pack
 from dtgpt.evaluation.scoring import Scorer, scorer_of
 from dtgpt.models.decoder import build_model
 from dtgpt.models.gpt2 import GPT2Config
@@ -142,7 +142,7 @@ def test_padding_of_the_vocabulary_does_not_count():
 
 def test_batches_hold_each_sample_once_and_waste_little():
     lengths = np.random.default_rng(1).integers(2, 500, size=2000)
-    flat = Samples(np.zeros(lengths.sum(), np.int32), lengths, np.ones_like(lengths))
+    flat = FlatSamples(np.zeros(lengths.sum(), np.int32), lengths, np.ones_like(lengths))
     batches = pack(flat, tokens=8192, multiple=16, longest=1024)
     assert sorted(i for indices, _ in batches for i in indices) == list(range(2000))
     for indices, length in batches:

@@ -16,7 +16,7 @@ from dtgpt.fuzz.case import TABLES, Case, First, Setting, parse, plain, write_te
 from dtgpt.fuzz.drawing import draw_case
 from dtgpt.fuzz.judge import BAD, Alone, Figures, Outcome, judge
 from dtgpt.fuzz.measure import Seen
-from dtgpt.fuzz.pool import Job, Pool
+from dtgpt.fuzz.pool import Pool, PoolJob
 from dtgpt.fuzz.report import kinds, table
 from dtgpt.fuzz.run import Runner, run_random
 from dtgpt.fuzz.shrink import candidates, shrink
@@ -184,7 +184,7 @@ def test_a_hang_and_a_crash_are_failures_and_the_next_case_runs(setting, pool):
 
 
 def test_ranks_are_the_same_processes_in_every_case(pool):
-    first, second = (pool.run([Job(2, process_id, ())], 60)[0] for _ in range(2))
+    first, second = (pool.run([PoolJob(2, process_id, ())], 60)[0] for _ in range(2))
     assert [a.value for a in first] == [a.value for a in second] and first[0].value != first[1].value
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import from_files, make_tokenizer, open_tokenizer
 from dtgpt.data.tokenizers.sentencepiece_export import sentencepiece_json
 from dtgpt.inference.text import StopSearch, TextStream, check_stop_strings, segments, token_of
@@ -23,12 +23,12 @@ TEXT = st.text(alphabet="the quick fox 12é€🎈\n\ufffd", max_size=12)
 def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vocabularies")
     pieces = open_tokenizer(str(sentencepiece_model(folder)))
-    own = HuggingFace("own", tokenizer_json(folder, bos=True).read_text())
+    own = TokenizerJson("own", tokenizer_json(folder, bos=True).read_text())
     assert isinstance(pieces, SentencePiece)
     return {
         "bytes": make_tokenizer("bytes", [], 0), "gpt2": from_files(*gpt2_files(folder)),
         "characters": Char(list("the quick fox12é€🎈\n\ufffd ")), "tokenizer.json": own, "sentencepiece": pieces,
-        "byte fallback": HuggingFace("fallback", sentencepiece_json(pieces)),
+        "byte fallback": TokenizerJson("fallback", sentencepiece_json(pieces)),
     }  # fmt: skip
 
 

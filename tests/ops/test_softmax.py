@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtgpt.ops.fused_softmax import softmax_kernels
 from dtgpt.ops.fused_softmax.softmax import cuda_backward, cuda_forward, reference, scaled_masked_softmax
-from dtgpt.ops.fused_softmax.softmax_kernels import Launch
+from dtgpt.ops.fused_softmax.softmax_kernels import SoftmaxLaunch
 from dtgpt.ops.random.dropout import attention_dropout
 from dtgpt.ops.random.philox import fold, root_key
 
@@ -179,7 +179,7 @@ def test_kernels_have_the_values_and_gradients_of_the_reference(kernels, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("how", [Launch(32, 4), Launch(256, 2), Launch(128, 1)], ids=str)
+@pytest.mark.parametrize("how", [SoftmaxLaunch(32, 4), SoftmaxLaunch(256, 2), SoftmaxLaunch(128, 1)], ids=str)
 def test_how_rows_are_laid_over_threads_changes_no_value(kernels, how):
     scores, grad, key = make_case((1, 2, 100, 1024), torch.bfloat16, "cuda")
     settings = (None, key, SCALE, True, P, START)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dtgpt.fuzz.pool import IMPORTS, Answer, Job, Pool
+from dtgpt.fuzz.pool import IMPORTS, Pool, PoolJob, ProcessResult
 from dtgpt.util.errors import UserError
 from tests.support.pictures import no_pictures
 
@@ -39,14 +39,16 @@ class RankPool:
         """What `function(*args)`, importable by name, returns on each rank of a new gloo group of `world` ranks."""
         __tracebackhide__ = True  # pytest shows the caller's line
         environment = {name: os.environ[name] for name in ["DTGPT_CACHE"] if name in os.environ}
-        (answers,) = self._pool.run([Job(world, call, (pickle.dumps((function, args)), environment, timeout))], timeout)
+        (answers,) = self._pool.run(
+            [PoolJob(world, call, (pickle.dumps((function, args)), environment, timeout))], timeout
+        )
         failed = [answer for answer in answers if answer.failure]
         if failed:
             raise RankFailed(describe(failed, world))
         return [answer.value for answer in answers]
 
 
-def describe(failed: list[Answer], world: int) -> str:
+def describe(failed: list[ProcessResult], world: int) -> str:
     """What happened first, since it may have left other ranks blocked, or all ranks that hang."""
     first = min(failed, key=lambda answer: answer.when)
     ranks = [answer for answer in failed if answer.when == first.when]

@@ -11,7 +11,7 @@ import tiktoken
 from dtgpt.commands.convert import ConvertOptions, convert
 from dtgpt.data.prepare.job import PrepareConfig, prepare
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel
-from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.open import load_tokenizer, make_tokenizer, open_tokenizer, read_saved
 from dtgpt.inference.load import load
 from dtgpt.inference.prompts import tokenizer_of
@@ -151,7 +151,7 @@ def test_a_run_is_not_resumed_with_another_end_of_text(recipe, tmp_path):
 @pytest.mark.parametrize("kind, package", [("sentencepiece", "sentencepiece"), ("tokenizer.json", "tokenizers")])
 def test_a_run_whose_package_is_missing_says_which(tmp_path, monkeypatch, kind, package):
     known = open_tokenizer(make(kind, tmp_path))
-    assert isinstance(known, SentencePiece if kind == "sentencepiece" else HuggingFace)
+    assert isinstance(known, SentencePiece if kind == "sentencepiece" else TokenizerJson)
     (tmp_path / "run").mkdir()
     known.save(tmp_path / "run" / "tokenizer.json")
     monkeypatch.setitem(sys.modules, package, None)

@@ -27,7 +27,7 @@ class Broken(NamedTuple):
         return f"{self.source}, line {self.line}: {self.reason}"
 
 
-class Source(NamedTuple):
+class InputFile(NamedTuple):
     """An input: its path, and "jsonl", "txt" (one document) or "lines" (one a line)."""
 
     path: str
@@ -42,7 +42,7 @@ class Unreadable(Exception):
     """Why a line is not a document."""
 
 
-def whole_lines(source: Source, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+def whole_lines(source: InputFile, pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, lines of about BLOCK bytes); only the last line of all may lack its end. As in
     the text files of Python, and so in Megatron-LM, a line ends with "\\n", "\\r" or both."""
     held: list[bytes] = []
@@ -114,7 +114,7 @@ def text_line(line: bytes, keys: tuple[str, ...]) -> Document:
         raise Unreadable(f"not UTF-8 (byte {error.start + 1} of the line)") from None
 
 
-def whole_text(source: Source, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
+def whole_text(source: InputFile, pieces: Iterator[bytes], keys: tuple[str, ...]) -> Document | Broken:
     held = bytearray()
     for piece in pieces:
         held += piece

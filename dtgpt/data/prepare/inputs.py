@@ -24,7 +24,7 @@ from dtgpt.data.prepare.documents import (
     STDIN,
     Broken,
     Document,
-    Source,
+    InputFile,
     Unreadable,
     json_document,
     text_line,
@@ -46,7 +46,7 @@ class Lines:
     the end of the block."""
 
     position: int
-    source: Source
+    source: InputFile
     first: int
     data: bytes
 
@@ -74,7 +74,7 @@ class Parsed:
         return iter(self.items)
 
 
-def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> list[Source]:
+def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> list[InputFile]:
     """Return the inputs that `patterns` (paths, globs and "-" for standard input) name, those of a glob sorted.
 
     kind: "auto" (by suffix) or "jsonl", "txt". txt: whether a text has a document per "file" or "line". Raises
@@ -89,24 +89,24 @@ def find_sources(patterns: list[str], kind: str = "auto", txt: str = "file") -> 
             _check_readable(name)
         found = _kind_of(name) if kind == "auto" else kind
         found = "lines" if found == "txt" and txt == "line" else found
-        sources.append(Source(name, found))
+        sources.append(InputFile(name, found))
     return sources
 
 
-def check_keys(sources: list[Source], keys: tuple[str, ...]) -> None:
+def check_keys(sources: list[InputFile], keys: tuple[str, ...]) -> None:
     """Raise UserError if several keys are asked for and an input is a text, which has none."""
     if len(keys) > 1 and any(source.kind in ("txt", "lines") for source in sources):
         raise UserError(f"a text has no keys {' '.join(keys)}; give one, as in --json-keys text")
 
 
-def total_bytes(sources: list[Source]) -> int | None:
+def total_bytes(sources: list[InputFile]) -> int | None:
     """Return the bytes of all inputs on disk; None where one of them is a pipe."""
     if not all(os.path.isfile(source.path) for source in sources):
         return None
     return sum(os.path.getsize(source.path) for source in sources)
 
 
-def read_blocks(sources: list[Source], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
+def read_blocks(sources: list[InputFile], keys: tuple[str, ...]) -> Iterator[Lines | Parsed]:
     """Yield all inputs in order. Raises UserError if one cannot be read to its end."""
     before, size = 0, 0
     items: list[Document | Broken] = []
@@ -181,7 +181,7 @@ class _Pipe(io.RawIOBase):
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[io.BufferedReader]:
+def _opened(source: InputFile) -> Iterator[io.BufferedReader]:
     with ExitStack() as stack:
         try:
             stdin = cast(io.BufferedReader, sys.stdin.buffer)

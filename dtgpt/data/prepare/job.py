@@ -17,9 +17,9 @@ import numpy as np
 from dtgpt.data.megatron.indexed import IndexedWriter, idx_path, merge, token_dtype, tokenizer_path
 from dtgpt.data.megatron.tokenizer_beside import tokenizer_beside
 from dtgpt.data.prepare.config import PrepareConfig
-from dtgpt.data.prepare.documents import Broken
+from dtgpt.data.prepare.documents import Broken, InputFile
 from dtgpt.data.prepare.encode import Encoded, Encoder
-from dtgpt.data.prepare.inputs import Source, check_keys, find_sources, read_blocks, total_bytes
+from dtgpt.data.prepare.inputs import check_keys, find_sources, read_blocks, total_bytes
 from dtgpt.data.prepare.pool import ordered_map
 from dtgpt.data.prepare.progress import BrokenLines, Progress
 from dtgpt.data.prepare.target import check_list, check_target, lock_prefix, open_list
@@ -222,7 +222,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_any(summary: Summary, sources: list[Source], first: Broken | None) -> None:
+def _check_any(summary: Summary, sources: list[InputFile], first: Broken | None) -> None:
     if summary.tokens:
         return
     names = sources[0].name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")

@@ -7,7 +7,7 @@ from typing import Any
 from dtgpt.data.tokenizers.bpe_files import BYTE_LEVEL, letter_bytes, merges_of, tokenizer_json
 from dtgpt.data.tokenizers.byte_level import PATTERNS, ByteLevel
 from dtgpt.data.tokenizers.char import Char
-from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece, parse_tokenizer
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson, parse_tokenizer
 from dtgpt.data.tokenizers.sentencepiece_export import normalizes, sentencepiece_json
 from dtgpt.data.tokenizers.tokenizer import Tokenizer, opening_template
 from dtgpt.util.errors import UserError, shown
@@ -69,7 +69,7 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, ByteLevel):
         return _byte_level_json(tokenizer)
-    if isinstance(tokenizer, HuggingFace):
+    if isinstance(tokenizer, TokenizerJson):
         whole = {"truncation": None, "padding": None}  # a text is taken as it is
         return json.dumps(parse_json(tokenizer.to_json()["tokenizer_json"]) | whole, ensure_ascii=False)
     if isinstance(tokenizer, SentencePiece):

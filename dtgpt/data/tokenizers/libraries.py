@@ -21,7 +21,7 @@ ENCODING = Lock()  # versions of tokenizers raise where a thread sets the object
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-class HuggingFace(Tokenizer):
+class TokenizerJson(Tokenizer):
     """Any tokenizer.json, with what its post-processor adds: a begin of text, for example. `end`: the name of its end
     of text, if a file beside it has one."""
 

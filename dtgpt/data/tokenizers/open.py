@@ -24,7 +24,7 @@ from dtgpt.data.tokenizers.bpe_files import (
 from dtgpt.data.tokenizers.byte_level import PATTERN, ByteLevel, by_id, train_ranks
 from dtgpt.data.tokenizers.char import Char, Ids, read_meta
 from dtgpt.data.tokenizers.folder import NAMES, check_pre_tokenization, end_of_text_beside, opens_texts, tokenizer_file
-from dtgpt.data.tokenizers.libraries import HuggingFace, SentencePiece
+from dtgpt.data.tokenizers.libraries import SentencePiece, TokenizerJson
 from dtgpt.data.tokenizers.rank_files import from_ranks, is_rank_file
 from dtgpt.data.tokenizers.tokenizer import (
     CHECKSUM,
@@ -126,7 +126,7 @@ def _from_json(saved: dict[str, Any]) -> Tokenizer:
     if "sentencepiece" in saved:
         return SentencePiece(saved["name"], base64.b64decode(saved["sentencepiece"], validate=True), saved["begin"])
     if "tokenizer_json" in saved:
-        return HuggingFace(saved["name"], saved["tokenizer_json"], saved["end"])
+        return TokenizerJson(saved["name"], saved["tokenizer_json"], saved["end"])
     ranks = [base64.b64decode(token, validate=True) for token in saved["ranks"]]
     if "specials" not in saved:  # of an older run
         return ByteLevel(saved["name"], saved["pattern"], ranks)
@@ -174,7 +174,7 @@ def from_files(vocab: Path, merges: Path) -> Tokenizer:
     check_merges(ids, pairs, specials, vocab, merges)
     byte_pairs = from_merges(ids, pairs, specials)
     if byte_pairs is None:
-        return HuggingFace(str(vocab), tokenizer_json(ids, list(map(" ".join, pairs)), specials), end)
+        return TokenizerJson(str(vocab), tokenizer_json(ids, list(map(" ".join, pairs)), specials), end)
     return _byte_level(vocab.name, byte_pairs, ids, end)
 
 
@@ -210,7 +210,7 @@ def _from_file(path: Path, begin: bool) -> Tokenizer:
     end = end_of_text_beside(path)
     pairs = _plain_byte_pairs(saved)
     if pairs is None:
-        return HuggingFace(str(path), content, end)
+        return TokenizerJson(str(path), content, end)
     return _byte_level(str(path), pairs, saved["model"]["vocab"], end)
 
 

@@ -20,7 +20,7 @@ SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REMEDY = "fetch it again"
 
 
-class Family(NamedTuple):
+class RankFileKind(NamedTuple):
     """What a file of ranks does not say: the pattern by which texts are cut, the names of the special tokens, whose ids
     follow the ranks, the name of the begin of text, and whether texts are composed (Unicode's NFC) first."""
 
@@ -34,7 +34,7 @@ def _reserved(numbers: range) -> list[str]:
     return [f"<|reserved_special_token_{i}|>" for i in numbers]
 
 
-LLAMA3 = Family(
+LLAMA3 = RankFileKind(
     "|".join((WORDS, r"\p{N}{1,3}", SIGNS)),
     [
         "<|begin_of_text|>", "<|end_of_text|>", *_reserved(range(4)), "<|start_header_id|>", "<|end_header_id|>",
@@ -42,7 +42,7 @@ LLAMA3 = Family(
     ],
     "<|begin_of_text|>", False,
 )  # fmt: skip
-QWEN = Family(
+QWEN = RankFileKind(
     "|".join((WORDS, r"\p{N}", SIGNS)),
     [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))],
     None, True,
@@ -71,7 +71,7 @@ def from_ranks(path: Path, content: bytes, begin: bool = False, end: str | None 
     )  # fmt: skip
 
 
-def _family(path: Path, ranks: int) -> Family:
+def _family(path: Path, ranks: int) -> RankFileKind:
     known = [family for (_, size), family in FAMILIES.items() if size == ranks]
     known += [family for (name, size), family in FAMILIES.items() if name == path.name and ranks < size]
     if not known:

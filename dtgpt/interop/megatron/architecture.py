@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     path: Path  # of the first rank
 
 
-class Architecture(Protocol):
+class MegatronArchitecture(Protocol):
     """One architecture: its names, the args of its models, and the order of what its ranks store."""
 
     TITLE: str  # in messages

@@ -7,13 +7,13 @@ from types import NoneType
 from torch import Tensor
 
 from dtgpt.interop.megatron import gpt2, llama
-from dtgpt.interop.megatron.architecture import Architecture, Values
+from dtgpt.interop.megatron.architecture import MegatronArchitecture, Values
 from dtgpt.interop.megatron.names import padded_rows
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.roles import Role, role_of
 from dtgpt.util.errors import UserError, shown, shown_name
 
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
+ARCHITECTURES: dict[str, MegatronArchitecture] = {"gpt2": gpt2, "llama": llama}  # by dtgpt's name
 NORMS = (Role.NORM, Role.HEAD_NORM)
 
 # What each rank's args must agree on with the first rank's.
@@ -58,7 +58,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def choose_architecture(args: Namespace | None, path: Path) -> Architecture:
+def choose_architecture(args: Namespace | None, path: Path) -> MegatronArchitecture:
     """Return the architecture that has all that args say; GPT-2 without args, which old releases lack. Raise UserError
     for another model, with what the closest architecture lacks for it."""
     if args is None:
@@ -106,7 +106,7 @@ def contradiction(path: Path) -> UserError:
 
 
 def true_vocabulary(
-    given: int | None, rows: int, args: Namespace | None, tensor_parallel_size: int, architecture: Architecture
+    given: int | None, rows: int, args: Namespace | None, tensor_parallel_size: int, architecture: MegatronArchitecture
 ) -> tuple[int, list[str]]:
     """Return the vocabulary size without padding, of a table of `rows` rows, and notes. Raise UserError for a given
     number that does not fit the table."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.interop.foreign import cast, check_architecture, check_dtype
-from dtgpt.interop.megatron.architecture import Architecture
+from dtgpt.interop.megatron.architecture import MegatronArchitecture
 from dtgpt.interop.megatron.config import ARCHITECTURES
 from dtgpt.interop.megatron.names import Family, copy_key, cut_dimension, padded_rows, their_key
 from dtgpt.interop.megatron.tree import FILE_NAMES, rank_folder
@@ -31,7 +31,7 @@ WITH_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 class Target(NamedTuple):
     """The tree to be written."""
 
-    architecture: Architecture
+    architecture: MegatronArchitecture
     family: Family
     dtype: torch.dtype
     tensor_parallel_size: int
@@ -79,13 +79,13 @@ def export_notes(config: ModelConfig) -> list[str]:
     return _architecture_of(config).check_export(config)
 
 
-def _architecture_of(config: ModelConfig) -> Architecture:
+def _architecture_of(config: ModelConfig) -> MegatronArchitecture:
     check_architecture(config, ARCHITECTURES, "Megatron-LM tree")
     return ARCHITECTURES[config.architecture]
 
 
 def _check_sizes(
-    architecture: Architecture, config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
+    architecture: MegatronArchitecture, config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
 ) -> None:
     """Raise UserError for sizes that do not divide the model."""
     cuts = architecture.cut_sizes(config, max(tensor_parallel_size, 1))

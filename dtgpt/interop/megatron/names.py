@@ -19,7 +19,7 @@ Family = Literal["nested", "local", "transformer_engine"]
 Modules = Mapping[str, str]  # place -> dtgpt's module, `attn.qkv` in a block and `head.norm` outside
 
 
-class Place(NamedTuple):
+class ModuleNames(NamedTuple):
     """What stands before `weight` or `bias` in the name of a parameter: of each family, and others that are read."""
 
     nested: str
@@ -28,24 +28,26 @@ class Place(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-def _everywhere(name: str) -> Place:
-    return Place(name, name, name)
+def _everywhere(name: str) -> ModuleNames:
+    return ModuleNames(name, name, name)
 
 
 # Within a layer.
 PLACES = {
-    "attention_norm": Place(
+    "attention_norm": ModuleNames(
         "input_layernorm.", "input_layernorm.", "self_attention.linear_qkv.layer_norm_", ("input_norm.",)
     ),
-    "qkv": Place("self_attention.query_key_value.", "self_attention.linear_qkv.", "self_attention.linear_qkv."),
+    "qkv": ModuleNames("self_attention.query_key_value.", "self_attention.linear_qkv.", "self_attention.linear_qkv."),
     "q_norm": _everywhere("self_attention.q_layernorm."),
     "k_norm": _everywhere("self_attention.k_layernorm."),
-    "attention_output": Place("self_attention.dense.", "self_attention.linear_proj.", "self_attention.linear_proj."),
-    "mlp_norm": Place(
+    "attention_output": ModuleNames(
+        "self_attention.dense.", "self_attention.linear_proj.", "self_attention.linear_proj."
+    ),
+    "mlp_norm": ModuleNames(
         "post_attention_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", ("post_attention_norm.",)
     ),
-    "mlp_input": Place("mlp.dense_h_to_4h.", "mlp.linear_fc1.", "mlp.linear_fc1."),
-    "mlp_output": Place("mlp.dense_4h_to_h.", "mlp.linear_fc2.", "mlp.linear_fc2."),
+    "mlp_input": ModuleNames("mlp.dense_h_to_4h.", "mlp.linear_fc1.", "mlp.linear_fc1."),
+    "mlp_output": ModuleNames("mlp.dense_4h_to_h.", "mlp.linear_fc2.", "mlp.linear_fc2."),
 }
 PLACE_OF = {name: place for place, names in PLACES.items() for name in (*names[:3], *names.others)}
 # Outside: without `language_model.`, `embedding.` and the name of the stack of layers.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtgpt.interop.distcp import METADATA
 from dtgpt.interop.foreign import DTYPES
-from dtgpt.interop.megatron.architecture import Architecture, Order
+from dtgpt.interop.megatron.architecture import MegatronArchitecture, Order
 from dtgpt.interop.megatron.config import STRUCTURE, choose_architecture
 from dtgpt.interop.megatron.names import ANGLES, TIED_COPIES, UNTIED, is_mcore, our_name
 from dtgpt.interop.open import TRACKER
@@ -45,7 +45,7 @@ class RankFile:
 
     path: Path
     args: Namespace | None
-    architecture: Architecture
+    architecture: MegatronArchitecture
     version: int
     iteration: int
     order: Order
@@ -259,7 +259,7 @@ def _flat(tree: Any, path: Path, seen: set[int], prefix: str = "", depth: int = 
 
 
 def _ours(
-    chunk: Mapping[str, Tensor], left_out: Collection[str], architecture: Architecture, path: Path
+    chunk: Mapping[str, Tensor], left_out: Collection[str], architecture: MegatronArchitecture, path: Path
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, tensor in chunk.items():

@@ -20,7 +20,7 @@ WORD = 64  # decisions of dropout in a word, as in `flash_mask`
 BAND = 32  # heads whose keys and values should fit in the L2 cache together
 
 
-class Launch(NamedTuple):
+class FlashLaunch(NamedTuple):
     """Tile sizes and compile options of a kernel."""
 
     BLOCK_M: int
@@ -29,13 +29,29 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-Launches = dict[str, Launch]
-NARROW = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}  # D <= 64
-NARROW_DROPPING = NARROW | {"queries": Launch(64, 64, 4, 3)}  # whose words take the registers of a fourth program
-WIDE = {"forward": Launch(128, 64, 8, 2), "keys": Launch(64, 64, 8, 2), "queries": Launch(64, 64, 4, 2)}
-SINGLE = {"forward": Launch(32, 64, 8, 1), "keys": Launch(16, 64, 8, 1), "queries": Launch(32, 64, 8, 1)}  # fp32
-NARROW_TILES = {"forward": Launch(64, 128, 4, 2), "keys": Launch(64, 64, 4, 3), "queries": Launch(64, 64, 4, 2)}
-WIDE_TILES = {"forward": Launch(64, 64, 4, 3), "keys": Launch(64, 64, 4, 2), "queries": Launch(64, 64, 4, 2)}
+Launches = dict[str, FlashLaunch]
+NARROW = {
+    "forward": FlashLaunch(64, 64, 4, 3),
+    "keys": FlashLaunch(64, 64, 4, 3),
+    "queries": FlashLaunch(64, 64, 4, 2),
+}  # D <= 64
+NARROW_DROPPING = NARROW | {"queries": FlashLaunch(64, 64, 4, 3)}  # whose words take the registers of a fourth program
+WIDE = {"forward": FlashLaunch(128, 64, 8, 2), "keys": FlashLaunch(64, 64, 8, 2), "queries": FlashLaunch(64, 64, 4, 2)}
+SINGLE = {
+    "forward": FlashLaunch(32, 64, 8, 1),
+    "keys": FlashLaunch(16, 64, 8, 1),
+    "queries": FlashLaunch(32, 64, 8, 1),
+}  # fp32
+NARROW_TILES = {
+    "forward": FlashLaunch(64, 128, 4, 2),
+    "keys": FlashLaunch(64, 64, 4, 3),
+    "queries": FlashLaunch(64, 64, 4, 2),
+}
+WIDE_TILES = {
+    "forward": FlashLaunch(64, 64, 4, 3),
+    "keys": FlashLaunch(64, 64, 4, 2),
+    "queries": FlashLaunch(64, 64, 4, 2),
+}
 
 
 class Call:

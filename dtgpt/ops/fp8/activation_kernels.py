@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dtgpt.ops.fp8.quantize_kernels import (
     CELLS,
-    Launch,
+    QuantizeLaunch,
     empty_orders,
     largest_of,
     raise_amax,
@@ -20,10 +20,10 @@ from dtgpt.ops.pointwise.gelu_kernels import cdf, slope
 from dtgpt.ops.pointwise.machine import rounded
 from dtgpt.ops.pointwise.swiglu_kernels import sigmoid
 
-GELU_FORWARD = Launch(rows=64, columns=128, warps=8, occupancy=4, stages=3)
-GELU_BACKWARD = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
-SWIGLU_FORWARD = Launch(rows=128, columns=64, warps=8, occupancy=4, stages=1)
-SWIGLU_BACKWARD = Launch(rows=128, columns=64, warps=4, occupancy=4, stages=2)
+GELU_FORWARD = QuantizeLaunch(rows=64, columns=128, warps=8, occupancy=4, stages=3)
+GELU_BACKWARD = QuantizeLaunch(rows=64, columns=64, warps=4, occupancy=8, stages=2)
+SWIGLU_FORWARD = QuantizeLaunch(rows=128, columns=64, warps=8, occupancy=4, stages=1)
+SWIGLU_BACKWARD = QuantizeLaunch(rows=128, columns=64, warps=4, occupancy=4, stages=2)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def swiglu_backward_kernel(
 
 def forward(
     x: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, columns: bool,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (q `[R, C]`, q_t `[C, R]`, empty without `columns`) of the activation of x `[.., C]` or `[.., 2 C]`."""
     launch = launch or (SWIGLU_FORWARD if bias is None else GELU_FORWARD)
@@ -185,7 +185,7 @@ def forward(
 
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype, amax: Tensor | None,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (q, q_t, d_bias) of the gradient in x; without a bias d_bias is empty."""
     launch = launch or (SWIGLU_BACKWARD if bias is None else GELU_BACKWARD)

@@ -19,7 +19,7 @@ from dtgpt.ops.pointwise.machine import PTX
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
-class Launch(NamedTuple):
+class QuantizeLaunch(NamedTuple):
     """How a kernel over tiles is distributed over the device."""
 
     rows: int  # of a tile, a multiple of ROWS
@@ -29,8 +29,8 @@ class Launch(NamedTuple):
     stages: int  # of the software pipeline: tiles that a program prefetches
 
 
-PLAIN = Launch(rows=64, columns=64, warps=2, occupancy=1 << 10, stages=1)  # a program for each tile
-WITH_SUMS = Launch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
+PLAIN = QuantizeLaunch(rows=64, columns=64, warps=2, occupancy=1 << 10, stages=1)  # a program for each tile
+WITH_SUMS = QuantizeLaunch(rows=64, columns=64, warps=4, occupancy=8, stages=1)
 CELLS = ["scale", "amax"]  # elements of vectors, at any address: one binary serves all
 
 
@@ -138,14 +138,14 @@ def quantize_kernel(
 DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
-def tile_grid(rows: int, columns: int, device: torch.device, launch: Launch) -> tuple[int, int]:
+def tile_grid(rows: int, columns: int, device: torch.device, launch: QuantizeLaunch) -> tuple[int, int]:
     """Return (blocks of columns, programs along the rows)."""
     blocks = triton.cdiv(columns, launch.columns)
     programs = multiprocessors(device) * launch.occupancy // blocks
     return blocks, max(min(programs, triton.cdiv(rows, launch.rows)), 1)
 
 
-def tile_options(dtype: torch.dtype, launch: Launch) -> tuple:
+def tile_options(dtype: torch.dtype, launch: QuantizeLaunch) -> tuple:
     """Return the constants LIMIT, DTYPE, GROUPS, BLOCK and STAGES of a kernel."""
     return torch.finfo(dtype).max, DTYPES[dtype], launch.rows // ROWS, launch.columns, launch.stages
 
@@ -158,7 +158,7 @@ def empty_orders(x: Tensor, rows: int, columns: int, dtype: torch.dtype, q: bool
 
 def quantize(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, rows: bool, columns: bool, sums: bool,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (q, q_t, column sum) of x `[.., C]`; what is not wanted is empty."""
     x, width = x.contiguous(), x.shape[-1]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dtgpt.ops.fast import has_triton
-from dtgpt.ops.fused_softmax.softmax_kernels import BACKWARD, FORWARD, Launch, launch, serves
+from dtgpt.ops.fused_softmax.softmax_kernels import BACKWARD, FORWARD, SoftmaxLaunch, launch, serves
 from dtgpt.ops.random.dropout import attention_dropout, attention_mask, keep_scale
 
 LOG2_E = 1 / math.log(2)
@@ -145,7 +145,7 @@ def plain_backward(
 
 def cuda_forward(
     scores: Tensor, mask: Tensor | None, key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int],
-    how: Launch = FORWARD,
+    how: SoftmaxLaunch = FORWARD,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not serves(scores, scale, start):
         return _compiled(plain_forward, has_triton(scores))(scores, mask, key, scale, causal, p, start)
@@ -157,7 +157,7 @@ def cuda_forward(
 
 def cuda_backward(
     grad: Tensor, saved: Tensor, log_sums: Tensor, mask: Tensor | None, key: Tensor | None,
-    scale: float, causal: bool, p: float, start: Sequence[int], how: Launch = BACKWARD,
+    scale: float, causal: bool, p: float, start: Sequence[int], how: SoftmaxLaunch = BACKWARD,
 ) -> Tensor:  # fmt: skip
     if not serves(saved, scale, start):
         return _compiled(plain_backward, has_triton(saved))(grad, saved, log_sums, mask, key, scale, causal, p, start)

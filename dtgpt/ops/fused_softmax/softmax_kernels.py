@@ -20,15 +20,15 @@ FLAGS = ("-ftz=true", "-prec-div=false")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class Launch(NamedTuple):
+class SoftmaxLaunch(NamedTuple):
     """How rows are distributed over threads."""
 
     threads: int  # of a block whose rows have one warp each
     most_octets: int  # 1, 2 or 4: rows longer than 256 of these columns are shared by several warps
 
 
-FORWARD = Launch(threads=64, most_octets=4)
-BACKWARD = Launch(threads=64, most_octets=4)
+FORWARD = SoftmaxLaunch(threads=64, most_octets=4)
+BACKWARD = SoftmaxLaunch(threads=64, most_octets=4)
 
 
 class Problem(ctypes.Structure):
@@ -61,7 +61,7 @@ def serves(scores: Tensor, scale: float, start: Sequence[int]) -> bool:
 
 
 def launch(
-    how: Launch, input: Tensor, grad: Tensor | None, result: Tensor, log_sums: Tensor, mask: Tensor | None,
+    how: SoftmaxLaunch, input: Tensor, grad: Tensor | None, result: Tensor, log_sums: Tensor, mask: Tensor | None,
     key: Tensor | None, scale: float, causal: bool, p: float, start: Sequence[int],
 ) -> None:  # fmt: skip
     """Write `result` and, in forward under dropout, `log_sums`. All tensors are contiguous; a `grad` means backward.

@@ -15,7 +15,7 @@ from dtgpt.ops.fast import multiprocessors
 from dtgpt.ops.random.dropout import LANES
 
 
-class Launch(NamedTuple):
+class ColumnLaunch(NamedTuple):
     """How a kernel is distributed over the device."""
 
     rows: int  # of a tile where a thread has `width` columns of a row; fewer where rows are longer
@@ -24,13 +24,13 @@ class Launch(NamedTuple):
     stages: int  # of the software pipeline: tiles that a program prefetches
 
 
-COLUMN_SUM = Launch(rows=8, width=8, occupancy=32, stages=1)
+COLUMN_SUM = ColumnLaunch(rows=8, width=8, occupancy=32, stages=1)
 MOST_WARPS = 16  # of a program
 COLUMN_BLOCK = 1024  # columns of a tile in kernels that need not see whole rows
 SUM_TILE = 256, 16, 8  # rows, columns and warps of a tile of the second stage
 
 
-def shape_of_tile(columns: int, launch: Launch) -> tuple[int, int, int]:
+def shape_of_tile(columns: int, launch: ColumnLaunch) -> tuple[int, int, int]:
     """Return (rows, columns, warps) of a tile for rows of `columns`."""
     block = max(triton.next_power_of_2(columns), 2 * LANES)
     warps = min(max(block // (32 * launch.width), 1), MOST_WARPS)
@@ -84,7 +84,9 @@ def sum_partials(partials: Tensor, *outputs: Tensor) -> None:
     sum_partials_kernel[grid](partials, *outs, count, columns, rows, block, num_warps=warps)
 
 
-def column_grid(rows: int, columns: int, device: torch.device, launch: Launch) -> tuple[tuple[int, int], int, int, int]:
+def column_grid(
+    rows: int, columns: int, device: torch.device, launch: ColumnLaunch
+) -> tuple[tuple[int, int], int, int, int]:
     """Return ((blocks of columns, programs along the rows), rows, columns, warps), the latter three of a tile."""
     tile, block, warps = shape_of_tile(min(columns, COLUMN_BLOCK), launch)
     blocks = triton.cdiv(columns, block)
@@ -92,7 +94,7 @@ def column_grid(rows: int, columns: int, device: torch.device, launch: Launch) -
     return (blocks, max(min(programs, triton.cdiv(rows, tile)), 1)), tile, block, warps
 
 
-def column_sum(x: Tensor, launch: Launch = COLUMN_SUM) -> Tensor:
+def column_sum(x: Tensor, launch: ColumnLaunch = COLUMN_SUM) -> Tensor:
     """Sum x `[.., F]` to `[F]`."""
     x, columns = x.contiguous(), x.shape[-1]
     rows = x.numel() // columns

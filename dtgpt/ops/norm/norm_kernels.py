@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dtgpt.ops.fast import multiprocessors
-from dtgpt.ops.norm.column_kernels import Launch, shape_of_tile, sum_partials
+from dtgpt.ops.norm.column_kernels import ColumnLaunch, shape_of_tile, sum_partials
 from dtgpt.ops.random.dropout import LANES, keep_scale, threshold
 from dtgpt.ops.random.triton_philox import keep_tile
 
-NORM_FORWARD = Launch(rows=4, width=8, occupancy=16, stages=2)
-NORM_BACKWARD = Launch(rows=4, width=8, occupancy=12, stages=2)
-RMS_FORWARD = Launch(rows=2, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
-RMS_BACKWARD = Launch(rows=1, width=8, occupancy=32, stages=1)
+NORM_FORWARD = ColumnLaunch(rows=4, width=8, occupancy=16, stages=2)
+NORM_BACKWARD = ColumnLaunch(rows=4, width=8, occupancy=12, stages=2)
+RMS_FORWARD = ColumnLaunch(rows=2, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
+RMS_BACKWARD = ColumnLaunch(rows=1, width=8, occupancy=32, stages=1)
 PREFETCHED = 8192  # elements of the largest tile to prefetch: a larger one would spill registers
 
 # Sizes that differ between batches and shards. They are not specialised, so that one binary serves all of them.
@@ -154,7 +154,7 @@ def dropout_arguments(key: Tensor | None, p: float, start: Sequence[int]) -> tup
     )
 
 
-def tiling(x: Tensor, key: Tensor | None, rows: int, warps: int, launch: Launch) -> tuple[int, int, int, int]:
+def tiling(x: Tensor, key: Tensor | None, rows: int, warps: int, launch: ColumnLaunch) -> tuple[int, int, int, int]:
     """Return (programs, tiles, tiles_per_sample, length); without a key all rows count as one sample."""
     samples = x.shape[0] if key is not None else 1
     length = x.numel() // (max(samples, 1) * x.shape[-1])
@@ -165,7 +165,7 @@ def tiling(x: Tensor, key: Tensor | None, rows: int, warps: int, launch: Launch)
 
 def norm_forward(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float, key: Tensor | None, p: float, start: Sequence[int], launch: Launch | None = None,
+    eps: float, key: Tensor | None, p: float, start: Sequence[int], launch: ColumnLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return (total, normed, mean, rstd): total is None without a branch, the others without a weight.
 
@@ -191,7 +191,7 @@ def norm_forward(
 def norm_backward(
     d_normed: Tensor | None, d_sum: Tensor | None, total: Tensor | None, mean: Tensor | None, rstd: Tensor | None,
     weight: Tensor | None, branch_bias: Tensor | None, key: Tensor | None, p: float, start: Sequence[int],
-    launch: Launch | None = None,
+    launch: ColumnLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return (dx, d_branch, dweight, dbias, d_branch_bias).
 

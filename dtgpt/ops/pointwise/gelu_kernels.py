@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtgpt.ops.norm.column_kernels import Launch, column_grid, sum_partials
+from dtgpt.ops.norm.column_kernels import ColumnLaunch, column_grid, sum_partials
 from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
 
-FORWARD = Launch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
-BACKWARD = Launch(rows=2, width=8, occupancy=24, stages=2)
+FORWARD = ColumnLaunch(rows=4, width=8, occupancy=1 << 20, stages=1)  # a program for each tile
+BACKWARD = ColumnLaunch(rows=2, width=8, occupancy=24, stages=2)
 
 # (1 + tanh z) / 2 = 1 / (1 + 2^(-2 z / ln 2)): one exponential, and accurate where 1 + tanh z cancels.
 # z = sqrt(2 / pi) (u + 0.044715 u^3).
@@ -78,7 +78,7 @@ def bias_gelu_backward_kernel(
     tl.store(partials + tl.program_id(1) * F + columns, sums, inside)
 
 
-def bias_gelu_forward(x: Tensor, bias: Tensor, launch: Launch = FORWARD) -> Tensor:
+def bias_gelu_forward(x: Tensor, bias: Tensor, launch: ColumnLaunch = FORWARD) -> Tensor:
     """Return gelu_tanh(x + bias) `[.., F]` for x `[.., F]` and bias `[F]`."""
     x, columns = x.contiguous(), x.shape[-1]
     rows, y = x.numel() // columns, torch.empty_like(x)
@@ -87,7 +87,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, launch: Launch = FORWARD) -> Tens
     return y
 
 
-def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, launch: Launch = BACKWARD) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, launch: ColumnLaunch = BACKWARD) -> tuple[Tensor, Tensor]:
     """Return (dx, dbias)."""
     dy, x, columns = dy.contiguous(), x.contiguous(), x.shape[-1]
     rows, dx, dbias = x.numel() // columns, torch.empty_like(x), torch.empty_like(bias)

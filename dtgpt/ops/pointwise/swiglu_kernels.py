@@ -14,15 +14,15 @@ from torch import Tensor
 from dtgpt.ops.pointwise.machine import power_of_two, reciprocal
 
 
-class Launch(NamedTuple):
+class SwigluLaunch(NamedTuple):
     """How a kernel is distributed over the device."""
 
     pairs: int  # of a program
     warps: int
 
 
-FORWARD = Launch(pairs=1024, warps=4)
-BACKWARD = Launch(pairs=1024, warps=8)
+FORWARD = SwigluLaunch(pairs=1024, warps=4)
+BACKWARD = SwigluLaunch(pairs=1024, warps=8)
 
 RATE = tl.constexpr(-1 / math.log(2))
 # In a product with a tensor this constant is the right operand, as the interpreter of Triton 3.8 needs.
@@ -64,7 +64,7 @@ def swiglu_backward_kernel(dy, x, dx, pairs, BLOCK: tl.constexpr):
     tl.store(dx + 2 * first + places, both, places < 2 * (pairs - first))
 
 
-def swiglu_forward(x: Tensor, launch: Launch = FORWARD) -> Tensor:
+def swiglu_forward(x: Tensor, launch: SwigluLaunch = FORWARD) -> Tensor:
     """Return silu(gate) * up `[.., F]` for x `[.., 2 F]`."""
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
@@ -73,7 +73,7 @@ def swiglu_forward(x: Tensor, launch: Launch = FORWARD) -> Tensor:
     return y
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, launch: Launch = BACKWARD) -> Tensor:
+def swiglu_backward(dy: Tensor, x: Tensor, launch: SwigluLaunch = BACKWARD) -> Tensor:
     """Return dx `[.., 2 F]`."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)

@@ -16,15 +16,15 @@ from dtgpt.ops.fast import multiprocessors
 from dtgpt.ops.norm.column_kernels import sum_partials
 
 
-class Launch(NamedTuple):
+class RotaryLaunch(NamedTuple):
     """How a kernel is distributed over the device."""
 
     elements: int  # of half a head times the tokens of a tile
     warps: int
 
 
-FORWARD = Launch(elements=512, warps=4)
-BACKWARD = Launch(elements=512, warps=4)
+FORWARD = RotaryLaunch(elements=512, warps=4)
+BACKWARD = RotaryLaunch(elements=512, warps=4)
 MOST_TOKENS = 128  # of a tile
 SUMMING = 16  # warps per multiprocessor in all programs together, where programs sum gradients of weights
 
@@ -180,7 +180,7 @@ def rotary_backward_kernel(
         store_halves(dk_weight + partial, tl.sum(k_sum_a, 0), tl.sum(k_sum_b, 0), inside, HALF)
 
 
-def tiling(qkv_shape: torch.Size, launch: Launch) -> tuple[int, int, dict[str, int]]:
+def tiling(qkv_shape: torch.Size, launch: RotaryLaunch) -> tuple[int, int, dict[str, int]]:
     """Return (tokens, tiles, the sizes that are constants of a kernel)."""
     batch, length, groups, parts, size = qkv_shape
     block = triton.next_power_of_2(size // 2)
@@ -192,7 +192,7 @@ def tiling(qkv_shape: torch.Size, launch: Launch) -> tuple[int, int, dict[str, i
 
 def rotary_forward(
     qkv: Tensor, positions: Tensor | None, table: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float, launch: Launch = FORWARD,
+    eps: float, launch: RotaryLaunch = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q `[B, T, G R, D]`, k and v `[B, T, G, D]` of qkv `[B, T, G, R + 2, D]`; table: as of `angle_table`."""
     qkv, positions = qkv.contiguous(), None if positions is None else positions.contiguous()
@@ -209,7 +209,7 @@ def rotary_forward(
 
 def rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, positions: Tensor | None, table: Tensor,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, launch: Launch = BACKWARD,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, launch: RotaryLaunch = BACKWARD,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return (d_qkv, dq_weight, dk_weight); the latter two, and qkv, are None without norms."""
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
