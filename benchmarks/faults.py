@@ -148,8 +148,8 @@ FAULTS = [
     Fault(
         "offsets: replicas take samples that overlap",
         "dtgpt/train/trainer.py",
-        "first = self.samples_before(step) + self.mesh.place.dp * samples",
-        "first = self.samples_before(step) + self.mesh.place.dp",
+        "self.samples_before(step)) + self.mesh.place.dp * samples",
+        "self.samples_before(step)) + self.mesh.place.dp",
     ),
     Fault(
         "masks: a tp rank draws dropout from one element too late",
@@ -192,5 +192,71 @@ FAULTS = [
         "dtgpt/config/sections.py",
         "decay=shard.local.dim() > 1)",
         "decay=True)",
+    ),
+    Fault(
+        "comm: a rank keeps its addend of a sum",
+        "dtgpt/comm/collectives.py",
+        "dist.all_reduce(whole, group=self.group)",
+        "pass",
+    ),
+    Fault(
+        "comm: gathered parts begin with the second rank's",
+        "dtgpt/comm/collectives.py",
+        "dim) if dim else parts\n\n    def sum",
+        "dim) if dim else parts.roll(len(part), 0)\n\n    def sum",
+    ),
+    Fault(
+        "liveness: a process that is silent is never lost",
+        "dtgpt/liveness/peers.py",
+        "elif self.gone or self._silent >= self._lost_after:",
+        "elif self.gone:",
+    ),
+    Fault(
+        "liveness: who was suspended accuses others of its own silence",
+        "dtgpt/liveness/peers.py",
+        "seconds = min(now - self._last, self._most)",
+        "seconds = now - self._last",
+    ),
+    Fault(
+        "optimizer: gradients are not clipped",
+        "dtgpt/optim/update.py",
+        "return (limit / (norm + 1e-6)).clamp(max=1.0)",
+        "return torch.ones_like(norm)",
+    ),
+    Fault(
+        "optimizer: the second moment decays like the first",
+        "dtgpt/ops/optim/adamw.py",
+        "exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1])",
+        "exp_avg_sq = betas[0] * exp_avg_sq + (1 - betas[0])",
+    ),
+    Fault(
+        "sampling: min_p is compared with the sum of all",
+        "dtgpt/ops/sampling/reference.py",
+        "distance = scaled - scaled.amax(dim=1, keepdim=True)",
+        "distance = scaled - scaled.logsumexp(dim=1, keepdim=True)",
+    ),
+    Fault(
+        "sampling: top_p leaves out the token that crosses it",
+        "dtgpt/ops/sampling/reference.py",
+        "return (before <= top_p[:, None])",
+        "return (before + probabilities <= top_p[:, None])",
+    ),
+    Fault(
+        "sampling: the presence penalty counts",
+        "dtgpt/ops/sampling/edits.py",
+        "(counts > 0) * presence",
+        "counts * presence",
+    ),
+    Fault(
+        "start: of alternatives the last that fits is chosen",
+        "dtgpt/config/plan_choice.py",
+        "next(name for name, count in fits.items() if count == most)",
+        "[name for name, count in fits.items() if count == most][-1]",
+    ),
+    Fault(
+        "start: a run that was found is not resumed",
+        "dtgpt/train/job.py",
+        "return ResumePoint(run=run, checkpoint=checkpoint)",
+        "return ResumePoint()",
     ),
 ]  # fmt: skip

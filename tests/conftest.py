@@ -17,6 +17,7 @@ from dtgpt.config.sections import DataConfig, LogConfig, OptimizerConfig
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.util.environment import child_environment
 from dtgpt.util.hardware import why_no_compiler
+from tests.support.budgets import budget_of, slowness, wrong_marks
 from tests.support.pictures import no_pictures
 from tests.support.week import VARIABLE, seed_of_the_week
 
@@ -30,31 +31,10 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
-# Files that are not part of `-m quick`. A file that is not listed is: where it is slow, the two minutes show it.
-SLOW = {
-    "test_against_transformers", "test_batch_size", "test_benchmarks", "test_checkpoint_damage",
-    "test_checkpoint_kill", "test_checkpoint_memory", "test_checkpoint_save", "test_cli", "test_connection",
-    "test_convert", "test_data", "test_engine", "test_eval_command", "test_extension", "test_failing_disk",
-    "test_foreign_files",
-    "test_fp8_parity", "test_fp8_runs", "test_fuzz",
-    "test_generate_command", "test_generate_llama", "test_graphs", "test_harness", "test_hostile",
-    "test_huggingface_round_trip", "test_inference",
-    "test_interop_huggingface", "test_interval_loss", "test_last_step", "test_life", "test_llama",
-    "test_llama_block", "test_llama_parity", "test_llama_runs", "test_lm_eval", "test_lost_peers",
-    "test_megatron_own", "test_nodes", "test_one_rank", "test_openai_client", "test_optim",
-    "test_own_tokenizer", "test_page_browser",
-    "test_parity", "test_pickles", "test_pipeline", "test_plan_command", "test_precision", "test_prepare",
-    "test_prepare_command", "test_prepared", "test_random_plans", "test_ranks", "test_recipe_file",
-    "test_recompute", "test_reshard", "test_resume", "test_resume_plans", "test_run_folder", "test_same_text",
-    "test_samples_of_training", "test_sampling", "test_sampling_kernels", "test_scoring", "test_server",
-    "test_settle", "test_shards", "test_signals", "test_slurm", "test_storage", "test_task_metrics", "test_timers",
-    "test_token_properties", "test_tokenizer_beside", "test_tokenizer_export", "test_tokenizer_of_run",
-    "test_torch_dist_resume", "test_train", "test_waiting_ranks", "test_watch",
-}  # fmt: skip
-# Of those files, one plan of each kind against one process is part of it nevertheless.
+# Of the slow tests, one plan of each kind against one process is part of `-m quick` nevertheless.
 KINDS = ("dp2_zero0", "dp2_zero3", "tp2_sp", "pp2_1f1b", "tp2_pp2")
 NARROW = ("dp2_zero3-bf16", "pp2_zbv-fp16")
-QUICK_IN_SLOW = {
+QUICK_THOUGH_SLOW = {
     *(f"test_the_plan_follows_one_process[{kind}]" for kind in KINDS),
     *(f"test_a_plan_in_16_bits_follows_one_process_in_16_bits[{kind}]" for kind in NARROW),
     "test_all_ranks_skip_a_step_in_which_one_overflows[dp2_zero3]",
@@ -67,7 +47,8 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        is_quick = item.path.stem not in SLOW or item.name in QUICK_IN_SLOW
+        item.user_properties.append(("budget", budget_of(item)))
+        is_quick = item.get_closest_marker("slow") is None or item.name in QUICK_THOUGH_SLOW
         if is_quick and item.get_closest_marker("long") is None:
             item.add_marker(pytest.mark.quick)
     missing = {"compiler": why_no_compiler(torch.device("cpu"))}
@@ -77,6 +58,16 @@ def pytest_collection_modifyitems(items):
         for name, reason in missing.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which marks `slow` are missing or wrong, after all tests or the quick ones."""
+    whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
+    if whole and config.option.markexpr in ("not long", "quick"):
+        reports = [report for kind in terminalreporter.stats.values() for report in kind]
+        found = [(*dict(r.user_properties)["budget"], r.duration) for r in reports if hasattr(r, "user_properties")]
+        for line in wrong_marks(found, slowness(config.option.numprocesses or 1)):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

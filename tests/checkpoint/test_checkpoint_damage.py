@@ -22,6 +22,8 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(9)
+
 WEIGHTS, OPTIMIZER, STATE = "weights-00000-000.safetensors", "optimizer-00000-000.safetensors", "state.json"
 OLD, NEW = "step_00000002", "step_00000004"
 templates: dict[str, tuple[Path, dict[int, float]]] = {}  # of this pytest worker: a run, and the losses of a longer one

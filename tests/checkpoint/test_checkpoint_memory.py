@@ -13,7 +13,7 @@ from tests.support.bodies_checkpoint import memory_of_loading, save_at_once
 from tests.support.ranks import pool
 from tests.support.runs import change
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.slow(5)]
 BOUND = 1.3
 
 

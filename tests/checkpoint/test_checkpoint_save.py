@@ -35,6 +35,8 @@ from tests.support.bodies_checkpoint import (
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(26)
+
 
 @pytest.fixture
 def recipe(recipe):

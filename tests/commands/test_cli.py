@@ -20,6 +20,8 @@ from dtgpt.config.recipe import Recipe
 from dtgpt.config.recipe_file import recipe_module
 from tests.support.programs import TORCHRUN, Program, run_program
 
+pytestmark = pytest.mark.slow(47)
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]

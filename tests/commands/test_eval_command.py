@@ -25,6 +25,8 @@ from tests.support import bodies_evaluation as bodies
 from tests.support.hugging_face import hugging_face_twin
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(12)
+
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=48, vocab_size=257, init_std=0.4)
 BYTES = make_tokenizer("bytes", [], 0)
 PASSAGES = [f"{number} and {number * 7 % 10} make a sum of the word{number % 3}" for number in range(20)]

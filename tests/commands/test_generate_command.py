@@ -30,6 +30,8 @@ from tests.interop.test_interop_huggingface import InMemory
 from tests.support.programs import TORCHRUN, run_program
 from tests.support.server import live_server, served, tiny_model
 
+pytestmark = pytest.mark.slow(13)
+
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=64, vocab_size=257, init_std=0.5)
 ROOT = Path(__file__).parents[2]
 DTGPT = [*TORCHRUN, "--nproc-per-node", "2", "-m", "dtgpt"]

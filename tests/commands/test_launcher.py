@@ -50,6 +50,7 @@ def launched(code: str, number: int = 3) -> Children:
     return Children(["-S", "-c", begin + code], number, 1)
 
 
+@pytest.mark.slow(2)
 def test_a_run_in_two_processes(tmp_path):
     words = ["-m", "dtgpt", "train", TINY, *SMALL, "--steps", "2", "--plan", "tp2", "--nproc", "2"]
     done = run_program(words, tmp_path)
@@ -58,6 +59,7 @@ def test_a_run_in_two_processes(tmp_path):
     assert (tmp_path / "runs/gpt2_tiny-001/checkpoints/step_00000002").is_dir()
 
 
+@pytest.mark.slow(3)
 def test_a_signal_ends_the_run_with_a_checkpoint_and_a_lost_rank_is_named_last(tmp_path):
     words = [TINY, *SMALL, "--steps", "400", "--log.interval", "1", "--nproc-per-node", "2"]
     program = Program(words, tmp_path)
@@ -149,6 +151,7 @@ def test_others_end_soon_after_rank_0_has_said_why(monkeypatch):
     assert [child.returncode for child in children.started] == [2, -signal.SIGTERM, -signal.SIGTERM]
 
 
+@pytest.mark.slow(3)
 def test_what_hears_no_signal_is_killed(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "GRACE", 1.0)
     monkeypatch.setattr(launcher, "PATIENCE", 2.0)

@@ -13,6 +13,8 @@ from dtgpt.cli import main
 from dtgpt.run.sinks import read_records
 from tests.support.programs import TORCHRUN, run_program
 
+pytestmark = pytest.mark.slow(18)
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]

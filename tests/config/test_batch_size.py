@@ -13,6 +13,8 @@ from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(8)
+
 RAMP = "4 4 40"
 
 

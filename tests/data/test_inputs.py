@@ -343,6 +343,7 @@ def bomb(packed, path, size, fill=b"\n"):
     return path
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("packed", [".zst", ".gz", ".xz", ".bz2"])
 def test_a_small_file_does_not_fill_the_memory(tmp_path, packed):
     import tracemalloc

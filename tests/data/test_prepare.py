@@ -24,6 +24,8 @@ from dtgpt.util.errors import UserError
 from tests.support.prepared import leftovers, run, words_of
 from tests.support.vocabularies import DATA, cut_by_pattern, gpt2_files, sentencepiece_model
 
+pytestmark = pytest.mark.slow(14)
+
 EXPECTED = json.loads((DATA / "preprocess" / "expected.json").read_text())
 RUN = "import sys; from dtgpt.commands.prepare import command; sys.exit(command(sys.argv[1:]))"
 

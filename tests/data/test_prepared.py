@@ -23,6 +23,8 @@ from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 
+pytestmark = pytest.mark.slow(6)
+
 
 def write(prefix, documents) -> str:
     with IndexedWriter(prefix, np.uint16) as writer:

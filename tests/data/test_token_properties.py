@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from dtgpt.data.megatron.token_shards import TokenShards
 from tests.data.test_blend import naive_order, pairs_of
 from tests.data.test_indexed import same, write
 from tests.data.test_samples import INDICES
+
+pytestmark = pytest.mark.slow(30)
 
 quick = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 SEEDS = st.sampled_from([0, 1234, 2**32 - 1]) | st.integers(0, 2**32 - 1)

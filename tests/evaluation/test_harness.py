@@ -24,6 +24,8 @@ from tests.support.harness_tasks import TASKS, write_model, write_tasks
 from tests.support.ranks import pool
 from tests.support.vocabularies import sentencepiece_model
 
+pytestmark = pytest.mark.slow(31)
+
 lm_eval = pytest.importorskip("lm_eval")
 POSITIONS = 64
 

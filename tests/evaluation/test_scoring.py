@@ -18,6 +18,8 @@ from tests.support import bodies_evaluation as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change
 
+pytestmark = pytest.mark.slow(14)
+
 PLANS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp2_pp2": 4, "dp2_tp2": 4, "pp2_zbv": 2}
 TRAINING = {"dp2_zero3": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4}
 

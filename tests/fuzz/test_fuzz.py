@@ -24,6 +24,8 @@ from dtgpt.train.record import Record
 from dtgpt.util.errors import UserError
 from tests.support.bodies_fuzz import hang, with_mask_offset
 
+pytestmark = pytest.mark.slow(3)
+
 TINY = Path("recipes/gpt2_tiny.py")
 PINNED = (
     "llama tp4 model.num_layers=2 model.num_kv_heads=4 model.num_heads=4 model.head_dim=16 "

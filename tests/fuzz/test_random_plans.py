@@ -13,6 +13,8 @@ import pytest
 from dtgpt.cli import main
 from tests.support.week import VARIABLE, seed_of_the_week
 
+pytestmark = pytest.mark.slow(12)
+
 MINUTES = 0.4  # after which no other case begins: less than one with that case
 TINY = Path(__file__).parents[2] / "recipes" / "gpt2_tiny.py"
 

@@ -14,6 +14,8 @@ from dtgpt.util.errors import UserError
 from tests.support.engines import CPU, drain, engine_of, events_of
 from tests.support.hugging_face import hugging_face_twin
 
+pytestmark = pytest.mark.slow(26)
+
 CONFIG = GPT2Config(num_layers=2, hidden_size=48, num_heads=4, seq_length=40, vocab_size=61, init_std=0.3)
 PROMPTS = [[3], [3, 1, 4, 1, 5], [60, 0, 60], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [27, 18], [27, 18, 28]]
 NEW = 20

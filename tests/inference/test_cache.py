@@ -66,6 +66,7 @@ def cached_log_probabilities(runner, ids, borders, decoded, slot):
     return torch.empty(len(ids) - 1, VOCABULARY).scatter_(1, top_ids, logprobs)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_cached_is_recomputed_whatever_the_back_end_the_chunks_and_what_the_slot_held(architecture, backend):

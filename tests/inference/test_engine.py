@@ -16,6 +16,8 @@ from tests.support import bodies_engine as bodies
 from tests.support.other_architecture import GroupedConfig, OtherConfig
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(36)
+
 LENGTH, VOCABULARY = 24, 131
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": LENGTH, "vocab_size": VOCABULARY}
 CONFIGS = {config: config(**SHAPE, init_std=0.3) for config in (GPT2Config, OtherConfig, GroupedConfig)}

@@ -99,11 +99,13 @@ def test_scores_and_streams_raise_it_too(model):
     assert len(model.score([1] * 5).logprobs) == 4
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["tp2", "pp2"])
 def test_all_ranks_raise_it_and_go_on(folder, plan):
     assert pool().run(2, bodies.not_finite, folder, plan) == [[LOGITS] * 3 + [3]] * 2
 
 
+@pytest.mark.slow(2)
 def test_weights_are_told_apart_from_what_pads_them(tmp_path):
     mesh = Mesh(Plan().for_world(1), CPU)
     model = build_model(CONFIG, CPU, torch.float32, root_key(1))

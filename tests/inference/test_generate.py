@@ -289,6 +289,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow(7)
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_value_of_any_option_is_taken_or_refused_in_one_sentence(model, options):
@@ -302,6 +303,7 @@ def test_names_of_other_programs_lead_to_options_that_exist():
     assert set(ELSEWHERE.values()) <= set(NAMES) and not set(ELSEWHERE) & set(NAMES)
 
 
+@pytest.mark.slow(2)
 def test_a_model_with_gpt2s_vocabulary_ends_without_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)  # nothing is fetched
     config = replace(CONFIG, vocab_size=50257)
@@ -368,6 +370,7 @@ def test_a_tokenizer_is_named_on_the_command_line(foreign, tmp_path, capsys):
         assert exit.value.code == 0 and capsys.readouterr().out.startswith("the quick")
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("options, words", [
     ([], ["no tokenizer is saved with", "300 tokens are not GPT-2's", "or --tokenizer ", "merges.txt"]),
     (["--tokenizer", "nowhere"], ["tokenizer nowhere", "vocab.json"]),

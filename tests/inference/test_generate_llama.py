@@ -33,6 +33,8 @@ from tests.support.ranks import pool
 from tests.support.runs import change, training
 from tests.support.server import client, served
 
+pytestmark = pytest.mark.slow(20)
+
 LLAMA = LlamaConfig(
     num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, seq_length=48,
     vocab_size=61, rope_theta=500000.0, rope_factor=8.0, rope_original_length=16, init_std=0.3,

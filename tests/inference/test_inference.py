@@ -24,6 +24,8 @@ from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 from tests.support.sources import TOLERANCE
 
+pytestmark = pytest.mark.slow(31)
+
 CPU = torch.device("cpu")
 LENGTH, VOCABULARY, PROMPT = 16, 1030, [5, 900, 17]
 WORLDS = {"single": 1, "tp2": 2, "tp4": 4, "tp4_sp": 4, "pp2": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_pp2": 4}

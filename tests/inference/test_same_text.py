@@ -12,6 +12,8 @@ from dtgpt.models.gpt2 import GPT2Config
 from tests.support.plays import Cancel, Outcome, Outcomes, Steps, Submit, play
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(20)
+
 CONFIG = GPT2Config(num_layers=2, hidden_size=32, num_heads=4, seq_length=32, vocab_size=61, init_std=0.3)
 SLOTS = 4
 SPECIAL = SpecialIds(end_of_text=60, newline=10, double_newline=11, colon=12)

@@ -40,6 +40,7 @@ def ids_of(tokenizer):
     )
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
 @given(data=st.data())

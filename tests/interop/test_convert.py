@@ -27,6 +27,8 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, training
 from tests.support.sources import refused
 
+pytestmark = pytest.mark.slow(14)
+
 
 @pytest.fixture
 def recipe(recipe):

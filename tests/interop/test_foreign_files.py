@@ -26,6 +26,8 @@ from tests.support.bodies_checkpoint import change_state
 from tests.support.megatron_trees import CONFIG, InMemory, make_weights, write_tree
 from tests.support.sources import Reference, refused
 
+pytestmark = pytest.mark.slow(3)
+
 
 @contextmanager
 def at_once():

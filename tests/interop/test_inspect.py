@@ -186,6 +186,7 @@ def test_digests_tell_the_values_of_every_parameter(run, inspect, tmp_path):
     assert all(before[name] != found[name] for name in found)
 
 
+@pytest.mark.slow(2)
 def test_digests_are_the_same_whatever_plan_wrote_the_weights(recipe, command, inspect, run, tmp_path):
     """A run of tp2 begins with the weights of another, and leaves them as they are."""
     frozen = {"lr": 1e-30, "weight_decay": 0.0, "warmup": 0, "schedule": "constant"}

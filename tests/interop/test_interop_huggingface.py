@@ -20,6 +20,8 @@ from dtgpt.models.source import Source, cut, parameter_shapes
 from dtgpt.ops.random.philox import root_key
 from tests.support.sources import TOLERANCE, check_parts, filled, refused
 
+pytestmark = pytest.mark.slow(4)
+
 CPU = torch.device("cpu")
 
 

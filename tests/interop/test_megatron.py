@@ -28,6 +28,7 @@ def logits(tensors, config=CONFIG):
         return model(torch.arange(32).view(2, 16) * 4)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(("tp", "pp"), PLANS)
 @pytest.mark.parametrize("kind", [(0, "local"), (1.0, "local"), (2.0, "local"), (3.0, "local"), (3.0, "mcore")])
 def test_weights_are_read_bitwise_from_every_plan_and_version(tmp_path, weights, tp, pp, kind):

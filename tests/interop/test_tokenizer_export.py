@@ -29,6 +29,8 @@ from tests.data.test_tokenizers import HELLO, random_texts, save_tokenizer_json
 from tests.interop.test_interop_huggingface import InMemory
 from tests.support.vocabularies import cut_by_pattern, gpt2_files, rank_file, sentencepiece_model, tokenizer_json
 
+pytestmark = pytest.mark.slow(14)
+
 transformers = pytest.importorskip("transformers")
 CL100K = "|".join((
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+", r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]",

@@ -281,6 +281,7 @@ def outcome(path):
         return str(error)
 
 
+@pytest.mark.slow(2)
 def test_random_damage_is_told_or_changes_nothing(tree):
     """Bits that flip, ends that are cut off, and files that are gone or stand in the place of another."""
     path, _ = tree
@@ -317,6 +318,7 @@ def test_random_damage_is_told_or_changes_nothing(tree):
     assert told > 30
 
 
+@pytest.mark.slow(3)
 def test_every_piece_has_its_checksum(tree):
     path, _ = tree
     pieces = [p for t in DistributedFolder(path).tensors.values() for p in t.pieces]

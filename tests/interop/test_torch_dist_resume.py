@@ -29,6 +29,8 @@ from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 from tests.support.torch_dist import common_of, training, write
 
+pytestmark = pytest.mark.slow(7)
+
 DATA = Path(__file__).parents[1] / "fixtures" / "megatron"
 EXPECTED = {  # what Megatron-LM itself printed of the steps after the checkpoint: loss, norm of the gradient
     "llama_tp2": [(3.499578, 1.870), (3.508156, 2.536)],

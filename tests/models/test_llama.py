@@ -16,6 +16,8 @@ from dtgpt.ops.random.philox import root_key
 from tests.support.llama_twins import translate, twin_of
 from tests.support.runs import training
 
+pytestmark = pytest.mark.slow(5)
+
 TOLERANCE = 1e-5  # fp32, relative: rounding of other orders of summation
 SHAPE = {
     "num_layers": 3, "hidden_size": 96, "ffn_hidden_size": 160, "seq_length": 48, "vocab_size": 301, "init_std": 0.1,

@@ -11,6 +11,8 @@ from dtgpt.models.llama import LlamaConfig
 from dtgpt.ops.fast import split_backward
 from tests.support.bodies_norm import capture, custom_ops, keys_of
 
+pytestmark = pytest.mark.slow(6)
+
 CONFIG = LlamaConfig(
     num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=10, ffn_hidden_size=24, seq_length=16,
     vocab_size=300, qk_norm=True, dropout=0.1,

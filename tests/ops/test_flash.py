@@ -148,6 +148,7 @@ def recomputed(x, key):
     return checkpoint(lambda *args: flash._forward(*args)[0], *split_qkv(x * 2), key, 0.3, 0, None, use_reentrant=False)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.compiler
 @pytest.mark.parametrize("layer", [attend_twice, recomputed])
 def test_compiled_equals_eager(layer):

@@ -30,6 +30,8 @@ from tests.support.bodies_sampling import (
 )
 from tests.support.serving import serving_cases
 
+pytestmark = pytest.mark.slow(13)
+
 POSITIONS = 12
 DRAWS = 40_000
 

@@ -16,6 +16,8 @@ from dtgpt.parallel.stages import EMBEDDING_COST, balanced_cut, block_ranges, ke
 from tests.support.bodies_shards import CPU, KEY, logits_of_stages
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(9)
+
 TINY = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 WIDE = replace(GPT2_124M, hidden_size=64, num_heads=4)  # the head costs as much as many blocks
 PLANS = [ResolvedPlan(dp=1, pp=pp, schedule=schedule) for pp in (2, 3, 4) for schedule in SCHEDULES.values()]

@@ -7,6 +7,7 @@ from tests.support.bodies_pushes import ROOM, pushed_and_not, settings_of
 from tests.support.ranks import pool
 
 
+@pytest.mark.slow(11)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", ["dp2", "dp2_zero1", "dp2_zero2", "dp2_zero3"])
 def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan, micro_batches):
@@ -20,6 +21,7 @@ def test_two_ranks_push_what_gloo_sends_bit_for_bit(tmp_path, monkeypatch, plan,
             assert count["bytes"] == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", ["dp3", "dp3_zero3"])
 def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
     """Sums of three ranks have another order than gloo's."""

@@ -16,6 +16,8 @@ from dtgpt.parallel.shards import slices
 from tests.support.bodies_shards import CPU, KEY, Piece, build, largest_made, norm_of, shards_of, whole_gradient
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(20)
+
 CONFIG = GPT2Config(num_layers=4, hidden_size=32, num_heads=4, seq_length=16, vocab_size=257)
 # 256 rows of the vocabulary and 16 positions in 3 parts, and 144 rows of the smallest weight in 3 heads.
 THREE = replace(CONFIG, hidden_size=48, num_heads=3, vocab_size=200)

@@ -16,6 +16,8 @@ from tests.support import bodies_dryrun, one_rank
 from tests.support.one_rank import build_rank, differences
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(12)
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = str(RECIPES / "gpt2_tiny.py")
 GPT2 = GPT2Config(num_layers=8, hidden_size=40, num_heads=5, seq_length=40, vocab_size=257)  # 384 rows: 77 or 76 by tp5

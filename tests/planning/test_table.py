@@ -57,6 +57,7 @@ def test_alternatives_by_world_have_a_line_with_the_plan_that_is_chosen(capsys):
     assert "note: 1 of 5 processes waits" in text
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan, world", [("tp8_sp_pp16_zero1", 16384), ("tp8_sp_zero3", 1024), ("zero3", 1024)])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(plan, world):
     settings, size = load_recipe(LLAMA, ["--plan", plan]).planned(world), 80 * GIB

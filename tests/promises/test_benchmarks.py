@@ -11,6 +11,8 @@ from dtgpt.models.gpt2 import GPT2_124M, GPT2_345M
 from dtgpt.models.llama import LLAMA3_8B
 from tests.support.ranks import pool
 
+pytestmark = pytest.mark.slow(6)
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = str(ROOT / "benchmarks")
 SMALL = [

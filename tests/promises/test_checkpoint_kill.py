@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
+
 from tests.support.pictures import no_pictures
+
+pytestmark = pytest.mark.slow(19)
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("DTGPT_KILLS", "3"))

@@ -17,7 +17,7 @@ from dtgpt.util.errors import UserError
 from tests.commands.test_cli import in_process
 from tests.support.runs import change, newest_run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/mem")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/mem"), pytest.mark.slow(8)]
 UNREADABLE = "/proc/self/mem"
 
 

@@ -21,6 +21,8 @@ from tests.support.ranks import pool
 from tests.support.runs import change
 from tests.support.runs import record as record_of
 
+pytestmark = pytest.mark.slow(16)
+
 TOLERANCE = 1e-5  # as for GPT-2
 STEPS = 3
 CASES = [  # plan, tied; the random cases of each week (tests/fuzz) draw from all plans

@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.forked_ranks import fork_rank
+
+pytestmark = pytest.mark.slow(29)
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 2  # seconds, of the run

@@ -9,6 +9,8 @@ import pytest
 from tests.support.node_runs import OUTSIDE, STORE, NodeRun, reference
 from tests.support.nodes import ROOT, Nodes, why_no_nodes
 
+pytestmark = pytest.mark.slow(58)
+
 FAILURES = ("worker", "agent", "node", "link", "partition")
 FLAGS = re.MULTILINE | re.DOTALL
 TOLERANCE = 1e-5  # between plans, in fp32

@@ -19,6 +19,8 @@ from dtgpt.train.verdict import difference, limits_of, problems
 from tests.support.ranks import pool
 from tests.support.runs import record
 
+pytestmark = pytest.mark.slow(65)
+
 # fp32 sums in another order differ in the last of 24 bits, and steps of AdamW carry that on: 1e-6 is what is seen.
 TOLERANCE = 1e-5
 STEPS = 3

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, pool
 
+pytestmark = pytest.mark.slow(4)
+
 
 def sum_over_ranks(value):
     total = torch.tensor(value * (dist.get_rank() + 1))

@@ -16,6 +16,8 @@ from tests.support.bodies_checkpoint import load_each, train_and_save
 from tests.support.ranks import pool
 from tests.support.runs import change
 
+pytestmark = pytest.mark.slow(27)
+
 PLANS = ["single", "tp2", "tp4_sp", "pp2", "tp2_pp2", "dp2_zero1", "dp4_zero3", "dp2_tp2_pp2"]
 RARE = ("tp4_sp", "dp2_tp2_pp2")  # as readers; the others read what they wrote in every run of the tests
 FP32 = ("tp2", "tp2_pp2", "dp2_zero1")

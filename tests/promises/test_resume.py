@@ -14,6 +14,8 @@ from dtgpt.util.errors import UserError
 from tests.support.bodies_checkpoint import change_state
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(12)
+
 
 def test_ten_steps_equal_five_and_a_resume_of_five_bitwise(recipe, tmp_path):
     recipe = change(recipe, optimizer={"decay_steps": 10})

@@ -15,6 +15,8 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(20)
+
 
 @pytest.fixture
 def recipe(recipe):

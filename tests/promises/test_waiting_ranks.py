@@ -18,6 +18,8 @@ import pytest
 from dtgpt.run.sinks import read_records
 from tests.support.forked_ranks import fork_rank
 
+pytestmark = pytest.mark.slow(8)
+
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 OPTIONS = {

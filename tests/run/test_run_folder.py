@@ -15,6 +15,8 @@ from tests.support.bodies_train import train_while_the_folder_goes
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
+pytestmark = pytest.mark.slow(12)
+
 
 def move(run: Path) -> None:
     run.rename(run.with_name("elsewhere"))

@@ -20,6 +20,8 @@ from dtgpt.train.trainer import Trainer
 from tests.support.programs import TORCHRUN, Program
 from tests.support.runs import newest_run
 
+pytestmark = pytest.mark.slow(20)
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "gpt2_tiny.py"
 SMALL = ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.seq_length", "16", "--device", "cpu"]

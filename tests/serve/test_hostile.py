@@ -26,6 +26,8 @@ from dtgpt.serve.openai_answer import CompletionAnswer
 from dtgpt.serve.service import CLIENT, beside
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
+pytestmark = pytest.mark.slow(7)
+
 JSON = {"Content-Type": "application/json"}
 SMALL = {"prompt": "Hello", "max_tokens": 3, "seed": 7, "ignore_eos": True}
 ENDLESS = {**SMALL, "max_tokens": 4000}

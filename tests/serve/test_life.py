@@ -26,6 +26,8 @@ from tests.interop.test_interop_huggingface import InMemory
 from tests.support import programs as support
 from tests.support.server import http_client, wait_until
 
+pytestmark = pytest.mark.slow(12)
+
 CONFIG = GPT2Config(num_layers=2, hidden_size=16, num_heads=2, seq_length=4096, vocab_size=257)
 LONG = {"prompt": "Hello", "max_tokens": 4000, "seed": 1, "ignore_eos": True}  # takes longer than any test here
 TORCHRUN = [*support.TORCHRUN, "--nproc-per-node", "2"]

@@ -87,6 +87,7 @@ NAMES = st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.slow(2)
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(NAMES, JSON, max_size=5))
 def test_any_object_is_a_request_or_a_problem(body):

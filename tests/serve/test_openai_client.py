@@ -13,6 +13,8 @@ from dtgpt.serve.limits import RequestLimits
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.server import bytes_tokenizer, live_server, served, served_script, tiny_model, wait_until
 
+pytestmark = pytest.mark.slow(4)
+
 LONG = {"prompt": "x", "max_tokens": 1000, "logit_bias": {"256": -100}}
 
 

@@ -21,6 +21,8 @@ from dtgpt.serve.metrics import Metrics
 from dtgpt.util.errors import UserError
 from tests.support.server import client, http_client, live_server, served, tiny_model, wait_until
 
+pytestmark = pytest.mark.slow(4)
+
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
 

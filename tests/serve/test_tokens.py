@@ -26,6 +26,7 @@ def http(gpt2):
         yield http
 
 
+@pytest.mark.slow(2)
 def test_text_becomes_ids_and_ids_text(http):
     text = f"Hello world, naïve €uro{END}\n\n"
     found = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()

@@ -20,6 +20,8 @@ from tests.support.bodies_fp8 import history_after_resume, record_with_history
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda, record
 
+pytestmark = pytest.mark.slow(10)
+
 
 @pytest.fixture
 def recipe(recipe) -> Recipe:

@@ -20,6 +20,8 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(26)
+
 TIMED = (
     "tokens_per_second",
     "seconds_per_step",

@@ -15,6 +15,8 @@ from dtgpt.util.errors import UserError
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
+pytestmark = pytest.mark.slow(15)
+
 LAST = "samples/step_00000006.txt"
 
 

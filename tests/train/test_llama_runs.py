@@ -16,6 +16,8 @@ from tests.support.bodies_train import train_until
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, record
 
+pytestmark = pytest.mark.slow(9)
+
 
 @pytest.fixture
 def llama(recipe):

@@ -17,6 +17,8 @@ from tests.support.prepared import write_lines
 from tests.support.runs import change, newest_run
 from tests.support.vocabularies import tokenizer_json
 
+pytestmark = pytest.mark.slow(14)
+
 TEXTS = [f"the quick brown fox number {i} jumps over Grüße" for i in range(300)]
 SIZE = 400
 

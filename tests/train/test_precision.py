@@ -18,6 +18,8 @@ from tests.support.bodies_train import skipped_after_each_step, steps_with_an_ov
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, rate_of, training
 
+pytestmark = pytest.mark.slow(19)
+
 HUGE = {"initial": 2.0**40, "hysteresis": 1, "window": 6}  # some twenty steps are skipped until gradients fit
 
 

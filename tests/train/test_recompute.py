@@ -12,6 +12,8 @@ from dtgpt.train.record import Record
 from tests.support.ranks import pool
 from tests.support.runs import change, record, training
 
+pytestmark = pytest.mark.slow(8)
+
 STEPS = 2
 
 

@@ -13,6 +13,8 @@ from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, training
 
+pytestmark = pytest.mark.slow(9)
+
 PLANS = {"dp2_zero3": 2, "tp2_sp": 2, "pp2_interleaved": 2, "pp2_zbv": 2, "tp2_sp_pp2": 4, "dp2_tp2_zero1": 4}
 RARE = ("pp2_interleaved", "tp2_sp_pp2", "dp2_tp2_zero1")
 

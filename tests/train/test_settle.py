@@ -23,6 +23,8 @@ from tests.support.bodies_checkpoint import begun_from
 from tests.support.ranks import pool
 from tests.support.runs import change, newest_run
 
+pytestmark = pytest.mark.slow(6)
+
 FILE = """
 from dtgpt.models.gpt2 import GPT2Config
 from dtgpt.config.recipe import LogConfig, OptimizerConfig, Recipe

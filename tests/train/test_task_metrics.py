@@ -16,6 +16,8 @@ from tests.support import bodies_train as bodies
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda, training
 
+pytestmark = pytest.mark.slow(10)
+
 ENDINGS = ["makes one.", "makes two of them.", "is", "makes three or more."]
 
 

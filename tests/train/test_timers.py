@@ -13,6 +13,8 @@ from dtgpt.util.timers import Timers
 from tests.support.ranks import pool
 from tests.support.runs import change, losses, newest_run, on_cuda
 
+pytestmark = pytest.mark.slow(4)
+
 PARTS = ("forward_backward_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "data_seconds")
 
 

@@ -23,6 +23,8 @@ from dtgpt.train.trainer import Trainer
 from dtgpt.util.errors import UserError
 from tests.support.runs import change, constant, losses, newest_run, training
 
+pytestmark = pytest.mark.slow(12)
+
 
 @pytest.mark.picture
 def test_a_run_folder_holds_all_that_happened(recipe):

@@ -13,6 +13,8 @@ from dtgpt.ops.decode import rows
 from dtgpt.ops.fused_softmax import softmax_kernels
 from dtgpt.util import extension
 
+pytestmark = pytest.mark.slow(8)
+
 SIZES = [  # of GPT-2 124M and 345M; of grouped queries and wide heads; of GPT-2 1558M; of a GPT with long inner rows
     rows.Sizes("__nv_bfloat16", 768, 3072, 2304, 768, 64, 12, 1024, 1),
     rows.Sizes("__half", 1024, 4096, 3072, 1024, 64, 16, 2048, 1),

@@ -19,6 +19,8 @@ from dtgpt.util.errors import UserError
 from dtgpt.util.storage import FileLock, Held, atomic_file, remove_leftovers, remove_tree, write_text
 from tests.support.runs import change, losses, newest_run
 
+pytestmark = pytest.mark.slow(3)
+
 ME = f"pid {os.getpid()} on "
 
 
