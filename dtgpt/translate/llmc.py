@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from glob import glob
 from typing import Any
 
-from dtgpt.translate.options import Option, Table, flat, no, number, skip, to, together
+from dtgpt.translate.options import Option, Table, count, flat, no, number, skip, to, together
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError, shown
 
@@ -148,7 +148,7 @@ def _model(result: Translation, option: Option) -> None:
 
 
 def _batch(result: Translation, given: dict[str, Option]) -> None:
-    micro, length, world = result.value("micro_batch_size"), result.value("model.seq_length"), result.launch.world or 1
+    micro, length, world = count(given["b"]), count(given["t"]), result.launch.world or 1
     zero = given.get("z")
     if zero is not None and zero.value != "0" and world > 1:
         result.set(zero.source, plan="zero1")  # llm.c has no other level
@@ -158,7 +158,7 @@ def _batch(result: Translation, given: dict[str, Option]) -> None:
             result.skip(zero.source, "nothing is sharded over one process" if world == 1 else "nothing is sharded")
     if "d" not in given:
         result.set("default -d", global_batch_size=micro * world)
-    elif (tokens := number(given["d"])) % length:
+    elif (tokens := count(given["d"])) % length:
         raise UserError(
             f"{given['d'].source} is not a multiple of the {length} tokens of a sample; correct the command"
         )
