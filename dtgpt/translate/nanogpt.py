@@ -94,8 +94,8 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
     if begin in SIZES:
         sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[begin], strict=True)) | {"bias": True}
         given |= {name: Option(name, str(value), f"{name} of {begin}") for name, value in sizes.items()}
-    for name, value in DEFAULTS.items():
-        given.setdefault(name, Option(name, str(value), f"default {name} = {value!r}"))
+    for name, default in DEFAULTS.items():
+        given.setdefault(name, Option(name, str(default), f"default {name} = {default!r}"))
     result.apply(given.values(), flat(OPTIONS))
     _together(result, given)
     return result

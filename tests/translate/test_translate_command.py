@@ -293,25 +293,24 @@ def test_a_command_of_nanogpt(run, tmp_path):
     assert (recipe.device, recipe.precision) == ("cpu", "fp16") and "torchrun --nproc-per-node 4 my_recipe.py" in out
 
 
-@pytest.mark.parametrize(
-    "words, wanted",
-    [
-        ("python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer "
-         "--json-keys a b "
-         "--vocab-file v --merge-file m --append-eod --workers 8 --partitions 2",
-         "dtgpt prepare --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b "
-         "--vocab-file v "
-         "--merge-file m --append-eod on --workers 8"),
-        ("python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir a --save-dir b "
-         "--target-tensor-parallel-size 2", "dtgpt convert a b --to megatron --target-tensor-parallel-size 2"),
-        ("python -m torch.distributed.launch --nproc_per_node 2 tools/run_text_generation_server.py --load a --port "
-         "5001 "
-         "--tensor-model-parallel-size 2 --num-layers 24 --top_p 0.9 --fp16",
-         "torchrun --nproc-per-node 2 -m dtgpt serve a --port 5001 --precision fp16 --plan tp2"),
-        ("python ./tasks/main.py --task LAMBADA --valid-data l.json --strict-lambada --load a --num-layers 24 "
-         "--tensor-model-parallel-size 1", "dtgpt eval a --task lambada --data l.json --strict on"),
-    ],
-)  # fmt: skip
+TOOLS = {
+    "python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b "
+    "--vocab-file v --merge-file m --append-eod --workers 8 --partitions 2": "dtgpt prepare --input a.json "
+    "--output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b --vocab-file v --merge-file m --append-eod on "
+    "--workers 8",
+    "python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir a --save-dir b "
+    "--target-tensor-parallel-size 2": "dtgpt convert a b --to megatron --target-tensor-parallel-size 2 "
+    "--transformer-impl transformer_engine",
+    "python tools/checkpoint_util.py --model-type GPT --load-dir a --save-dir b": "dtgpt convert a b --to megatron",
+    "python -m torch.distributed.launch --nproc_per_node 2 tools/run_text_generation_server.py --load a --port 5001 "
+    "--tensor-model-parallel-size 2 --num-layers 24 --top_p 0.9 --fp16": "torchrun --nproc-per-node 2 -m dtgpt serve a "
+    "--port 5001 --precision fp16 --plan tp2",
+    "python ./tasks/main.py --task LAMBADA --valid-data l.json --strict-lambada --load a --num-layers 24 "
+    "--tensor-model-parallel-size 1": "dtgpt eval a --task lambada --data l.json --strict on",
+}
+
+
+@pytest.mark.parametrize("words, wanted", TOOLS.items())
 def test_other_programs_become_commands(run, words, wanted):
     code, out = run("--", *words.split())
     assert code == 0 and out.splitlines()[-1] == wanted
