@@ -150,20 +150,20 @@ def translate_tool(program: str, words: Sequence[str], launch: Launch) -> Transl
     for word in free:
         result.refuse(word, "it belongs to no option")
     table = entries_of_command(command)
-    sized = {f"{part}{given[name].value}": given[name].source for part, name in (
-        ("tp", "tensor-model-parallel-size"), ("pp", "pipeline-model-parallel-size"),
-    ) if command in ("serve", "eval") and name in given}  # fmt: skip
+    sizes = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size"}
+    sized = {part: given[name] for part, name in sizes.items() if name in given and command in ("serve", "eval")}
     if command == "convert":
         _fill_saver(result, given)
     result.apply(given.values(), table)
     paths = [given[name].value for name in PATHS[command]]
     for name, path in zip(PATHS[command], paths, strict=True):
         result.note(given[name].source, path)
-    parts = [part for part in sized if part[2:] != "1"]
+    parts = [f"{part}{option.value}" for part, option in sized.items() if option.value != "1"]
+    source = " ".join(option.source for option in sized.values())
     if parts:
-        result.set(" ".join(sized.values()), plan="_".join(parts))
+        result.set(source, plan="_".join(parts))
     elif sized:
-        result.skip(" ".join(sized.values()), "one process is the default")
+        result.skip(source, "one process is the default")
     starts = result.launch.command("-m dtgpt") if parts else "dtgpt"
     result.words = [*starts.split(), command, *paths]
     for name, (value, _) in result.settings.items():

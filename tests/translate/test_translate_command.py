@@ -294,10 +294,10 @@ def test_a_command_of_nanogpt(run, tmp_path):
 
 
 TOOLS = {
-    "python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b "
-    "--vocab-file v --merge-file m --append-eod --workers 8 --partitions 2": "dtgpt prepare --input a.json "
-    "--output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b --vocab-file v --merge-file m --append-eod on "
-    "--workers 8",
+    "python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer "
+    "--json-keys a b --vocab-file v --merge-file m --append-eod --workers 8 --partitions 2": "dtgpt prepare "
+    "--input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b --vocab-file v "
+    "--merge-file m --append-eod on --workers 8",
     "python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir a --save-dir b "
     "--target-tensor-parallel-size 2": "dtgpt convert a b --to megatron --target-tensor-parallel-size 2 "
     "--transformer-impl transformer_engine",
