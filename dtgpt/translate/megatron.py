@@ -265,6 +265,8 @@ class Training:
             result.note(self._words("data-cache-path"), variable)
         if self._has("mock-data"):
             result.refuse("--mock-data", "the recipe trains on a text included in Python, in place of random tokens")
+        elif not {"data-path", "train-data-path"} & self.given.keys():
+            result.refuse("no --data-path", "the recipe trains on a text included in Python; give --data.path")
         kind = self._text("tokenizer-type", "GPT2BPETokenizer")
         if kind == "NullTokenizer" and not self._has("mock-data"):
             result.set(self._words("tokenizer-type"), data__tokenizer="ids")

@@ -103,7 +103,7 @@ def test_a_script_of_megatron_lm(run, tmp_path):
 
 
 def test_defaults_of_megatron_lm(translated):
-    recipe, out = translated(f"python pretrain_gpt.py {MODEL} {TRAINING}")
+    recipe, out = translated(f"python pretrain_gpt.py {MODEL} {TRAINING} --data-path x")
     optimizer = recipe.optimizer
     assert (recipe.plan, recipe.precision, recipe.global_batch_size, recipe.attention) == ("dp", "fp32", 2, "auto")
     assert (optimizer.schedule, optimizer.warmup, optimizer.min_lr, optimizer.weight_decay) == ("linear", 0, 0, 0.01)
@@ -199,6 +199,7 @@ def test_train_samples(translated):
         ("--ffn-hidden-size 100", "always has another width"),
         ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
         ("--mock-data", "in place of random tokens"),
+        ("--seed 1", "no --data-path"),
         ("--swiglu --normalization RMSNorm", "a LLaMA always has it"),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
         ("--my-own-option 3", "dtgpt does not know this option"),
@@ -208,7 +209,8 @@ def test_train_samples(translated):
 def test_what_cannot_be_done_is_told_and_stands_in_the_recipe(run, tmp_path, words, told):
     code, out = run("--", *f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} {TRAINING} {words}".split())
     assert code == 0 and told in " ".join(out.partition("cannot be done")[2].split())
-    assert told in " ".join((tmp_path / "my_recipe.py").read_text().split('"""')[1].split())
+    docstring = (tmp_path / "my_recipe.py").read_text().split('"""')[1]
+    assert told in " ".join(docstring.split()) and "Not the same:" in docstring
 
 
 LLMC = "-i a_*.bin -j b_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 4 -t 32 -d 2048 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.1"
@@ -282,6 +284,15 @@ def test_a_config_of_nanogpt_is_read_and_not_run(run, tmp_path):
     assert (recipe.log.eval_interval, recipe.log.eval_samples, recipe.log.interval) == (2000, 200 * 64, 1)
     for told in ("nanoGPT does not have it", "computed by a program", "always has biases", "tanh form"):
         assert told in out
+
+
+@pytest.mark.parametrize(
+    "value", ["9**9**9", "'a' * 9", "'%99999d' % 1", "(-8) ** 0.5", "open('x')", "1/0", "[1]", "-'a'"]
+)
+def test_a_value_of_a_config_that_is_no_literal_is_left_out(run, tmp_path, value):
+    (tmp_path / "config.py").write_text(f"n_layer = 2\ndropout = {value}\n")
+    code, out = run("config.py")
+    assert code == 0 and "computed by a program" in out and recipe_of(tmp_path).model.dropout == 0
 
 
 def test_a_command_of_nanogpt(run, tmp_path):
