@@ -86,10 +86,9 @@ def show(translation: Translation, source: str, output: Path) -> None:
     """Print what became of each option and the command to run; write the recipe, if there is one, to the new file
     `output`. Raises UserError where it exists."""
     if not translation.words:
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", output.stem)[:100] or "my_recipe"
         if output.suffix != ".py":
             raise UserError(f"--output {output} is not a recipe file; give a name that ends with .py")
-        text = recipe_text(translation, name, source)
+        text = recipe_text(translation, output.stem, source)
         try:
             with output.open("x") as file:
                 file.write(text)

@@ -3,9 +3,8 @@
 import struct
 from collections.abc import Sequence
 from glob import glob
-from typing import Any
 
-from dtgpt.translate.options import Option, Table, flat, no, number, skip, to, together
+from dtgpt.translate.options import Option, Table, count, flat, no, number, skip, to, together
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.errors import UserError, shown
 
@@ -88,17 +87,9 @@ GPT2 = {6: (384, 6), 12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 2
         84: (3456, 36)}  # fmt: skip  # blocks: width, heads
 GPT3 = {384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16), 2560: (32, 32), 4096: (32, 32),
         12288: (96, 96)}  # fmt: skip  # width: blocks, heads
-NAMED = {
-    "gpt2": 12,
-    "gpt2-medium": 24,
-    "gpt2-large": 36,
-    "gpt2-xl": 48,
-    "124M": 12,
-    "350M": 24,
-    "774M": 36,
-    "1558M": 48,
-}
-SHARD = 20240520, 20251231  # the first number of a file of tokens
+NAMED = {"gpt2": 12, "gpt2-medium": 24, "gpt2-large": 36, "gpt2-xl": 48, "124M": 12, "350M": 24, "774M": 36,
+         "1558M": 48}  # fmt: skip
+SHARD = 20240520  # the first number of a file of tokens
 
 
 def translate(program: str, words: Sequence[str], launch: Launch) -> Translation:
@@ -121,7 +112,8 @@ def translate(program: str, words: Sequence[str], launch: Launch) -> Translation
         given.setdefault(name, Option(name, value, f"default {dashes}{typed} {value}"))
     result = Translation(f"llm.c's {program}", launch=launch)
     result.apply(given.values(), flat(OPTIONS))
-    result.set(f"{program} trains in 16 bits", precision="bf16") if program == "train_gpt2cu" else None
+    if program == "train_gpt2cu":
+        result.set("train_gpt2cu is built for bf16", precision="bf16")
     _model(result, given["e"])
     _batch(result, given)
     _schedule(result, given)
@@ -148,7 +140,7 @@ def _model(result: Translation, option: Option) -> None:
 
 
 def _batch(result: Translation, given: dict[str, Option]) -> None:
-    micro, length, world = result.value("micro_batch_size"), result.value("model.seq_length"), result.launch.world or 1
+    micro, length, world = count(given["b"]), count(given["t"]), result.launch.world or 1
     zero = given.get("z")
     if zero is not None and zero.value != "0" and world > 1:
         result.set(zero.source, plan="zero1")  # llm.c has no other level
@@ -158,7 +150,7 @@ def _batch(result: Translation, given: dict[str, Option]) -> None:
             result.skip(zero.source, "nothing is sharded over one process" if world == 1 else "nothing is sharded")
     if "d" not in given:
         result.set("default -d", global_batch_size=micro * world)
-    elif (tokens := number(given["d"])) % length:
+    elif (tokens := count(given["d"])) % length:
         raise UserError(
             f"{given['d'].source} is not a multiple of the {length} tokens of a sample; correct the command"
         )
@@ -182,7 +174,7 @@ def count_tokens(pattern: str) -> int:
         with open(path, "rb") as file:
             header = file.read(12)
         magic, _, tokens = struct.unpack("<3i", header) if len(header) == 12 else (0, 0, 0)
-        if magic in SHARD:
+        if magic == SHARD:
             found += tokens
     if not found:
         raise UserError(
@@ -194,8 +186,7 @@ def count_tokens(pattern: str) -> int:
 
 def _schedule(result: Translation, given: dict[str, Option]) -> None:
     rate, shape = result.value("optimizer.lr"), result.value("optimizer.schedule", "cosine")
-    fraction: Any = number(given["q"])
-    result.set(given["q"].source, optimizer__min_lr=float(f"{rate * fraction:.6g}"))
+    result.set(given["q"].source, optimizer__min_lr=float(f"{rate * number(given['q']):.6g}"))
     if shape == "constant":
         result.set("llm.c's constant schedule", optimizer__warmup=0)
         if given["u"].value != "0":
@@ -203,4 +194,4 @@ def _schedule(result: Translation, given: dict[str, Option]) -> None:
     else:
         result.set(given["u"].source, optimizer__warmup=number(given["u"]))
     if shape == "wsd":
-        result.refuse(f"{given['k'].source}", "the decay at the end is linear, where llm.c's follows a square root")
+        result.refuse(given["k"].source, "the decay at the end is linear, where llm.c's follows a square root")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtgpt.translate.megatron_table import DEFAULTS, entries_of
-from dtgpt.translate.options import Option, number, read_options
+from dtgpt.translate.options import Option, count, number, read_options
 from dtgpt.translate.translation import Launch, Translation
 from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
@@ -70,6 +70,10 @@ class Training:
         option = self.given.get(name)
         return otherwise if option is None else number(option)
 
+    def _count(self, name: str, otherwise: Any = None) -> Any:
+        option = self.given.get(name)
+        return otherwise if option is None else count(option)
+
     def _words(self, *names: str) -> str:
         """Return the options among `names` that were given, as typed."""
         return " ".join(self.given[name].source for name in names if name in self.given)
@@ -89,8 +93,11 @@ class Training:
                 self.result.refuse(f"no {sign}", "a LLaMA always has it, and no model here has the others without it")
         return "llama" if llama else "gpt2"
 
+    def _length(self) -> int:
+        return self._count("seq-length") or self._count("encoder-seq-length")
+
     def _model(self) -> None:
-        length, positions = self.result.value("seq_length"), self._number("max-position-embeddings")
+        length, positions = self._length(), self._number("max-position-embeddings")
         if positions is None:
             self.result.set("no --max-position-embeddings", model__seq_length=length)
         elif positions == length:  # which is the default
@@ -178,7 +185,7 @@ class Training:
         result = self.result
         tp = "tensor-model-parallel-size" if not self._has("model-parallel-size") else "model-parallel-size"
         pp = "pipeline-model-parallel-size"
-        degrees = {"tp": self._number(tp, 1), "pp": self._number(pp, 1)}
+        degrees = {"tp": self._count(tp, 1), "pp": self._count(pp, 1)}
         parts = [f"{part}{degree}" for part, degree in degrees.items() if degree > 1]
         sources = [tp, pp]
         if self._has("sequence-parallel") and degrees["tp"] > 1:
@@ -188,8 +195,8 @@ class Training:
             result.skip("--sequence-parallel", "it has no effect without tensor parallelism")
         per_stage, stages = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
         if degrees["pp"] > 1 and (self._has(per_stage) or self._has(stages)):
-            layers = result.value("model.num_layers") // degrees["pp"]
-            parts.append(f"interleaved{self._number(stages) or layers // self._number(per_stage)}")
+            layers = (self._count("num-layers") or self._count("encoder-num-layers")) // degrees["pp"]
+            parts.append(f"interleaved{self._count(stages) or layers // self._count(per_stage)}")
             sources += [per_stage, stages]
         sharded = [n for n in ("use-distributed-optimizer", "use-torch-fsdp2", "use-megatron-fsdp") if self._has(n)]
         strategy = "data-parallel-sharding-strategy"
@@ -207,7 +214,8 @@ class Training:
         return degrees
 
     def _batch(self, degrees: dict[str, int]) -> None:
-        result, micro = self.result, self.result.value("micro_batch_size")
+        result = self.result
+        micro = self._count("micro-batch-size") or self._count("batch-size")
         if not self._has("global-batch-size") and not self._has("step-batch-size-schedule"):
             replicas = max(1, (result.launch.world or 1) // (degrees["tp"] * degrees["pp"]))
             result.set("default --global-batch-size", global_batch_size=micro * replicas)
@@ -228,7 +236,7 @@ class Training:
     def _steps_of_batch(self) -> None:
         """Translate a schedule of batch sizes that grows by equal steps at equal distances."""
         words = self._words("step-batch-size-schedule")
-        length = self.result.value("seq_length") or self.result.value("model.seq_length")
+        length = self._length()
         text = self._text("step-batch-size-schedule").strip("\"'").upper().replace(",", " ")
         found = re.findall(r"([\d.]+)([KMBT]?):(\d+)", text)
         pieces = [(int(float(tokens) * UNITS[unit]) // length, int(size)) for tokens, unit, size in found]
@@ -257,6 +265,8 @@ class Training:
             result.note(self._words("data-cache-path"), variable)
         if self._has("mock-data"):
             result.refuse("--mock-data", "the recipe trains on a text included in Python, in place of random tokens")
+        elif not {"data-path", "train-data-path"} & self.given.keys():
+            result.refuse("no --data-path", "the recipe trains on a text included in Python; give --data.path")
         kind = self._text("tokenizer-type", "GPT2BPETokenizer")
         if kind == "NullTokenizer" and not self._has("mock-data"):
             result.set(self._words("tokenizer-type"), data__tokenizer="ids")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from dtgpt.translate.megatron_table import entries_of
-from dtgpt.translate.options import Answer, Table, explain, flat, no, read_options, skip, to, together
+from dtgpt.translate.options import Answer, Option, Table, explain, flat, no, read_options, skip, to, together
 from dtgpt.translate.translation import Launch, Translation, shown_value
 from dtgpt.util.errors import UserError
 
@@ -125,6 +125,17 @@ def explain_for_command(command: str) -> Callable[[str, str], str | None]:
     return partial(explain, table=entries_of_command(command))
 
 
+def _fill_saver(result: Translation, given: dict[str, Option]) -> None:
+    """Say what Megatron-LM's saver does without an option."""
+    given.setdefault("saver", Option("saver", "megatron", "default --saver megatron"))
+    impl = "saver-transformer-impl"
+    if given["saver"].value in ("core", "mcore"):
+        given.setdefault(impl, Option(impl, "transformer_engine", f"default --{impl} transformer_engine"))
+    for name in ("target-tensor-parallel-size", "target-pipeline-parallel-size"):
+        if name not in given:
+            result.refuse(f"no --{name}", "it is 1, not that of the source")
+
+
 def translate_tool(program: str, words: Sequence[str], launch: Launch) -> Translation:
     """Return the command that does what a program of PROGRAMS does. Raises UserError where the command lacks a path, or
     values are not known."""
@@ -139,18 +150,20 @@ def translate_tool(program: str, words: Sequence[str], launch: Launch) -> Transl
     for word in free:
         result.refuse(word, "it belongs to no option")
     table = entries_of_command(command)
-    sized = {f"{part}{given[name].value}": given[name].source for part, name in (
-        ("tp", "tensor-model-parallel-size"), ("pp", "pipeline-model-parallel-size"),
-    ) if command in ("serve", "eval") and name in given}  # fmt: skip
+    sizes = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size"}
+    sized = {part: given[name] for part, name in sizes.items() if name in given and command in ("serve", "eval")}
+    if command == "convert":
+        _fill_saver(result, given)
     result.apply(given.values(), table)
     paths = [given[name].value for name in PATHS[command]]
     for name, path in zip(PATHS[command], paths, strict=True):
         result.note(given[name].source, path)
-    parts = [part for part in sized if part[2:] != "1"]
+    parts = [f"{part}{option.value}" for part, option in sized.items() if option.value != "1"]
+    source = " ".join(option.source for option in sized.values())
     if parts:
-        result.set(" ".join(sized.values()), plan="_".join(parts))
+        result.set(source, plan="_".join(parts))
     elif sized:
-        result.skip(" ".join(sized.values()), "one process is the default")
+        result.skip(source, "one process is the default")
     starts = result.launch.command("-m dtgpt") if parts else "dtgpt"
     result.words = [*starts.split(), command, *paths]
     for name, (value, _) in result.settings.items():

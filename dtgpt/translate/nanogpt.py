@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dtgpt.translate.literals import evaluate
-from dtgpt.translate.options import Option, Table, flat, no, skip, to, together
-from dtgpt.translate.script import unknown_names
+from dtgpt.translate.options import Option, Table, count, flat, no, number, skip, to, together
+from dtgpt.translate.script import readable, unknown_names
 from dtgpt.translate.translation import Launch, Translation
-from dtgpt.util.errors import UserError, shown
+from dtgpt.util.errors import UserError
 
 OPTIONS: dict[str, Table] = {
     "train.py": {
@@ -66,6 +66,7 @@ DEFAULTS = {  # of train.py, where a recipe has other values, or none
     "lr_decay_iters": 600_000, "min_lr": 6e-5,
 }  # fmt: skip
 SIZES = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+NONE = Option("", "", "")
 CHARACTERS = 65  # in the text of data/shakespeare_char
 
 
@@ -73,31 +74,42 @@ def translate(words: Sequence[str], launch: Launch) -> Translation:
     """Return the recipe of a command, `words` being those after train.py: config files, and `--name=value`. Raises
     UserError for what train.py does not take, and where nothing would be trained."""
     result = Translation("nanoGPT's train.py", launch=launch)
-    values: dict[str, tuple[Any, str]] = {}
+    given: dict[str, Option] = {}
     for word in words:
         if unknown_names(word):
-            raise UserError(f"{shown(word)} holds what only a shell knows; write it out")
+            raise UserError(f"{readable(word)} is known to a shell alone; write it out")
         if not word.startswith("--"):
-            values |= read_config(Path(word), result)
+            given |= read_config(Path(word), result)
             continue
-        name, equals, text = word[2:].partition("=")
+        name, equals, value = word[2:].partition("=")
         if not equals:
-            raise UserError(f"{word} of nanoGPT has no value; write --{name}=VALUE")
-        values[name] = _literal(text), word
-    for name, value in DEFAULTS.items():
-        values.setdefault(name, (value, f"default {name} = {value!r}"))
-    return _recipe(result, values)
+            raise UserError(f"train.py is taken for nanoGPT's, whose options are --name=value, and {word} is none")
+        given[name] = Option(name, value, word)
+    if given.get("eval_only", NONE).value == "True":
+        raise UserError(
+            "eval_only = True measures a model and trains nothing; use dtgpt eval MODEL, or train with -- "
+            "--eval_only=False"
+        )
+    begin = given.get("init_from", NONE).value
+    if begin in SIZES:
+        sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[begin], strict=True)) | {"bias": True}
+        given |= {name: Option(name, str(value), f"{name} of {begin}") for name, value in sizes.items()}
+    for name, default in DEFAULTS.items():
+        given.setdefault(name, Option(name, str(default), f"default {name} = {default!r}"))
+    result.apply(given.values(), flat(OPTIONS))
+    _together(result, given)
+    return result
 
 
-def read_config(path: Path, result: Translation) -> dict[str, tuple[Any, str]]:
-    """Return the values that a config file assigns, each with its source. Raises UserError where there are none."""
+def read_config(path: Path, result: Translation) -> dict[str, Option]:
+    """Return what a config file assigns. Raises UserError where that is nothing."""
     try:
         tree = ast.parse(path.read_text())
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path}: {reason}; give a config file of nanoGPT") from None
     names: dict[str, Any] = {}
-    found: dict[str, tuple[Any, str]] = {}
+    found: dict[str, Option] = {}
     known = {key.split()[0] for key in flat(OPTIONS)}
     for node in tree.body:
         match node:
@@ -114,7 +126,7 @@ def read_config(path: Path, result: Translation) -> dict[str, tuple[Any, str]]:
             result.refuse(source, "it is computed by a program, which is not run")
             continue
         if name in known:
-            found[name] = names[name], source
+            found[name] = Option(name, str(names[name]), source)
         elif not name.startswith("_"):
             result.refuse(source, "nanoGPT does not have it")
     if not found:
@@ -122,43 +134,26 @@ def read_config(path: Path, result: Translation) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _literal(text: str) -> Any:
-    try:
-        return evaluate(ast.parse(text, mode="eval"), {})
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _recipe(result: Translation, values: dict[str, tuple[Any, str]]) -> Translation:
-    if values.get("eval_only", (False,))[0]:
-        raise UserError(
-            "eval_only = True measures a model and trains nothing; use dtgpt eval MODEL, or train with -- "
-            "--eval_only=False"
-        )
-    begin = values.get("init_from", ("scratch",))[0]
-    if begin in SIZES:
-        for name, size in zip(("n_layer", "n_head", "n_embd"), SIZES[begin], strict=True):
-            values[name] = size, f"{name} of {begin}"
-        values["bias"] = True, f"bias of {begin}"
-    result.apply([Option(name, str(value), source) for name, (value, source) in values.items()], flat(OPTIONS))
-    micro = values["batch_size"][0]
-    result.set(values["gradient_accumulation_steps"][1],
-               global_batch_size=micro * values["gradient_accumulation_steps"][0])  # fmt: skip
-    result.set(values["eval_iters"][1], log__eval_samples=micro * values["eval_iters"][0])
-    dataset, source = values["dataset"]
-    result.set(source, data__path=f"data/{dataset}/train.bin", data__valid_path=f"data/{dataset}/val.bin")
-    if str(dataset).endswith("_char"):
+def _together(result: Translation, given: dict[str, Option]) -> None:
+    """Translate the options that depend on others."""
+    micro = count(given["batch_size"])
+    for name, to_name in (("gradient_accumulation_steps", "global_batch_size"), ("eval_iters", "log.eval_samples")):
+        result.assign(given[name].source, {to_name: micro * count(given[name])})
+    dataset = given["dataset"].value
+    folder = f"data/{dataset}"
+    result.set(given["dataset"].source, data__path=f"{folder}/train.bin", data__valid_path=f"{folder}/val.bin")
+    if dataset.endswith("_char"):
         result.set(f"the characters of {dataset}", data__tokenizer="char", model__vocab_size=CHARACTERS)
     else:
         result.set(f"the tokens of {dataset}", data__tokenizer="gpt2")
-    if values["decay_lr"][0]:
-        result.set(values["decay_lr"][1], optimizer__schedule="cosine")
-        for name, to_name in (("warmup_iters", "warmup"), ("lr_decay_iters", "decay_steps"), ("min_lr", "min_lr")):
-            result.assign(values[name][1], {f"optimizer.{to_name}": values[name][0]})
-    else:
-        result.set(values["decay_lr"][1], optimizer__schedule="constant", optimizer__warmup=0)
-        for name in ("warmup_iters", "lr_decay_iters", "min_lr"):
-            result.skip(values[name][1], "the learning rate is constant")
+    decays = given["decay_lr"].value != "False"
+    result.set(given["decay_lr"].source, optimizer__schedule="cosine" if decays else "constant")
+    for name, to_name in (("warmup_iters", "warmup"), ("lr_decay_iters", "decay_steps"), ("min_lr", "min_lr")):
+        if decays:
+            result.assign(given[name].source, {f"optimizer.{to_name}": number(given[name])})
+        else:
+            result.skip(given[name].source, "the learning rate is constant")
+    if not decays:
+        result.set("no warmup", optimizer__warmup=0)
     result.refuse("exact GELU", "a GPT-2 has the tanh form of GELU, as OpenAI's")
     result.refuse("random windows", "each window is taken once in an epoch, in a shuffled order")
-    return result

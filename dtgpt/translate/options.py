@@ -1,6 +1,7 @@
 """What becomes of an option of another program. Each has one answer in a table of its program, from which messages, the
 docs and translations derive."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -91,11 +92,20 @@ def number(option: "Option") -> Any:
     return value
 
 
+def count(option: "Option") -> int:
+    """Return the value of an option as a whole number above 0. Raises UserError where it is none."""
+    value = number(option)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{option.source}: {shown(option.value)} is not a whole number above 0; correct the command")
+    return value
+
+
 def _number(text: str) -> Any:
     for kind in (int, float):
         try:
-            return kind(text)
-        except ValueError:
+            if math.isfinite(value := kind(text)):
+                return value
+        except (ValueError, OverflowError):
             continue
     return text
 

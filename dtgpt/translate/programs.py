@@ -11,13 +11,14 @@ from dtgpt.util.errors import UserError
 
 NOT_RUN = ("echo", "printf", "make", "scp", "cp", "rsync", "cat", "ls", "grep", "rm", "chmod", "pip", "git", "mkdir")
 MEGATRON = ("pretrain_gpt.py",)
-LLMC = ("train_gpt2cu", "train_gpt2.py", "train_gpt2fp32cu")
+LLMC = ("train_gpt2cu", "train_gpt2.py")
 NANOGPT = ("train.py",)
 OTHERS = {  # programs of which dtgpt has no equivalent -> why
     **{f"pretrain_{name}.py": "dtgpt trains GPT-2 and LLaMA alone" for name in (
         "bert", "t5", "mamba", "hybrid", "vlm", "ict", "retro", "vision_classify", "vision_dino", "vision_inpaint",
     )},
     "train_gpt2": "it is llm.c's reference in C; give the command of train_gpt2cu",
+    "train_gpt2fp32cu": "it has fewer options; give the command of train_gpt2cu, and --precision fp32 to the recipe",
     "sample.py": "use dtgpt generate MODEL",
     "bench.py": "use benchmarks/train_step.py",
 }  # fmt: skip
@@ -55,17 +56,13 @@ def translate_command(words: Sequence[str], also: Launch = UNKNOWN) -> Translati
     rest = list(words[at + 1 :])
     named = Launch.of(words[:at])
     launch = also if named.world is None and also.world is not None else named
-    for names in (MEGATRON, LLMC, NANOGPT, tuple(PROGRAMS), tuple(OTHERS)):
-        if program_at(words[at : at + 1], names) is None:
-            continue
-        program = next(name for name in names if program_at(words[at : at + 1], [name]) is not None)
-        if names is MEGATRON:
-            return translate_training(rest, launch)
-        if names is LLMC:
-            return llmc.translate("train_gpt2.py" if program == "train_gpt2.py" else "train_gpt2cu", rest, launch)
-        if names is NANOGPT:
-            return nanogpt.translate(rest, launch)
-        if program in PROGRAMS:
-            return translate_tool(program, rest, launch)
-        raise UserError(f"{program} cannot be translated: {OTHERS[program]}")
-    raise AssertionError(words)
+    program = next(name for name in KNOWN if program_at([words[at]], [name]) is not None)
+    if program in MEGATRON:
+        return translate_training(rest, launch)
+    if program in LLMC:
+        return llmc.translate(program, rest, launch)
+    if program in NANOGPT:
+        return nanogpt.translate(rest, launch)
+    if program in PROGRAMS:
+        return translate_tool(program, rest, launch)
+    raise UserError(f"{program} cannot be translated: {OTHERS[program]}")

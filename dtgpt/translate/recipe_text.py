@@ -1,5 +1,6 @@
 """Recipe files, as text."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,11 +22,9 @@ LAST = ("runs", "resume", "init_from", "data", "log", "checkpoint")
 
 def recipe_text(translation: Translation, name: str, source: str) -> str:
     """Return the text of a recipe file. source: of what it is a translation, for its docstring."""
-    settings = {"name": (name, "")} | {
-        key: one for key, one in translation.settings.items() if key != "name" and one[0] is not None
-    }
-    if "name" in translation.settings:
-        settings["name"] = translation.settings["name"]
+    settings = {key: one for key, one in translation.settings.items() if one[0] is not None}
+    given, origin = settings.get("name", (name, ""))
+    settings["name"] = re.sub(r"[^A-Za-z0-9_-]", "_", given)[:100] or "my_recipe", origin
     module, model = MODELS[translation.architecture]
     groups: dict[str, dict[str, tuple[Any, str]]] = {}
     for key, one in settings.items():

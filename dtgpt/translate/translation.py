@@ -10,6 +10,7 @@ from typing import Any
 from dtgpt.translate.options import Kind, Option, Table, find
 from dtgpt.translate.script import readable, unknown_names
 from dtgpt.translate.shell import PLACEHOLDER
+from dtgpt.util.console import counted
 from dtgpt.util.errors import UserError
 
 PROCESSES = {  # options of launchers, without dashes -> what they count
@@ -131,9 +132,10 @@ def check_known(options: Iterable[Option]) -> None:
         wanted += [f"${name}" for name in unknown_names(option.value)]
         wanted += [match[0] for match in PLACEHOLDER.finditer(option.value)]
     if wanted := list(dict.fromkeys(wanted)):
-        numbers = [int(name[1:]) for name in wanted if name[1:].isdecimal()]
+        wanted.sort(key=lambda name: int(name[1:]) if name[1:].isdecimal() else 0)
+        numbers = [name for name in wanted if name[1:].isdecimal()]
         names = [name[1:] for name in wanted if re.fullmatch(r"\$[A-Za-z_]\w*", name)]
-        ways = ["words after the script"] if numbers else []
+        ways = [f"{counted(int(numbers[-1][1:]), 'word')} after the script"] if numbers else []
         ways += [" ".join(f"{name}=VALUE" for name in names)] if names else []
         if len(numbers) + len(names) < len(wanted):
             ways.append("the options that have them, after --")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtgpt.cli import main
+from dtgpt.commands.command import with_dashes
 from dtgpt.config.overrides import leaves, read_words, take, value_text
 from dtgpt.models.llama import LlamaConfig
 from dtgpt.train.settle import override
@@ -51,7 +52,9 @@ def table() -> str:
         lines += ["", f"## {section}", "", "| Megatron-LM | dtgpt |", "|---|---|"]
         for keys, answer in entries.items():
             word = keys.split(", ")[0].partition(" ")[2]
-            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", answer.sentence(word))
+            text = answer.sentence(word).replace(" | ", " \\| ")
+            text = text if section in OPTIONS else with_dashes(text)
+            here = re.sub(r"(?<!\S)(--[a-z]\S*?(?: [A-Z]+)?)(?=[,;:]? |[,;:]?$)", r"`\1`", text)
             there = ", ".join(f"`--{key}`" for key in keys.split(", "))
             lines.append(f"| {there} | {here} |")
     return "\n".join(lines) + "\n"

@@ -103,7 +103,7 @@ def test_a_script_of_megatron_lm(run, tmp_path):
 
 
 def test_defaults_of_megatron_lm(translated):
-    recipe, out = translated(f"python pretrain_gpt.py {MODEL} {TRAINING}")
+    recipe, out = translated(f"python pretrain_gpt.py {MODEL} {TRAINING} --data-path x")
     optimizer = recipe.optimizer
     assert (recipe.plan, recipe.precision, recipe.global_batch_size, recipe.attention) == ("dp", "fp32", 2, "auto")
     assert (optimizer.schedule, optimizer.warmup, optimizer.min_lr, optimizer.weight_decay) == ("linear", 0, 0, 0.01)
@@ -199,6 +199,7 @@ def test_train_samples(translated):
         ("--ffn-hidden-size 100", "always has another width"),
         ("--fp8-format hybrid --fp8-amax-history-len 1024", "of the last 16 steps"),
         ("--mock-data", "in place of random tokens"),
+        ("--seed 1", "no --data-path"),
         ("--swiglu --normalization RMSNorm", "a LLaMA always has it"),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "set --model.vocab_size"),
         ("--my-own-option 3", "dtgpt does not know this option"),
@@ -208,7 +209,8 @@ def test_train_samples(translated):
 def test_what_cannot_be_done_is_told_and_stands_in_the_recipe(run, tmp_path, words, told):
     code, out = run("--", *f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} {TRAINING} {words}".split())
     assert code == 0 and told in " ".join(out.partition("cannot be done")[2].split())
-    assert told in " ".join((tmp_path / "my_recipe.py").read_text().split('"""')[1].split())
+    docstring = (tmp_path / "my_recipe.py").read_text().split('"""')[1]
+    assert told in " ".join(docstring.split()) and "Not the same:" in docstring
 
 
 LLMC = "-i a_*.bin -j b_*.bin -o log -v 250 -s 20000 -g 144 -h 1 -b 4 -t 32 -d 2048 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.1"
@@ -284,6 +286,15 @@ def test_a_config_of_nanogpt_is_read_and_not_run(run, tmp_path):
         assert told in out
 
 
+@pytest.mark.parametrize(
+    "value", ["9**9**9", "'a' * 9", "'%99999d' % 1", "(-8) ** 0.5", "open('x')", "1/0", "[1]", "-'a'"]
+)
+def test_a_value_of_a_config_that_is_no_literal_is_left_out(run, tmp_path, value):
+    (tmp_path / "config.py").write_text(f"n_layer = 2\ndropout = {value}\n")
+    code, out = run("config.py")
+    assert code == 0 and "computed by a program" in out and recipe_of(tmp_path).model.dropout == 0
+
+
 def test_a_command_of_nanogpt(run, tmp_path):
     (tmp_path / "config.py").write_text(CONFIG)
     words = "torchrun --standalone --nproc_per_node=4 train.py config.py --batch_size=8 --decay_lr=False --device=cpu"
@@ -293,25 +304,24 @@ def test_a_command_of_nanogpt(run, tmp_path):
     assert (recipe.device, recipe.precision) == ("cpu", "fp16") and "torchrun --nproc-per-node 4 my_recipe.py" in out
 
 
-@pytest.mark.parametrize(
-    "words, wanted",
-    [
-        ("python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer "
-         "--json-keys a b "
-         "--vocab-file v --merge-file m --append-eod --workers 8 --partitions 2",
-         "dtgpt prepare --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b "
-         "--vocab-file v "
-         "--merge-file m --append-eod on --workers 8"),
-        ("python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir a --save-dir b "
-         "--target-tensor-parallel-size 2", "dtgpt convert a b --to megatron --target-tensor-parallel-size 2"),
-        ("python -m torch.distributed.launch --nproc_per_node 2 tools/run_text_generation_server.py --load a --port "
-         "5001 "
-         "--tensor-model-parallel-size 2 --num-layers 24 --top_p 0.9 --fp16",
-         "torchrun --nproc-per-node 2 -m dtgpt serve a --port 5001 --precision fp16 --plan tp2"),
-        ("python ./tasks/main.py --task LAMBADA --valid-data l.json --strict-lambada --load a --num-layers 24 "
-         "--tensor-model-parallel-size 1", "dtgpt eval a --task lambada --data l.json --strict on"),
-    ],
-)  # fmt: skip
+TOOLS = {
+    "python tools/preprocess_data.py --input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer "
+    "--json-keys a b --vocab-file v --merge-file m --append-eod --workers 8 --partitions 2": "dtgpt prepare "
+    "--input a.json --output-prefix p --tokenizer-type GPT2BPETokenizer --json-keys a b --vocab-file v "
+    "--merge-file m --append-eod on --workers 8",
+    "python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir a --save-dir b "
+    "--target-tensor-parallel-size 2": "dtgpt convert a b --to megatron --target-tensor-parallel-size 2 "
+    "--transformer-impl transformer_engine",
+    "python tools/checkpoint_util.py --model-type GPT --load-dir a --save-dir b": "dtgpt convert a b --to megatron",
+    "python -m torch.distributed.launch --nproc_per_node 2 tools/run_text_generation_server.py --load a --port 5001 "
+    "--tensor-model-parallel-size 2 --num-layers 24 --top_p 0.9 --fp16": "torchrun --nproc-per-node 2 -m dtgpt serve a "
+    "--port 5001 --precision fp16 --plan tp2",
+    "python ./tasks/main.py --task LAMBADA --valid-data l.json --strict-lambada --load a --num-layers 24 "
+    "--tensor-model-parallel-size 1": "dtgpt eval a --task lambada --data l.json --strict on",
+}
+
+
+@pytest.mark.parametrize("words, wanted", TOOLS.items())
 def test_other_programs_become_commands(run, words, wanted):
     code, out = run("--", *words.split())
     assert code == 0 and out.splitlines()[-1] == wanted
@@ -324,8 +334,10 @@ def test_other_programs_become_commands(run, words, wanted):
         ("python train.py x\npython train.py y", [], "2 commands that can be translated (1 in line 1, 2 in line 2)"),
         ("python train.py x", ["--nth", "2"], "--nth is 2, but"),
         (f"pretrain_gpt.py {MODEL} {TRAINING} --data-path $DATA --save $1 --save-interval $(id)", [],
-         "$DATA, $1 and $(id) are not known; give words after the script, DATA=VALUE and the options that have them"),
+         "$DATA, $(id) and $1 are not known; give 1 word after the script, DATA=VALUE and the options that have them"),
         ("pretrain_gpt.py --num-layers 24 --lr 1", [], "has no --hidden-size, --num-attention-heads"),
+        (f"pretrain_gpt.py {MODEL} {TRAINING} --pipeline-model-parallel-size 0", [], "is not a whole number above 0"),
+        ("python train.py --micro-batch-size 3", [], "taken for nanoGPT's"),
         (f"pretrain_gpt.py {MODEL} {TRAINING} --seed abc", [], "--seed abc: 'abc' is not a number"),
         ("python pretrain_bert.py --x", [], "pretrain_bert.py cannot be translated: dtgpt trains GPT-2"),
         ("./train_gpt2cu -e", [], "takes options with a value each"),
