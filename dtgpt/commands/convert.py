@@ -18,7 +18,7 @@ from dtgpt.interop.megatron.model import Megatron
 from dtgpt.interop.megatron.torch_dist import TorchDist
 from dtgpt.interop.open import open_source
 from dtgpt.interop.tokenizer import named_tokenizer, tokenizer_beside
-from dtgpt.models.source import Watched
+from dtgpt.models.source import Source, Watched
 from dtgpt.translate.megatron_tools import explain_for_command
 from dtgpt.util.console import parameters, say
 from dtgpt.util.errors import UserError
@@ -79,14 +79,21 @@ def convert(path: Path, target: Path, options: ConvertOptions) -> None:
         save_huggingface(watched, target, dtype, tokenizer, files, origin)
     else:
         sizes = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
-        state = source.checkpoint.state if isinstance(source, Saved) else {"step": 0, "consumed_samples": 0}
         for note in export_notes(source.config):
             say(note, warning=True)
-        progress = state["step"] or None, state["consumed_samples"]
-        save_megatron(watched, target, *sizes, dtype, *progress, options.transformer_impl)
+        save_megatron(watched, target, *sizes, dtype, *progress_of(source), options.transformer_impl)
     if watched.problem:
         say(f"{path} has {watched.problem}: so has {target}", warning=True)
     say(f"{target}: {parameters(source.config.num_parameters)}, {options.dtype}")
+
+
+def progress_of(source: Source) -> tuple[int | None, int]:
+    """Return the iteration, None where there was no training, and the samples of the run that wrote a source."""
+    if isinstance(source, Megatron | TorchDist):
+        return source.iteration or None, source.consumed_samples
+    if isinstance(source, Saved):
+        return source.checkpoint.state["step"] or None, source.checkpoint.state["consumed_samples"]
+    return None, 0
 
 
 def _check(options: ConvertOptions) -> None:

@@ -13,7 +13,7 @@ from dtgpt.interop.foreign import as_parameter, check_tensors
 from dtgpt.interop.megatron.architecture import Facts, check_agreement
 from dtgpt.interop.megatron.config import contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.names import cut_dimension
-from dtgpt.interop.megatron.tree import check_places, expected_path, open_ranks
+from dtgpt.interop.megatron.tree import check_places, consumed_samples, expected_path, open_ranks
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape, inventory
 from dtgpt.models.source import Part, Source, has_vocabulary, parameter_shapes
@@ -27,8 +27,9 @@ class Megatron(Source):
     """A checkpoint: its root with `latest_checkpointed_iteration.txt`, or its folder `iter_...` or `release`.
 
     `true_vocab_size`: tokens without padding; not given: the size of a known vocabulary where the table is padded from
-    that, else all its rows. `iteration` is that of the training that wrote it, 0 where unknown. Raises UserError for
-    files that are missing, damaged or of different models, and for a model of no known architecture.
+    that, else all its rows. `iteration` and `consumed_samples` are those of the training that wrote it, 0 where
+    unknown. Raises UserError for files that are missing, damaged or of different models, and for a model of no known
+    architecture.
     """
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
@@ -37,6 +38,7 @@ class Megatron(Source):
         self.tensor_parallel_size, self.pipeline_parallel_size = (1 + n for n in max(self._ranks))
         first = self._ranks[0, 0]
         self.iteration, self._architecture = first.iteration, first.architecture
+        self.consumed_samples = consumed_samples(first.args)
         self._check_ranks()
         layers = self._locate_layers()
         full, self.notes = self._read_config(len(layers))

@@ -23,7 +23,7 @@ from dtgpt.interop.megatron.architecture import Facts, Order, check_agreement
 from dtgpt.interop.megatron.config import choose_architecture, contradiction, shift_norm, true_vocabulary
 from dtgpt.interop.megatron.flattened import read_as_shaped
 from dtgpt.interop.megatron.names import ANGLES, our_name
-from dtgpt.interop.megatron.tree import LARGEST_COUNT, read_args
+from dtgpt.interop.megatron.tree import LARGEST_COUNT, consumed_samples, read_args
 from dtgpt.models.config import ModelConfig
 from dtgpt.models.inventory import Shape
 from dtgpt.models.source import Part, Source, has_vocabulary, iterate_shapes
@@ -44,8 +44,8 @@ class Where(NamedTuple):
 
 
 class TorchDist(Source):
-    """A checkpoint: the folder with `.metadata`. `true_vocab_size` and `iteration` as `Megatron` has them. Raise
-    UserError for files that are missing or damaged, and for a model of no known architecture."""
+    """A checkpoint: the folder with `.metadata`. `true_vocab_size`, `iteration` and `consumed_samples`: see `Megatron`.
+    Raise UserError for files that are missing or damaged, and for a model of no known architecture."""
 
     def __init__(self, folder: Path, true_vocab_size: int | None = None):
         self._arguments = folder, true_vocab_size
@@ -54,6 +54,7 @@ class TorchDist(Source):
         iteration = self.common.get("iteration", 0)
         self.iteration = iteration if type(iteration) is int and 0 <= iteration < LARGEST_COUNT else 0
         self.args = read_args(self.common.get("args"), folder)
+        self.consumed_samples = consumed_samples(self.args)
         self._architecture = choose_architecture(self.args, folder)
         self._order = Order(rotary_interleaved=getattr(self.args, "rotary_interleaved", None) is True)
         self._where = self._locate()

@@ -276,3 +276,9 @@ def _ours(
             raise UserError(f"{path} has {name} twice, also as {shown_name(key)}; give a checkpoint as it was written")
         tensors[name] = tensor
     return tensors
+
+
+def consumed_samples(args: Any) -> int:
+    """Return the training samples that Megatron-LM's arguments say the run has seen; 0 where they do not."""
+    count = getattr(args, "consumed_train_samples", 0)
+    return count if type(count) is int and 0 <= count < LARGEST_COUNT else 0
