@@ -66,7 +66,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if whole and config.option.markexpr in ("not long", "quick"):
         reports = [report for kind in terminalreporter.stats.values() for report in kind]
         found = [(*dict(r.user_properties)["budget"], r.duration) for r in reports if hasattr(r, "user_properties")]
-        for line in wrong_marks(found, slowness(config.option.numprocesses or 1)):
+        times, all_ran = slowness(config.option.numprocesses or 1), config.option.markexpr != "quick"
+        for line in wrong_marks(found, times, all_ran):
             terminalreporter.write_line(line)
 
 

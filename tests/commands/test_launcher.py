@@ -195,6 +195,7 @@ def test_processes_that_cannot_be_started_are_one_sentence(alone, capsys, monkey
     assert started[0].poll() == -signal.SIGTERM
 
 
+@pytest.mark.slow(1)
 def test_the_report_of_torchrun_ends_with_the_sentence(tmp_path):
     done = run_program([*TORCHRUN, "--nproc-per-node", "2", TINY, "--stepz", "3"], tmp_path)
     root = done.stderr.partition("Root Cause")[2]

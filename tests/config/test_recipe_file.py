@@ -132,6 +132,7 @@ def test_types_are_checked_in_a_recipe_made_by_a_program_too(recipe):
 README = Path(__file__).parents[2] / "README.md"
 
 
+@pytest.mark.slow(3)
 def test_the_recipe_of_readme_trains_as_it_is_written(tmp_path, monkeypatch):
     """On a smaller model, and with GPT-2's tokenizer from files: tests fetch nothing."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)

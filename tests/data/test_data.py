@@ -81,6 +81,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", ["tokenizer.json", "train.npy", "valid.npy", "contents.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_of_a_text_is_made_again(tmp_path, text, name, damage, capsys):

@@ -95,6 +95,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("content, result", BOMBS.values(), ids=BOMBS)
 def test_zstd_that_claims_or_becomes_much_takes_little_memory(content, result):
     pytest.importorskip("zstandard")

@@ -37,6 +37,7 @@ def test_ids_are_those_of_tiktoken_with_the_pattern_of_the_family(tmp_path, name
         assert copy.begin_of_text == ours.begin_of_text
 
 
+@pytest.mark.slow(1)
 def test_special_tokens_of_llama_3_and_qwen_have_their_ids(tmp_path):
     tokens = [bytes([a]) for a in range(256)]
     tokens += [bytes(pair) for pair in product(range(256), repeat=2)]
@@ -116,6 +117,7 @@ def test_a_vocabulary_in_a_folder_opens_texts_as_its_model_was_trained(tmp_path,
     assert open_tokenizer(str(path)).encode("") == []  # a file alone says nothing of a begin
 
 
+@pytest.mark.slow(1)
 def test_the_first_kind_of_file_in_a_folder_is_its_tokenizer(tmp_path):
     refused(lambda: open_tokenizer(str(tmp_path)), "has no tokenizer", "qwen.tiktoken")
     rank_file(tmp_path / "qwen.tiktoken")

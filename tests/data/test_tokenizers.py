@@ -62,6 +62,7 @@ def random_texts(count: int, seed: int = 1) -> list[str]:
     return texts
 
 
+@pytest.mark.slow(2)
 def test_gpt2_from_its_files_has_the_ids_of_the_files(gpt2, reference):
     assert isinstance(gpt2, ByteLevel)
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
@@ -131,6 +132,7 @@ def test_a_plain_tokenizer_json_is_encoded_by_tiktoken_others_by_their_library(t
     assert open_tokenizer(str(tmp_path)).encode(HELLO) == gpt2.encode(HELLO)
 
 
+@pytest.mark.slow(2)
 def test_the_end_of_text_that_a_config_names_is_taken(tmp_path, files):
     path = save_tokenizer_json(tmp_path, files)
     saved = json.loads(path.read_text())
@@ -344,6 +346,7 @@ def cut_lines(path, keep):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("keep", [0, 1, 25_000, -1])
 def test_merges_that_were_cut_at_the_end_of_a_line_are_refused(tmp_path, keep):
     vocab, merges = gpt2_files(tmp_path)

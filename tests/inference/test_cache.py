@@ -126,6 +126,7 @@ def test_a_detached_runner_leaves_the_stages_as_they_were():
         assert torch.equal(bodies.whole_logits(stage, IDS), before)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("plan, world", [("single", 1), ("tp2", 2), ("tp2_pp2", 4)])
 def test_the_bytes_of_a_slot_are_what_a_rank_allocates(architecture, plan, world):

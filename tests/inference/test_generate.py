@@ -86,6 +86,7 @@ def test_results_have_the_form_of_the_prompts(model):
     assert first[0] == text and len(set(first)) == len(first) == len(second) == 3
 
 
+@pytest.mark.slow(2)
 def test_a_text_depends_on_its_seed_and_its_index_and_not_on_its_neighbours(model):
     options = {"max_new_tokens": 20, "ends": False}
     alone = model.generate([[1]], **options)[0]
@@ -387,6 +388,7 @@ def test_what_is_wrong_with_a_tokenizer_names_the_options_of_this_command(foreig
     assert "--vocab-file" not in said and "--data" not in said
 
 
+@pytest.mark.slow(1)
 def test_prompts_that_the_model_cannot_take_are_refused(foreign, tmp_path):
     wide = from_files(*gpt2_files(tmp_path))
     with pytest.raises(UserError, match="has 50257 tokens, the model 300"):

@@ -52,6 +52,7 @@ def test_the_pieces_are_the_text_that_the_ids_add_to_the_prompt(tokenizers, kind
     assert joined == tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
 @given(prompt=TEXT, text=TEXT)

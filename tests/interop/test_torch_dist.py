@@ -50,6 +50,7 @@ def check_model(path, model, dtype=torch.float32):
     return source
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_of_every_layout(model, tmp_path):
     layouts = {
@@ -64,6 +65,7 @@ def test_weights_of_every_layout(model, tmp_path):
         check_model(tmp_path / name, model, options.get("dtype", torch.float32))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_parts_are_those_of_the_whole_and_of_the_tree_in_the_other_format(model, tmp_path):
     config, weights = MODELS[model]

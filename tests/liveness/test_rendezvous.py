@@ -27,6 +27,7 @@ def port(monkeypatch):
     return number
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_torchrun_nobody_waits_long_for_a_process_that_has_died(port, monkeypatch, rank):
     """The timeout of the run is 10 minutes, and nobody would end those who wait."""

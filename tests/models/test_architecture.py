@@ -143,6 +143,7 @@ def test_the_memory_of_each_kind_of_block_is_what_autograd_keeps(other, recomput
     assert len(set(seen)) == (1 if recompute == "full" else 3)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("how", [{"precision": "fp8"}, {"recompute": "full"}, {"recompute": "selective"}])
 def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how):
     recipe = replace(other, model=MODELS["mixed"], **how)
@@ -151,6 +152,7 @@ def test_what_wraps_blocks_that_differ_keeps_their_losses(other, references, how
     assert found == pytest.approx(expected, rel=1e-3 if "precision" in how else 1e-6)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("plan, training", [("tp2_pp2", False), ("pp2_zbv", False), ("dp2_zero3", True)])
 def test_texts_of_blocks_that_differ_are_those_without_a_cache(plan, training):
     config = MixedConfig(**SHAPE | {"num_layers": 5, "vocab_size": 61}, init_std=0.3)

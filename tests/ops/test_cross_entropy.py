@@ -45,6 +45,7 @@ def check(case: Case, results: list) -> None:
     assert (found[..., case.vocab_size :] == 0).all()
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_cut_vocabulary_has_the_loss_and_gradient_of_the_whole(world, dtype):

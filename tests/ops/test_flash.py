@@ -92,6 +92,7 @@ def test_a_wrong_shape_is_an_error(q, k, v, keys):
         flash.flash_attention(*map(torch.randn, (q, k, v)), keys_of(keys), 0.1)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("kv_heads", [0, 1])
 def test_the_ops_keep_the_contract_of_custom_ops(kv_heads):
     _, qkv = inputs((2, 5, 2, 4), torch.float32, kv_heads=kv_heads)

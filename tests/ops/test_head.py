@@ -183,6 +183,7 @@ def test_gradients_are_all_that_is_saved_for_backward():
     assert sizes == [x.flatten(0, 1).shape, w.shape]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_passes_are_sound_operators(dtype):
     """Fake tensors, mutation and dispatch, as torch.compile needs them."""

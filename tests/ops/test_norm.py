@@ -76,6 +76,7 @@ def test_a_cpu_sums_gradients_of_16_bits_in_fp32(dtype):
         assert (bias.grad - exact).norm() < torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.slow(3)
 @each_norm
 @pytest.mark.parametrize("dropped", [True, False])
 @pytest.mark.parametrize("shifted", [True, False])

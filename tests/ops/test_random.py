@@ -125,6 +125,7 @@ def neighbours():
     }
 
 
+@pytest.mark.slow(1)
 def test_streams_of_neighbouring_keys_indices_and_layers_are_independent():
     base, others = neighbours()
     bit = 1 << torch.arange(32)

@@ -29,6 +29,7 @@ def test_uneven_parts_of_three_ranks_are_pushed(tmp_path, plan):
         assert worst < 1e-3 and count["met"] > 0
 
 
+@pytest.mark.slow(2)
 def test_pairs_of_ranks_push_for_each_stage_of_a_pipeline(tmp_path):
     for same, worst, count in pool().run(4, pushed_and_not, tmp_path, "dp2_pp2_zero1", 2):
         assert same, worst

@@ -32,6 +32,7 @@ def rows_of(text: str, header: str) -> list[list[str]]:
     return [line.split() for line in iter(lambda: next(lines, ""), "")]
 
 
+@pytest.mark.slow(3)
 def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsys):
     plans = ["--plans", "tp8_sp_pp16_zero1", "tp8_sp_zero3", "--world", "1024", "1000", "--gpu", "80"]
     text = output_of(capsys, str(LLAMA), *plans)
@@ -48,6 +49,7 @@ def test_each_plan_and_world_has_a_line_with_the_numbers_of_its_own_report(capsy
     assert [row[3] for row in step] == ["5.5%", "0.0%"]
 
 
+@pytest.mark.slow(1)
 def test_alternatives_by_world_have_a_line_with_the_plan_that_is_chosen(capsys):
     plans = ["--plans", "dp2_tp2|tp2", "--world", "2", "4", "5"]
     batch = ["--global_batch_size", "8", "--micro_batch_size", "1"]

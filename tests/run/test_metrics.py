@@ -161,6 +161,7 @@ def test_every_reader_of_metrics_survives_odd_values(tmp_path, value):
     assert kept[0] == GOOD[0] and set(kept[1:]) <= set(odd)  # as they were
 
 
+@pytest.mark.slow(1)
 def test_odd_values_are_left_out_of_the_picture(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([GOOD[0], *chain.from_iterable(map(odd_lines, ODD)), GOOD[1]]))

@@ -159,6 +159,7 @@ def assert_answers(request: dict, ours: dict, recorded: dict, model: Decoder, to
         assert all(prompt in text for prompt, text in zip(request["prompts"], ours["text"], strict=True))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("case", serving_cases("behaviour"), ids=named)
 def test_the_engine_answers_as_megatron_did(case, tokenizer):
     request, model = case["request"], model_by_rules(case["rules"])

@@ -37,6 +37,7 @@ def test_text_becomes_ids_and_ids_text(http):
     assert named.json()["token_strs"] == ["Hello", " world"]
 
 
+@pytest.mark.slow(1)
 def test_lm_eval_learns_the_end_of_text_from_its_name(http):
     info = http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"], info["pad_token"], info["chat_template"]) == (END, END, None, None)
