@@ -20,7 +20,7 @@ interrupt_imports()  # here, since a recipe file imports torch for seconds befor
 
 COMMANDS = (
     "prepare", "tokenizer", "train", "plan", "compare", "generate", "serve", "eval", "lm-eval", "convert",
-    "translate", "inspect", "plot", "recipe",
+    "translate", "inspect", "plot", "recipe", "doctor",
 )  # fmt: skip
 RANK_0_FIRST = 5.0  # seconds for rank 0 to say first why the run ends
 LONGEST_PATH = 4096  # characters of any path that can exist
@@ -30,6 +30,8 @@ USAGE = """usage: dtgpt COMMAND ...     (dtgpt COMMAND --help lists the options 
       encode text into Megatron-LM's PREFIX_text_document.bin and .idx
   dtgpt tokenizer train INPUT ...
       train a byte-level BPE on your own text
+  dtgpt doctor
+      check this machine: torch, GPUs, what they run, what is missing
   dtgpt recipe [NAME]
       print a recipe file that comes with dtgpt; without NAME, list them
   dtgpt train RECIPE.py [--nproc N] [--option value ...]

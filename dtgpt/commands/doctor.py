@@ -1,0 +1,212 @@
+"""`dtgpt doctor`: whether this machine has what training, generation and serving need, and what to do where not."""
+
+import importlib.util
+import os
+import resource
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from dtgpt.commands.command import Command
+from dtgpt.data.dataset import default_cache
+from dtgpt.util.console import hanging, say
+from dtgpt.util.environment import describe_versions
+from dtgpt.util.hardware import TRITON, why_no_compiler
+
+OLDEST, NEWEST = (2, 11), (2, 15)  # torch, as in pyproject.toml
+EXTRAS = {
+    "matplotlib": "plot", "starlette": "serve", "uvicorn": "serve", "tokenizers": "data", "sentencepiece": "data",
+    "zstandard": "data", "tensorboard": "tensorboard", "wandb": "wandb", "lm_eval": "eval",
+}  # fmt: skip
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")  # of variables
+LEAST_SHM, LEAST_FILES = 1.0, 1024  # GiB of /dev/shm for several GPUs; open files
+State = Literal["ok", "note", "wrong"]
+
+
+class Gpu(NamedTuple):
+    """A CUDA device that torch sees."""
+
+    name: str
+    capability: tuple[int, int]
+    gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found on this machine."""
+
+    versions: str
+    torch_version: tuple[int, int]
+    has_cuda: bool  # whether torch was built with it
+    has_driver: bool  # whether NVIDIA's driver is loaded
+    gpus: list[Gpu] = field(default_factory=list)
+    architectures: list[str] = field(default_factory=list)  # for which torch has kernels, such as sm_90
+    peers: bool = True  # whether the GPUs reach each other's memory
+    has_triton: bool = True
+    nvcc: str | None = None
+    has_ninja: bool = True
+    no_compiler: str | None = None
+    shm: float | None = None  # GiB of /dev/shm; None: there is none
+    open_files: int = LEAST_FILES
+    cache: Path = Path()
+    cache_is_writable: bool = True
+    cache_gib: float = 1.0  # free
+    missing: list[str] = field(default_factory=list)  # packages of EXTRAS
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """A line of the report. note: dtgpt runs, but slower or with less; wrong: it does not run."""
+
+    state: State
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check this machine: torch, GPUs and which precisions and kernels they run, compilers, memory that processes
+    share, packages. The exit code is 1 if something that dtgpt needs is missing."""
+
+
+def look() -> Facts:
+    """Return the facts of this machine. Nothing is installed, built or changed."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = []
+    for index in devices:
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(Gpu(properties.name, torch.cuda.get_device_capability(index), properties.total_memory / 2**30))
+    cache = default_cache()
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    major, minor = torch.__version__.split(".")[:2]
+    return Facts(
+        versions=describe_versions(),
+        torch_version=(int(major), int(minor)),
+        has_cuda=torch.version.cuda is not None,
+        has_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        gpus=gpus,
+        architectures=torch.cuda.get_arch_list() if gpus else [],
+        peers=all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b),
+        has_triton=TRITON,
+        nvcc=None if CUDA_HOME is None else os.path.join(CUDA_HOME, "bin", "nvcc"),
+        has_ninja=shutil.which("ninja") is not None,
+        no_compiler=why_no_compiler(torch.device("cuda" if gpus else "cpu")),
+        shm=shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        cache=cache,
+        cache_is_writable=os.access(existing, os.W_OK),
+        cache_gib=shutil.disk_usage(existing).free / 2**30,
+        missing=[name for name in EXTRAS if importlib.util.find_spec(name) is None],
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+    )
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return what the facts mean, each with what to do where something is missing."""
+    return [*_of_torch(facts), *_of_gpus(facts), *_of_builds(facts), *_of_system(facts)]
+
+
+def _of_torch(facts: Facts) -> list[Finding]:
+    if not OLDEST <= facts.torch_version <= NEWEST:
+        fitting = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+        return [Finding("wrong", f"{facts.versions}: dtgpt needs {fitting}; run pip install '{fitting}'")]
+    return [Finding("ok", facts.versions)]
+
+
+def _of_gpus(facts: Facts) -> list[Finding]:
+    if not facts.gpus:
+        if facts.has_driver and not facts.has_cuda:
+            return [
+                Finding("wrong", "the machine has NVIDIA's driver, but this torch has no CUDA; install a CUDA build")
+            ]
+        if facts.has_cuda:
+            return [
+                Finding(
+                    "note",
+                    "torch sees no GPU: dtgpt runs on the CPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and, in Docker, "
+                    "--gpus all",
+                )
+            ]
+        return [Finding("note", "no GPU: dtgpt runs on the CPU, for small models")]
+    found = [finding for gpu in dict.fromkeys(facts.gpus) for finding in _of_gpu(gpu, facts)]
+    if len(facts.gpus) > 1:
+        reach = "reach" if facts.peers else "do not reach"
+        text = f"{len(facts.gpus)} GPUs, which {reach} each other's memory"
+        found.append(
+            Finding("ok" if facts.peers else "note", text + ("" if facts.peers else ": NCCL sends all messages"))
+        )
+    return found
+
+
+def _of_gpu(gpu: Gpu, facts: Facts) -> list[Finding]:
+    major, minor = gpu.capability
+    name = f"{gpu.name}, {gpu.gib:.0f} GiB, compute capability {major}.{minor}"
+    known = [
+        int(arch.partition("_")[2].rstrip("af")) for arch in facts.architectures if arch.startswith(("sm_", "compute_"))
+    ]
+    if known and 10 * major + minor < min(known):
+        text = f"{name}: this torch has kernels from {min(known) / 10} on; install a build for an older CUDA"
+        return [Finding("wrong", text)]
+    lacking = []
+    if gpu.capability < (8, 0):
+        lacking.append("bf16 needs 8.0: use --precision fp16")
+    if gpu.capability < (8, 9):
+        lacking.append("fp8 needs 8.9")
+    if gpu.capability < (9, 0):
+        lacking.append("the fastest kernels for attention and for few sequences need 9.0; others run")
+    return [Finding("note" if lacking else "ok", "; ".join([name, *lacking]))]
+
+
+def _of_builds(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.gpus and not facts.has_triton:
+        found.append(Finding("note", "the package triton is missing: plain torch runs, slower; pip install triton"))
+    lacking = [
+        n for n, there in (("nvcc (CUDA toolkit, or CUDA_HOME)", facts.nvcc), ("ninja", facts.has_ninja)) if not there
+    ]
+    if facts.gpus and lacking:
+        what = (
+            "--attention fused_softmax and the decode kernels for few sequences are not built, and others run, slower"
+        )
+        found.append(Finding("note", f"{' and '.join(lacking)} not found: {what}"))
+    elif facts.gpus:
+        found.append(Finding("ok", f"CUDA kernels can be built: {facts.nvcc}, ninja"))
+    if facts.no_compiler:
+        found.append(Finding("note", f"{facts.no_compiler}: torch.compile does not work"))
+    return found
+
+
+def _of_system(facts: Facts) -> list[Finding]:
+    found = []
+    if not facts.cache_is_writable:
+        found.append(Finding("wrong", f"{facts.cache} cannot be written; set DTGPT_CACHE to a folder that can"))
+    elif facts.cache_gib < 1:
+        found.append(Finding("note", f"{facts.cache} has {facts.cache_gib:.1f} GiB left for tokens and vocabularies"))
+    if len(facts.gpus) > 1 and facts.shm is not None and facts.shm < LEAST_SHM:
+        remedy = "start the container with --ipc=host or --shm-size=8g"
+        found.append(Finding("note", f"/dev/shm has {facts.shm:.2f} GiB, too little for NCCL; {remedy}"))
+    if facts.open_files < LEAST_FILES:
+        found.append(Finding("note", f"{facts.open_files} files may be open; raise it: ulimit -n {LEAST_FILES}"))
+    if facts.missing:
+        extras = ",".join(sorted({EXTRAS[name] for name in facts.missing}))
+        names = ", ".join(facts.missing)
+        found.append(Finding("note", f"optional packages are missing: {names}; pip install 'dtgpt[{extras}]' has them"))
+    found += [Finding("note", f"{name}={value} is set") for name, value in facts.variables.items()]
+    return found
+
+
+def check_machine(options: DoctorOptions) -> int:
+    """Print the findings, and return 1 where one of them is wrong."""
+    found = findings(look())
+    for state, text in found:
+        say(hanging(f"{state:<6} {text}", 7))
+    wrong = [one for one in found if one.state == "wrong"]
+    say("dtgpt does not run here until this is mended" if wrong else "dtgpt runs here")
+    return 1 if wrong else 0
+
+
+command = Command("doctor", DoctorOptions, check_machine, "")

@@ -1,0 +1,62 @@
+"""`dtgpt doctor`: what it says of machines, this one and others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtgpt.cli import main
+from dtgpt.commands.doctor import NEWEST, OLDEST, Facts, Gpu, findings
+
+H200, A100 = Gpu("NVIDIA H200", (9, 0), 139.8), Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 79.2)
+V100, P100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 15.8), Gpu("Tesla P100-PCIE-16GB", (6, 0), 15.9)
+GOOD = Facts(
+    versions="dtgpt 0.1.0, torch 2.11.0, CUDA 12.8, Python 3.12.3", torch_version=(2, 11), has_cuda=True,
+    has_driver=True, gpus=[H200], architectures=["sm_70", "sm_90", "compute_120"], shm=64.0,
+    nvcc="/usr/local/cuda/bin/nvcc",
+)  # fmt: skip
+
+
+def test_a_complete_machine_has_nothing_to_mend():
+    assert {one.state for one in findings(GOOD)} == {"ok"}
+    text = "\n".join(one.text for one in findings(replace(GOOD, gpus=[H200, H200])))
+    assert text.count("NVIDIA H200, 140 GiB, compute capability 9.0") == 1
+    assert "2 GPUs, which reach each other's memory" in text
+
+
+@pytest.mark.parametrize("changed, state, told", [
+    ({"torch_version": (2, 10)}, "wrong", "dtgpt needs torch>=2.11,<2.16; run pip install 'torch>=2.11,<2.16'"),
+    ({"torch_version": (2, 16)}, "wrong", "dtgpt needs torch>=2.11,<2.16"),
+    ({"gpus": [], "has_cuda": False}, "wrong", "NVIDIA's driver, but this torch has no CUDA; install a CUDA build"),
+    ({"gpus": []}, "note", "torch sees no GPU: dtgpt runs on the CPU; check nvidia-smi, CUDA_VISIBLE_DEVICES"),
+    ({"gpus": [], "has_cuda": False, "has_driver": False}, "note", "no GPU: dtgpt runs on the CPU"),
+    ({"gpus": [A100]}, "note", "compute capability 8.0; fp8 needs 8.9; the fastest kernels"),
+    ({"gpus": [V100]}, "note", "capability 7.0; bf16 needs 8.0: use --precision fp16; fp8 needs 8.9"),
+    ({"gpus": [P100]}, "wrong", "this torch has kernels from 7.0 on; install a build for an older CUDA"),
+    ({"gpus": [H200, H200], "peers": False}, "note", "do not reach each other's memory: NCCL sends all messages"),
+    ({"has_triton": False}, "note", "the package triton is missing: plain torch runs, slower"),
+    ({"nvcc": None}, "note", "nvcc (CUDA toolkit, or CUDA_HOME) not found: --attention fused_softmax"),
+    ({"nvcc": None, "has_ninja": False}, "note", "nvcc (CUDA toolkit, or CUDA_HOME) and ninja not found"),
+    ({"no_compiler": "no compiler (gcc or clang) was found"}, "note", "was found: torch.compile does not work"),
+    ({"gpus": [H200, H200], "shm": 0.0625}, "note", "/dev/shm has 0.06 GiB, too little for NCCL; start the container"),
+    ({"open_files": 256}, "note", "256 files may be open; raise it: ulimit -n 1024"),
+    ({"cache": Path("/c"), "cache_is_writable": False}, "wrong", "/c cannot be written; set DTGPT_CACHE to a folder"),
+    ({"cache": Path("/c"), "cache_gib": 0.2}, "note", "/c has 0.2 GiB left"),
+    ({"missing": ["wandb", "uvicorn"]}, "note", "missing: wandb, uvicorn; pip install 'dtgpt[serve,wandb]' has them"),
+    ({"variables": {"NCCL_DEBUG": "INFO"}}, "note", "NCCL_DEBUG=INFO is set"),
+])  # fmt: skip
+def test_what_is_missing_is_said_with_what_to_do(changed, state, told):
+    (found,) = (one for one in findings(replace(GOOD, **changed)) if told in one.text)
+    assert found.state == state
+
+
+def test_the_versions_of_torch_are_those_that_are_installed_with_dtgpt():
+    wanted = f'"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
+    assert wanted in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+def test_this_machine_runs_dtgpt(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    out = capsys.readouterr().out
+    assert not stop.value.code and out.startswith("ok     dtgpt ") and out.endswith("\ndtgpt runs here\n")
